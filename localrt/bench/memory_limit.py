@@ -1,0 +1,94 @@
+"""A hard memory limit for one process: a Linux memory control group, version 1 or 2.
+
+Page cache that the process causes counts too, so that a model which is mapped rather than read
+cannot hide from the limit. Needs the right to make a group: root, or a delegated one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from localrt.errors import LocalrtError
+from localrt.offload.budget import format_bytes
+
+__all__ = ["MemoryLimit"]
+
+_V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+_V2 = ("memory.max", "memory.swap.max")
+
+
+class MemoryLimit:
+    """A control group of ``size`` bytes. `remove` it once its processes are gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def create(cls, size: int, root: Path = Path("/")) -> MemoryLimit:
+        """A fresh group below one that this process is in.
+
+        Raises:
+            LocalrtError: not permitted here, or not a system with control groups.
+        """
+        for parent, (limit, swap) in _parents(root):
+            for number in itertools.count():
+                folder = parent / f"localrt-bench-{os.getpid()}-{number}"
+                if not folder.exists():
+                    break
+            try:
+                folder.mkdir()
+            except OSError:
+                continue
+            try:
+                (folder / limit).write_text(str(size))
+            except OSError:  # version 2 without the memory controller, or not permitted
+                folder.rmdir()
+                continue
+            try:
+                # Version 1 counts memory and swap together, version 2 swap alone.
+                (folder / swap).write_text(str(size) if limit == _V1[0] else "0")
+            except OSError:  # no swap accounting: then there is mostly no swap either
+                pass
+            return cls(folder)
+        raise LocalrtError(
+            f"cannot limit memory to {format_bytes(size)} here: no memory control group can be made"
+            " (run as root on Linux, or under systemd-run --user --scope -p MemoryMax=SIZE)"
+        )
+
+    def add(self, pid: int) -> None:
+        """Put a process, and all that it will allocate, under the limit."""
+        (self._folder / "cgroup.procs").write_text(str(pid))
+
+    def remove(self) -> None:
+        """Remove the group; it must be empty."""
+        try:
+            self._folder.rmdir()
+        except OSError:  # a process of it lingers: an empty group costs nothing
+            pass
+
+
+def _parents(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Groups that could hold a new one, nearest first, with their version's file names."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            base, files = mount / "memory", _V1
+        elif controllers == "":
+            base, files = mount, _V2
+        else:
+            continue
+        names = [name for name in path.split("/") if name]
+        if ".." in names:
+            names = []
+        for depth in range(len(names), -1, -1):
+            folder = base.joinpath(*names[:depth])
+            if (folder / "cgroup.procs").exists():
+                yield folder, files

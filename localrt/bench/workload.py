@@ -1,0 +1,61 @@
+"""What a benchmark asks of every engine: prompts of an exact length, and a number of tokens.
+
+The text is the same on every machine and for every engine, so results can be compared. This module
+knows no engine; the tokenizer comes from the model under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from localrt.errors import OptionError
+
+__all__ = ["Workload", "make_prompts"]
+
+# Prompts start this many tokens apart in one text: no engine can reuse the cache of another run.
+_STRIDE = 17
+
+_SENTENCES = (
+    "In the year {year} the harbour master wrote down every ship that came in before noon.",
+    "Ship number {n} carried {a} crates of tea, {b} barrels of oil and a small brass telescope.",
+    "Nobody asked who had paid for it, and the clerk simply noted: received, weighed, stored.",
+    "By evening the wind had turned to the north, and {a} boats were still outside the wall.",
+    "A light burned on the hill, as it did every night, and {b} people looked up at it.",
+    "“If the tide holds,” said the pilot, “we shall all be ashore in {n} minutes.”",
+    "The sum was simple enough: {a} + {b} = {sum}, and the price of a crate was {n} shillings.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``prompt_tokens`` of prompt and ``tokens`` of answer, greedily, ``runs`` times."""
+
+    prompt_tokens: int = 512
+    tokens: int = 128
+    runs: int = 5
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt_tokens", 1), ("tokens", 2), ("runs", 1)):
+            if getattr(self, name) < least:
+                raise OptionError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """One prompt of exactly ``workload.prompt_tokens`` ids for the warm-up and for every run."""
+    needed = workload.prompt_tokens + workload.runs * _STRIDE
+    count = 16
+    while len(ids := encode(_text(count))) < needed:
+        count *= 2
+    starts = range(0, (workload.runs + 1) * _STRIDE, _STRIDE)
+    return [ids[start : start + workload.prompt_tokens] for start in starts]
+
+
+def _text(sentences: int) -> str:
+    """``sentences`` sentences; a longer text starts with the shorter ones."""
+    lines = []
+    for index in range(sentences):
+        a, b = 3 + index * 7 % 89, 5 + index * 11 % 97
+        template = _SENTENCES[index % len(_SENTENCES)]
+        lines.append(template.format(year=1700 + index, n=index + 1, a=a, b=b, sum=a + b))
+    return " ".join(lines)

@@ -1,0 +1,238 @@
+"""A conversation: messages, options, and the session whose KV cache carries over from turn to turn.
+
+It knows the public ``Model`` alone. What a template makes of the messages is not its business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, Required, TypedDict
+
+from localrt.engine.options import Options, read_options
+from localrt.engine.types import Chunk, ProgressCallback
+from localrt.errors import LocalrtError, OptionError, StorageError
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+    from localrt.engine.base import EngineSession
+
+__all__ = ["Chat", "Message"]
+
+_VERSION = 1
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class Message(TypedDict, total=False):
+    """One turn, in the form that chat templates take."""
+
+    role: Required[str]
+    content: Required[Any]
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[Any]]
+    tool_call_id: NotRequired[str]
+
+
+class Chat:
+    """Created by ``Model.chat``. One generation at a time; ``cancel`` works from any thread."""
+
+    def __init__(self, model: Model, *, system: str | None = None, **options: Any) -> None:
+        self._model = model
+        self._session: EngineSession | None = None
+        self._cancel = threading.Event()
+        self._busy = threading.Lock()
+        self.messages: list[Message] = []
+        self.options: dict[str, Any] = {}
+        self.set(**options)
+        self.system = system
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt; setting it keeps the other turns."""
+        if self.messages and self.messages[0]["role"] == "system":
+            return str(self.messages[0]["content"])
+        return None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        if self.system is not None:
+            del self.messages[0]
+        if text:
+            self.messages.insert(0, {"role": "system", "content": text})
+
+    @property
+    def tokens_used(self) -> int:
+        """Tokens in the KV cache."""
+        return len(self._session.tokens) if self._session is not None else 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the context holds."""
+        return self._model.info.ctx
+
+    def set(self, **options: Any) -> None:
+        """Change defaults of this conversation (``temperature=0.2``); None takes one back.
+
+        Raises:
+            OptionError: unknown name or impossible value; nothing changes then.
+        """
+        changed = {**self.options, **options}
+        read_options(self._model.defaults, changed)
+        self.options = {name: value for name, value in changed.items() if value is not None}
+
+    def clear(self) -> None:
+        """Forget the turns; system prompt and options stay."""
+        system = self.system
+        self.messages = []
+        self.system = system
+
+    # -- generation ------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        text: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        on_progress: ProgressCallback | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Send a user turn and stream the answer.
+
+        When the stream ends, is cancelled or is closed early, the turn and the text so far join
+        the history; when it fails before any text, the history is as it was.
+        """
+        if not text:
+            raise OptionError("the message is empty: write something to answer")
+        checked = read_options(self._model.defaults, self.options, options)
+        if self._busy.locked():
+            raise _already_answering()
+        self._cancel = cancel = threading.Event()
+        return self._answer(text, checked, tools, cancel, on_progress)
+
+    def _answer(
+        self,
+        text: str,
+        options: Options,
+        tools: Sequence[Mapping[str, Any]] | None,
+        cancel: threading.Event,
+        on_progress: ProgressCallback | None,
+    ) -> Iterator[Chunk]:
+        if not self._busy.acquire(blocking=False):
+            raise _already_answering()
+        turn: Message = {"role": "user", "content": text}
+        parts: list[str] = []
+        keep = False
+        try:
+            if self._session is None:
+                self._session = self._model.new_session()
+            for chunk in self._model.stream_on(
+                self._session,
+                [*self.messages, turn],
+                options,
+                tools=tools,
+                cancel=cancel,
+                on_progress=on_progress,
+            ):
+                parts.append(chunk.text)
+                yield chunk
+            keep = True
+        except GeneratorExit:
+            keep = True
+            raise
+        finally:
+            if keep or any(parts):
+                self.messages += [turn, {"role": "assistant", "content": "".join(parts)}]
+            self._busy.release()
+
+    def send(self, text: str, **options: Any) -> Chunk:
+        """Like ``stream``, as one chunk that holds the whole answer."""
+        from localrt.api import joined
+
+        return joined(self.stream(text, **options))
+
+    def astream(self, text: str, **options: Any) -> AsyncIterator[Chunk]:
+        """Like ``stream``, for asyncio."""
+        from localrt.api import in_thread
+
+        return in_thread(lambda: self.stream(text, **options), self.cancel)
+
+    async def asend(self, text: str, **options: Any) -> Chunk:
+        """Like ``send``, for asyncio."""
+        from localrt.api import joined
+
+        return joined([chunk async for chunk in self.astream(text, **options)])
+
+    def cancel(self) -> None:
+        """Stop the running generation, if any; its text is kept."""
+        self._cancel.set()
+
+    def close(self) -> None:
+        """Free the KV cache; the messages stay, and a next turn computes them again."""
+        self.cancel()
+        with self._busy:
+            if self._session is not None:
+                self._session.close()
+            self._session = None
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write messages and options as JSON: whole or not at all."""
+        target = Path(path).expanduser()
+        record = {
+            "version": _VERSION,
+            "model": self._model.name,
+            "options": self.options,
+            "messages": self.messages,
+        }
+        text = json.dumps(record, ensure_ascii=False, indent=2) + "\n"
+        aside = ""
+        try:
+            handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(aside).replace(target)
+        except OSError as error:
+            if aside:
+                Path(aside).unlink(missing_ok=True)
+            reason = error.strerror or str(error)
+            raise StorageError(f"cannot save the chat to {target}: {reason}") from error
+
+    @classmethod
+    def load(cls, model: Model, path: str | Path) -> Chat:
+        """A conversation written by ``save``, to go on with ``model``.
+
+        Raises:
+            StorageError: the file cannot be read, or is not a saved chat.
+        """
+        source = Path(path).expanduser()
+        try:
+            record = json.loads(source.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise StorageError(f"cannot read {source}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise StorageError(f"{source} is not a saved chat: it is not JSON") from error
+        if not isinstance(record, dict) or record.get("version") != _VERSION:
+            raise StorageError(f"{source} is not a saved chat of version {_VERSION}")
+        messages, options = record.get("messages"), record.get("options")
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise StorageError(f"{source} is not a saved chat: its messages are malformed")
+        chat = cls(model, **(options if isinstance(options, dict) else {}))
+        chat.messages = messages
+        return chat
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") in _ROLES and "content" in value
+
+
+def _already_answering() -> LocalrtError:
+    return LocalrtError("this chat is already answering: wait, or cancel() it first")

@@ -1,0 +1,39 @@
+"""``localrt completion SHELL``: a script that teaches a shell localrt's commands and options.
+
+It is made from the argument parser itself, so that it never lags behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["HELP", "SHELLS", "add_arguments", "run"]
+
+HELP = "print a script that completes localrt's commands in a shell"
+
+SHELLS = ("bash", "zsh", "fish")
+
+_EPILOG = """\
+to install:
+  bash  localrt completion bash > ~/.local/share/bash-completion/completions/localrt
+  zsh   localrt completion zsh > ~/.zfunc/_localrt   (with fpath+=~/.zfunc before compinit)
+  fish  localrt completion fish > ~/.config/fish/completions/localrt.fish
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("shell", choices=SHELLS, help="the shell to complete in")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script for ``args.shell``."""
+    import shtab
+
+    from localrt.cli import build_parser
+
+    parser: argparse.ArgumentParser = build_parser()
+    print(shtab.complete(parser, args.shell))
+    return 0

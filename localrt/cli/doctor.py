@@ -1,0 +1,234 @@
+"""``localrt doctor``: what this machine is, what is installed, where things lie, what is missing.
+
+``--quick`` tells only what is known at once; without it memory, disk and graphics cards are asked
+and measured, which takes a few seconds. Neither imports torch or any other heavy package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from localrt.formatting import format_bytes, table
+from localrt.settings import Settings
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "show what this machine has, what is installed and what is missing"
+
+_PACKAGES = (
+    ("torch", "quantize", "computes the native engine's passes"),
+    ("triton", "gpu", "kernels on NVIDIA cards"),
+    ("bitsandbytes", "gpu", "kernels on NVIDIA cards without Triton"),
+    ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
+    ("transformers", "bench", "an engine to compare with in bench"),
+    ("uvicorn", "server", "the HTTP server"),
+)
+
+_Measured = TypeVar("_Measured")
+
+
+@dataclass(frozen=True, slots=True)
+class _Package:
+    name: str
+    version: str | None
+    extra: str
+    use: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    what: str
+    path: str
+    writable: bool
+    free_bytes: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--quick", action="store_true", help="measure nothing and ask no driver: answer at once"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; always 0: what is missing is an answer, not a failure."""
+    report = _examine(quick=args.quick)
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
+    return 0
+
+
+def _examine(*, quick: bool) -> dict[str, Any]:
+    from localrt import __version__, hardware
+
+    settings = Settings.from_environment()
+    machine = hardware.probe()
+    notes: list[str] = []
+    if not quick:
+        machine = replace(
+            machine,
+            gpus=hardware.gpus() or machine.gpus,
+            memory_read_bytes_s=hardware.measure_memory_read(machine.cpu.usable_cores),
+            disk=_or_note(lambda: _disk_speed(settings.cache_dir), notes),
+        )
+    packages = [_Package(name, _version(name), extra, use) for name, extra, use in _PACKAGES]
+    folders = [
+        _folder("models", settings.hub_cache),
+        _folder("cache", settings.cache_dir),
+        _folder("chats", settings.data_dir),
+        _folder("settings", settings.config_dir),
+    ]
+    demo = _demo_model(settings)
+    gpu = bool(machine.gpus)
+    torch = next(package.version for package in packages if package.name == "torch")
+    notes += [f"{folder.path} is not writable" for folder in folders if not folder.writable]
+    return {
+        "localrt": __version__,
+        "quick": quick,
+        "machine": machine.to_dict(),
+        "kernels": torch and f"torch {torch}",
+        "packages": [asdict(package) for package in packages],
+        "folders": [asdict(folder) for folder in folders],
+        "demo_model": str(demo) if demo else None,
+        "advice": [*notes, *_advice(packages, demo=demo, gpu=gpu)],
+    }
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _disk_speed(folder: Path) -> Any:
+    from localrt import hardware
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return hardware.measure_disk_read(folder)
+
+
+def _or_note(measure: Callable[[], _Measured], notes: list[str]) -> _Measured | None:
+    try:
+        return measure()
+    except OSError as error:
+        notes.append(f"the disk could not be measured: {error.strerror or error}")
+        return None
+
+
+def _folder(what: str, path: Path) -> _Folder:
+    """A folder that may not exist yet counts as writable when it can be made."""
+    existing = next((place for place in (path, *path.parents) if place.exists()), path)
+    try:
+        free = shutil.disk_usage(existing).free
+    except OSError:
+        free = None
+    return _Folder(what, str(path), existing.is_dir() and os.access(existing, os.W_OK), free)
+
+
+def _demo_model(settings: Settings) -> Path | None:
+    from localrt.errors import LocalrtError
+    from localrt.hub import DEMO_NAME, resolve
+
+    try:
+        return resolve(DEMO_NAME, settings=settings, download=False).path
+    except LocalrtError:
+        return None
+
+
+def _advice(packages: list[_Package], *, demo: Path | None, gpu: bool) -> Iterator[str]:
+    """What would help most first."""
+    versions = {package.name: package.version for package in packages}
+    if demo is None:
+        yield "the demo model is not here: localrt pull smollm2"
+    torch = versions["torch"]
+    if torch is None:
+        yield "the native engine needs torch: pip install torch"
+    elif gpu and "+cpu" in torch:
+        yield f"there is a GPU, but torch {torch} cannot use it: install a CUDA build of torch"
+    missing = {package.extra for package in packages if package.version is None}
+    uses = {
+        "gpu": "the GPU" if gpu else None,
+        "llamacpp": "more architectures, and bench's baseline",
+        "bench": "transformers in bench",
+        "server": "localrt serve",
+    }
+    for extra, use in uses.items():
+        if extra in missing and use is not None:
+            yield f"for {use}: pip install 'localrt[{extra}]'"
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report for people."""
+    machine = report["machine"]
+    cpu, memory, disk = machine["cpu"], machine["memory"], machine["disk"]
+    cores = f"{cpu['physical_cores']} cores, {cpu['usable_cores']} threads"
+    ram = f"{format_bytes(memory['total'])}, {format_bytes(memory['available'])} available"
+    if memory["limit"]:
+        ram += " (limited by a control group)"
+    if rate := machine["memory_read_bytes_s"]:
+        ram += f", reads {format_bytes(rate)}/s"
+    rows = [
+        ["localrt", report["localrt"]],
+        ["python", f"{machine['python']} on {machine['system']}"],
+        ["CPU", f"{cpu['name']}, {cores}"],
+        ["features", " ".join(cpu["features"]) or "none that the kernels use"],
+        ["RAM", ram],
+    ]
+    if disk:
+        rows.append(["disk", f"reads {format_bytes(disk['read_bytes_s'])}/s ({disk['method']})"])
+    rows += [["GPU", _gpu_text(gpu)] for gpu in machine["gpus"]] or [["GPU", "none found"]]
+    rows.append(["kernels", report["kernels"] or "none: see below"])
+    yield _aligned(rows)
+    yield ""
+    yield "Packages"
+    yield _aligned(
+        [[p["name"], p["version"] or "not installed", p["use"]] for p in report["packages"]]
+    )
+    yield ""
+    yield "Folders"
+    yield _aligned(
+        [
+            *([f["what"], f["path"], _folder_text(f)] for f in report["folders"]),
+            ["demo model", report["demo_model"] or "not here"],
+        ]
+    )
+    if report["advice"]:
+        yield ""
+        yield "To do"
+        yield from (f"  {line}" for line in report["advice"])
+    if report["quick"]:
+        yield ""
+        yield "Without --quick, memory, disk and GPU are measured too."
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    body = table(rows, [""] * len(rows[0])).split("\n", 1)[1]
+    return "\n".join(f"  {line}" for line in body.splitlines())
+
+
+def _gpu_text(gpu: dict[str, Any]) -> str:
+    parts = [gpu["name"]]
+    if gpu["memory_bytes"]:
+        parts.append(f"{format_bytes(gpu['memory_bytes'])}")
+    if gpu["free_bytes"]:
+        parts.append(f"{format_bytes(gpu['free_bytes'])} free")
+    if gpu["driver"]:
+        parts.append(f"driver {gpu['driver']}")
+    return ", ".join(parts)
+
+
+def _folder_text(folder: dict[str, Any]) -> str:
+    if not folder["writable"]:
+        return "not writable"
+    free = folder["free_bytes"]
+    return "writable" if free is None else f"writable, {format_bytes(free)} free"

@@ -1,0 +1,55 @@
+"""``localrt list``: the models on this machine. Answers from the folders alone, in milliseconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+
+from localrt.formatting import format_bytes, table
+from localrt.hub import DEMO_NAME, LocalModel, list_models
+from localrt.settings import Settings
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "list the models on this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the models; returns the exit status."""
+    models = list_models(Settings.from_environment())
+    if args.json:
+        print(json.dumps({"models": [_json(model) for model in models]}, indent=2))
+    elif not models:
+        print(f"No models yet. Get one: localrt pull {DEMO_NAME}  (or localrt pull org/name)")
+    else:
+        now = time.time()
+        rows = [
+            (
+                model.name,
+                format_bytes(model.bytes),
+                model.kind,
+                model.quantization or "-",
+                _age(now - model.modified),
+            )
+            for model in models
+        ]
+        print(table(rows, ("NAME", "SIZE", "KIND", "QUANTIZATION", "CHANGED"), "lr"))
+    return 0
+
+
+def _json(model: LocalModel) -> dict[str, object]:
+    return {**asdict(model), "path": str(model.path)}
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if count := int(seconds // size):
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"

@@ -1,0 +1,70 @@
+"""The flags that ``chat``, ``run`` and others share: what to load, and how to sample.
+
+Names are the Python options' names with dashes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+__all__ = [
+    "add_load_arguments",
+    "add_sampling_arguments",
+    "load_options",
+    "sampling_options",
+]
+
+DEMO_MODEL = "smollm2"
+
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p")
+_MORE_SAMPLING = ("repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop")
+_LOADING = ("engine", "format", "device", "gpu_memory", "ram", "ctx", "threads", "revision")
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``localrt.load``."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--engine", choices=("auto", "native", "llamacpp"), default="auto")
+    group.add_argument("--format", choices=("bf16", "f32"), help="format to compute in")
+    group.add_argument("--device", help="cpu, cuda or auto", default="auto")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="most GPU memory to use, like 8GB")
+    group.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
+    group.add_argument("--ctx", type=int, metavar="TOKENS", help="context length")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    group.add_argument("--revision", help="branch, tag or commit of a hub model")
+    group.add_argument("--offline", action="store_true", default=None, help="never use the network")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of a generation; those left out follow the model's own defaults."""
+    group = parser.add_argument_group("generation")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--typical-p", type=float, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, metavar="X")
+    group.add_argument("--presence-penalty", type=float, metavar="X")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer here; may be repeated"
+    )
+    group.add_argument(
+        "--overflow",
+        choices=("error", "drop_oldest"),
+        help="when a conversation outgrows the context",
+    )
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for ``localrt.load``."""
+    return {name: getattr(args, name) for name in (*_LOADING, "offline")}
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Generation options that were given."""
+    names = (*_SAMPLING, *_MORE_SAMPLING, "overflow")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}

@@ -1,0 +1,173 @@
+"""``localrt run [MODEL] [PROMPT]``: one answer on stdout, made for pipes.
+
+Text on stdin joins the prompt. Ctrl+C keeps what was printed (exit 130); a closed pipe ends it
+quietly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localrt.cli.model_options import (
+    DEMO_MODEL,
+    add_load_arguments,
+    add_sampling_arguments,
+    load_options,
+    sampling_options,
+)
+from localrt.errors import OptionError, StorageError
+from localrt.formatting import format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+    from localrt.engine.types import Chunk, Metrics
+
+__all__ = ["HELP", "add_arguments", "answer", "read_prompt", "run"]
+
+HELP = "answer one prompt on stdout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
+    )
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="text on stdin is added below it"
+    )
+    parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
+    parser.add_argument(
+        "-c", "--continue", dest="resume", action="store_true", help="go on with the last run"
+    )
+    parser.add_argument("--raw", action="store_true", help="complete the text: no chat template")
+    parser.add_argument("--json", action="store_true", help="print text and metrics as JSON")
+    parser.add_argument("--stats", action="store_true", help="print timings on stderr")
+    add_load_arguments(parser)
+    add_sampling_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, answer, remember the conversation for ``-c``."""
+    if args.raw and (args.resume or args.system):
+        raise OptionError("--raw completes a text: it goes without --continue and --system")
+    return answer(args, read_prompt(args.prompt), last_run_path())
+
+
+def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
+    """Print the answer to ``prompt``; the conversation is saved to ``remember`` if given."""
+    import localrt
+    from localrt.cli.pull import ProgressLine
+
+    line = ProgressLine(sys.stderr)
+    try:
+        model = localrt.load(args.model, progress=line, **load_options(args))
+    finally:
+        line.close()
+    with model:
+        for note in model.info.notes:
+            print(f"localrt: {note}", file=sys.stderr)
+        return _answer(args, model, prompt, remember)
+
+
+def _answer(args: argparse.Namespace, model: Model, prompt: str, remember: Path | None) -> int:
+    options = sampling_options(args)
+    if getattr(args, "raw", False):
+        return _print(args, model, model.stream(prompt, raw=True, **options))
+    resume = getattr(args, "resume", False)
+    if resume and (remember is None or not remember.is_file()):
+        raise OptionError("there is no earlier run to continue: leave out --continue")
+    chat = model.load_chat(remember) if resume and remember else model.chat()
+    if args.system is not None:
+        chat.system = args.system
+    try:
+        return _print(args, model, chat.stream(prompt, **options))
+    finally:
+        if remember is not None and chat.messages:
+            _remember(chat.save, remember)
+
+
+def _print(args: argparse.Namespace, model: Model, stream: Iterator[Chunk]) -> int:
+    out = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="replace")
+    parts: list[str] = []
+    last: Chunk | None = None
+    try:
+        for last in stream:
+            parts.append(last.text)
+            if not args.json:
+                out.write(last.text)
+                out.flush()
+    finally:
+        # Interrupted or not, what was said ends with a line end; closing records the turn.
+        close = getattr(stream, "close", None)
+        if close is not None:
+            close()
+        if not args.json and parts:
+            out.write("\n")
+            out.flush()
+    assert last is not None, "a stream ends with a chunk that has a finish reason"
+    if args.json:
+        record = {
+            "model": model.name,
+            "text": "".join(parts),
+            "finish_reason": last.finish_reason,
+            "metrics": last.metrics.to_dict(),
+        }
+        print(json.dumps(record, indent=2, ensure_ascii=False))
+    if args.stats:
+        print(_stats(last.metrics), file=sys.stderr)
+    return 0
+
+
+def _stats(m: Metrics) -> str:
+    cached = f", {m.cached_tokens} kept" if m.cached_tokens else ""
+    return (
+        f"prompt {m.prompt_tokens} tokens{cached}, first token after {format_seconds(m.ttft_s)}, "
+        f"prefill {format_rate(m.prefill_tok_s)} tok/s; answer {m.completion_tokens} tokens, "
+        f"{format_rate(m.decode_tok_s)} tok/s"
+    )
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt from the command line, from stdin when that is not a terminal, or both.
+
+    Raises:
+        OptionError: neither is there, or stdin is not UTF-8.
+    """
+    piped = ""
+    if sys.stdin is not None and not sys.stdin.isatty():
+        data = sys.stdin.buffer.read()
+        try:
+            piped = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise OptionError(
+                f"stdin is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
+            ) from error
+    parts = [text for text in (prompt, piped.strip("\n")) if text]
+    if not parts:
+        raise OptionError("the prompt is empty: give it as an argument or on stdin")
+    return "\n\n".join(parts)
+
+
+def last_run_path() -> Path:
+    """Where ``run`` keeps its last conversation."""
+    from localrt.settings import Settings
+
+    return Settings.from_environment().data_dir / "last-run.json"
+
+
+def _remember(save: object, path: Path) -> None:
+    """A conversation that cannot be kept is worth a line, not a failure."""
+    assert callable(save)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(path)
+    except (OSError, StorageError) as error:
+        reason = getattr(error, "strerror", None) or error
+        print(f"localrt: --continue will not work: {reason}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""The generation loop, sampling and sessions, and the engines behind one protocol."""

@@ -1,0 +1,86 @@
+"""The keyword options of a generation, checked once: unknown names and values are errors.
+
+It knows names and bounds. What the options do is the loop's and the sampler's business.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from localrt.engine.sampling import Sampling
+from localrt.errors import OptionError
+
+__all__ = ["OPTION_NAMES", "Options", "Overflow", "read_options"]
+
+Overflow = Literal["error", "drop_oldest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a caller may ask of a generation, beside the prompt.
+
+    ``stop`` is one string or several. ``logprobs`` asks for the log-probability of every token with
+    that many alternatives (0 to 100). ``overflow="drop_oldest"`` keeps the system prompt and drops
+    the oldest turns when a conversation outgrows the context. ``draft`` is ``"auto"`` or ``"off"``.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    overflow: Overflow = "error"
+    draft: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and not _is_integer(self.max_tokens, 1, 1 << 31):
+            raise OptionError(f"max_tokens must be at least 1, is {self.max_tokens!r}")
+        if self.logprobs is not None and not _is_integer(self.logprobs, 0, 100):
+            raise OptionError(f"logprobs must be an integer from 0 to 100, is {self.logprobs!r}")
+        if self.overflow not in ("error", "drop_oldest"):
+            raise OptionError(f"overflow must be 'error' or 'drop_oldest', is {self.overflow!r}")
+        if self.draft not in ("auto", "off"):
+            raise OptionError(f"draft must be 'auto' or 'off' in this version, is {self.draft!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
+
+
+_SAMPLING_NAMES = frozenset(f.name for f in fields(Sampling))
+_OTHER_NAMES = frozenset(f.name for f in fields(Options)) - {"sampling"}
+OPTION_NAMES = tuple(sorted(_SAMPLING_NAMES | _OTHER_NAMES))
+
+
+def read_options(*layers: Mapping[str, Any]) -> Options:
+    """Options from mappings by name, later ones first in rank; None in one means "not set".
+
+    Raises:
+        OptionError: an unknown name (with the closest known one) or a value out of bounds.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            if name not in OPTION_NAMES:
+                close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
+                hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(OPTION_NAMES)
+                raise OptionError(f"unknown option {name!r}: {hint}")
+            if value is not None:
+                merged[name] = value
+    sampling = Sampling(**{k: v for k, v in merged.items() if k in _SAMPLING_NAMES})
+    rest = {k: v for k, v in merged.items() if k in _OTHER_NAMES}
+    if "stop" in rest:
+        rest["stop"] = _stop_strings(rest["stop"])
+    return Options(sampling=sampling, **rest)
+
+
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
+        raise OptionError(f"stop must be a non-empty string or several of them, is {value!r}")
+    return tuple(stops)

@@ -1,0 +1,68 @@
+"""Sessions of one model, kept for their prefixes.
+
+A request gets the idle session that already holds most of its prompt; a new one is made while
+there are few, else the one unused longest is recycled. It knows tokens, not text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from localrt.engine.base import Engine, EngineSession
+from localrt.engine.loop import common_prefix
+
+__all__ = ["SessionPool"]
+
+
+class SessionPool:
+    """Thread-safe. At most ``keep`` idle sessions stay; more may run at the same time."""
+
+    def __init__(self, engine: Engine, capacity: int, keep: int = 4) -> None:
+        self._engine = engine
+        self._capacity = capacity
+        self._keep = keep
+        self._idle: list[EngineSession] = []  # the one used last at the end
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def lease(self, prompt: Sequence[int]) -> Iterator[EngineSession]:
+        """The session to run ``prompt`` on, for the caller alone until the block ends."""
+        session = self._take(prompt)
+        try:
+            yield session
+        finally:
+            self._give_back(session)
+
+    def close(self) -> None:
+        """Free the idle sessions, and the others as they come back."""
+        with self._lock:
+            idle, self._idle, self._closed = self._idle, [], True
+        for session in idle:
+            session.close()
+
+    def _take(self, prompt: Sequence[int]) -> EngineSession:
+        with self._lock:
+            shared = [common_prefix(session.tokens, prompt) for session in self._idle]
+            # A session is worth taking over only if the prompt continues most of what it holds.
+            best = max(range(len(shared)), key=lambda i: (shared[i], i), default=None)
+            if best is not None and 2 * shared[best] > len(self._idle[best].tokens):
+                return self._idle.pop(best)
+            if len(self._idle) >= self._keep:
+                session = self._idle.pop(0)
+                session.trim(0)
+                return session
+        return self._engine.session(self._capacity)
+
+    def _give_back(self, session: EngineSession) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(session)
+                drop = self._idle[: -self._keep]
+                del self._idle[: -self._keep]
+            else:
+                drop = [session]
+        for old in drop:
+            old.close()

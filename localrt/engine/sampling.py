@@ -1,0 +1,202 @@
+"""From logits to a token, as pure functions: computing probabilities and drawing are separate.
+
+Order: repetition penalty, frequency and presence penalties, logit bias, temperature, top-k,
+typical, top-p, min-p; each filter renormalizes for the next. It knows no engine, session or text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import OptionError
+
+__all__ = [
+    "Distribution",
+    "Sampling",
+    "adjust_logits",
+    "distribution",
+    "draw",
+    "log_probabilities",
+    "sampling_defaults",
+]
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. ``temperature=0`` is greedy.
+
+    ``top_k=0``, ``top_p=1``, ``min_p=0`` and ``typical_p=1`` switch a filter off.
+    ``repetition_penalty`` covers prompt and answer (Keskar et al. 2019), ``frequency_penalty`` and
+    ``presence_penalty`` the answer alone (OpenAI's definition). ``typical_p`` is locally typical
+    sampling (Meister et al. 2022), ``min_p`` a floor relative to the best token.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_integer("top_k", self.top_k, 0, 1 << 31)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("typical_p", self.typical_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, (1 << 64) - 1)
+        if not isinstance(self.logit_bias, Mapping):
+            raise OptionError(f"logit_bias must map token ids to numbers, is {self.logit_bias!r}")
+        for token, bias in self.logit_bias.items():
+            _check_integer("logit_bias token", token, 0, 1 << 31)
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
+                raise OptionError(f"logit_bias of token {token} must be a number, is {bias!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise OptionError(f"{name} must be a number from {low:g} to {high:g}, is {value!r}")
+
+
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise OptionError(f"{name} must be an integer from {low} to {high}, is {value!r}")
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling options that a model's ``generation_config.json`` asks for.
+
+    A config that names any of them gets Hugging Face's neutral values for the rest; one that says
+    ``do_sample: false`` is greedy; one that says nothing keeps localrt's own defaults.
+    """
+    known = {f.name for f in fields(Sampling)} - {"seed", "logit_bias"}
+    named = {k: v for k, v in generation_config.items() if k in known and v is not None}
+    if generation_config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    if not named:
+        return {}
+    return {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **named}
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Candidates by descending probability (ties by id): ``tokens`` (n,), ``probs`` (n,), sum 1."""
+
+    tokens: npt.NDArray[np.intp]
+    probs: npt.NDArray[np.float64]
+
+
+def adjust_logits(
+    logits: Logits, prompt: Sequence[int], generated: Sequence[int], sampling: Sampling
+) -> Logits:
+    """Penalties and bias on logits (V,): a copy if anything changes, else the array itself."""
+    s = sampling
+    penalized = s.repetition_penalty != 1.0 and (prompt or generated)
+    counted = bool(s.frequency_penalty or s.presence_penalty) and bool(generated)
+    if not (penalized or counted or s.logit_bias):
+        return logits
+    out = logits.copy()
+    if penalized:
+        seen = np.unique(np.asarray([*prompt, *generated], np.intp))
+        values = out[seen]
+        out[seen] = np.where(
+            values > 0, values / s.repetition_penalty, values * s.repetition_penalty
+        )
+    if counted:
+        counts = Counter(generated)
+        ids = np.fromiter(counts, np.intp, len(counts))
+        times = np.fromiter(counts.values(), np.float32, len(counts))
+        out[ids] -= times * s.frequency_penalty + s.presence_penalty
+    for token, bias in s.logit_bias.items():
+        if token >= len(out):
+            raise OptionError(f"logit_bias names token {token}; the model has {len(out)}")
+        out[token] += bias
+    return out
+
+
+def distribution(logits: Logits, sampling: Sampling) -> Distribution:
+    """The distribution that ``sampling`` draws from, given adjusted logits (V,)."""
+    if sampling.greedy:
+        return Distribution(np.array([int(logits.argmax())], np.intp), np.ones(1))
+    tokens = _top_k(logits, sampling.top_k)
+    scaled = logits[tokens].astype(np.float64)
+    scaled = (scaled - scaled[0]) / sampling.temperature
+    probs = np.exp(scaled)
+    probs /= probs.sum()
+    if sampling.typical_p < 1.0:
+        tokens, probs = _typical(tokens, probs, sampling.typical_p)
+    if sampling.top_p < 1.0:
+        # The smallest set that reaches top_p: a token stays while those before it fall short.
+        keep = max(1, int(np.searchsorted(np.cumsum(probs), sampling.top_p, side="left")) + 1)
+        tokens, probs = _renormalized(tokens[:keep], probs[:keep])
+    if sampling.min_p > 0.0:
+        keep = int(np.count_nonzero(probs >= sampling.min_p * probs[0]))
+        tokens, probs = _renormalized(tokens[:keep], probs[:keep])
+    return Distribution(tokens, probs)
+
+
+def _top_k(logits: Logits, k: int) -> npt.NDArray[np.intp]:
+    """Ids of the k best logits (all when k is 0), best first, ties by id."""
+    if 0 < k < len(logits):
+        floor = np.partition(logits, len(logits) - k)[len(logits) - k]
+        ids = np.flatnonzero(logits >= floor)
+    else:
+        k = len(logits)
+        ids = np.arange(len(logits))
+    order = np.argsort(-logits[ids], kind="stable")
+    return np.asarray(ids[order[:k]])
+
+
+def _typical(
+    tokens: npt.NDArray[np.intp], probs: npt.NDArray[np.float64], mass: float
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    surprise = -np.log(np.maximum(probs, 1e-300))
+    distance = np.abs(surprise - (probs * surprise).sum())
+    order = np.argsort(distance, kind="stable")
+    keep = max(1, int(np.searchsorted(np.cumsum(probs[order]), mass, side="left")) + 1)
+    kept = np.sort(order[:keep])
+    return _renormalized(tokens[kept], probs[kept])
+
+
+def _renormalized(
+    tokens: npt.NDArray[np.intp], probs: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    return tokens, probs / probs.sum()
+
+
+def draw(candidates: Distribution, uniform: float) -> int:
+    """The token that ``uniform`` in [0, 1) falls on: inverse of the cumulative distribution."""
+    index = int(np.searchsorted(np.cumsum(candidates.probs), uniform, side="right"))
+    return int(candidates.tokens[min(index, len(candidates.tokens) - 1)])
+
+
+def log_probabilities(
+    logits: Logits, token: int, top: int
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Natural log-probability of ``token`` and of the ``top`` best, from unadjusted logits (V,)."""
+    best = float(logits.max())
+    total = best + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
+    ids = _top_k(logits, top) if top else np.empty(0, np.intp)
+    return float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in ids)

@@ -1,0 +1,97 @@
+"""What a generation takes and yields: options, chunks, metrics, log-probabilities.
+
+Plain values only: no engine, no tokenizer, nothing that needs numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "Chunk",
+    "FinishReason",
+    "Metrics",
+    "Progress",
+    "ProgressCallback",
+    "TokenLogprob",
+]
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of long work: ``done`` of ``total`` (None when unknown) in ``unit``.
+
+    ``stage`` names the work (``"download"``, ``"verify"``, ``"load"``, ``"prefill"``), ``unit``
+    what is counted (``"bytes"``, ``"tokens"``), ``detail`` the file.
+    """
+
+    stage: str
+    done: int
+    total: int | None
+    unit: str
+    detail: str = ""
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token before sampling settings, with the best alternatives."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Metrics:
+    """What a generation cost so far. Seconds, bytes, tokens; None where a thing was not measured.
+
+    ``prompt_tokens`` counts the whole prompt, ``cached_tokens`` the part that a kept KV cache
+    already held. ``prefill_tok_s`` covers the computed part only.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    prefill_tok_s: float | None = None
+    decode_tok_s: float | None = None
+    peak_vram_bytes: int | None = None
+    peak_ram_bytes: int | None = None
+    ssd_read_bytes: int | None = None
+    link_bytes: int | None = None
+    pipeline_efficiency: float | None = None
+    ceiling_tok_s: float | None = None
+    predicted_tok_s: float | None = None
+    accepted_per_pass: float | None = None
+    expert_hit_rate: float | None = None
+    exactness: str | None = None
+    simulated: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same names and values as a plain dictionary."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a generation: its new text and tokens, and the metrics up to here.
+
+    ``text`` holds complete characters only and may be empty while a stop string or a character is
+    still open. ``finish_reason`` is set on the last chunk alone, whose metrics are the whole run's.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    metrics: Metrics
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)

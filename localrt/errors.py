@@ -1,0 +1,98 @@
+"""Every error that localrt raises on purpose. A message says what is wrong and what to do.
+
+    LocalrtError
+    ├── OptionError (ValueError)       an option, size or sampling value that cannot be used
+    ├── CheckpointError                a model's files are missing, truncated or malformed
+    ├── UnsupportedModelError          well-formed, but of an architecture or type not known here
+    ├── TokenizerError                 no tokenizer, or text that it cannot handle
+    ├── TemplateError                  the chat template refused the messages
+    ├── ContextOverflowError           prompt and history do not fit the context
+    ├── MemoryBudgetError (MemoryError)  weights, KV cache and scratch exceed a budget
+    ├── HubError                       download, authentication or network
+    │   ├── ModelNotFoundError         no such model, revision or file
+    │   ├── GatedModelError            401 / 403: a token or an accepted licence is needed
+    │   └── OfflineError               the network is needed and is off or unreachable
+    ├── StorageError (OSError)         a folder cannot be written, or the disk is full
+    ├── MissingExtraError (ImportError)  an optional dependency is needed; says which to install
+    └── CancelledError                 the caller cancelled the work
+
+This module imports nothing: every layer may use it.
+"""
+
+__all__ = [
+    "CancelledError",
+    "CheckpointError",
+    "ContextOverflowError",
+    "GatedModelError",
+    "HubError",
+    "LocalrtError",
+    "MemoryBudgetError",
+    "MissingExtraError",
+    "ModelNotFoundError",
+    "OfflineError",
+    "OptionError",
+    "StorageError",
+    "TemplateError",
+    "TokenizerError",
+    "UnsupportedModelError",
+]
+
+
+class LocalrtError(Exception):
+    """Root of localrt's errors. ``str(error)`` is one line fit for a user."""
+
+
+class OptionError(LocalrtError, ValueError):
+    """An option cannot be used as given."""
+
+
+class CheckpointError(LocalrtError):
+    """A model's files are missing, truncated or malformed."""
+
+
+class UnsupportedModelError(LocalrtError):
+    """A well-formed model of an architecture or weight type that localrt does not know."""
+
+
+class TokenizerError(LocalrtError):
+    """The model has no tokenizer, or one that cannot be built."""
+
+
+class TemplateError(LocalrtError):
+    """The model's chat template failed or refused the messages."""
+
+
+class ContextOverflowError(LocalrtError):
+    """Prompt, history and answer do not fit the context."""
+
+
+class MemoryBudgetError(LocalrtError, MemoryError):
+    """What the model needs exceeds a memory budget or the machine."""
+
+
+class HubError(LocalrtError):
+    """A download failed."""
+
+
+class ModelNotFoundError(HubError):
+    """No such model, revision or file."""
+
+
+class GatedModelError(HubError):
+    """The hub wants a token, or its licence accepted (HTTP 401 or 403)."""
+
+
+class OfflineError(HubError):
+    """The network is needed, and is unreachable or switched off."""
+
+
+class StorageError(LocalrtError, OSError):
+    """A file or folder cannot be written."""
+
+
+class MissingExtraError(LocalrtError, ImportError):
+    """An optional dependency is missing; the message says which extra to install."""
+
+
+class CancelledError(LocalrtError):
+    """The caller cancelled the work."""

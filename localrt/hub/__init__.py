@@ -1,0 +1,20 @@
+"""From the name of a model to its files on this machine, downloading them where they are missing.
+
+The cache is the hub's own, so that models are shared with other tools. This package knows files
+and names; it does not open a model. Importing it is cheap: only a download imports huggingface_hub.
+"""
+
+from localrt.hub.demo import DEMO_NAME
+from localrt.hub.listing import LocalModel, list_models, remove_model
+from localrt.hub.names import HubRef
+from localrt.hub.resolving import ResolvedModel, resolve
+
+__all__ = [
+    "DEMO_NAME",
+    "HubRef",
+    "LocalModel",
+    "ResolvedModel",
+    "list_models",
+    "remove_model",
+    "resolve",
+]

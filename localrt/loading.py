@@ -1,0 +1,329 @@
+"""From a MODEL on disk to its running parts: engine, tokenizer, chat template, defaults.
+
+It chooses engine, device and context, and checks memory before any weight is read. It does not know
+prompts or sessions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.engine.base import Engine
+from localrt.engine.sampling import sampling_defaults
+from localrt.engine.types import Progress, ProgressCallback
+from localrt.errors import (
+    CancelledError,
+    MissingExtraError,
+    OptionError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from localrt.models.chat_template import MessageTemplate
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.models.decoder import DecoderConfig
+    from localrt.models.tokenizers import Tokenizer
+    from localrt.quant.ops.protocol import Ops
+
+__all__ = ["LoadOptions", "LoadedModel", "load_parts"]
+
+ENGINES = ("auto", "native", "llamacpp")
+FORMATS = (None, "bf16", "f32")
+
+# Activations, scratch of one prefill pass, the interpreter and its libraries.
+_SCRATCH_BYTES = 256 << 20
+_SMALLEST_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The options of ``localrt.load``, sizes in bytes."""
+
+    engine: str = "auto"
+    format: str | None = None
+    device: str = "auto"
+    gpu_memory: int | None = None
+    ram: int | None = None
+    ctx: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise OptionError(f"engine must be one of {', '.join(ENGINES)}, is {self.engine!r}")
+        if self.format not in FORMATS:
+            raise OptionError(
+                f"format must be bf16 or f32 in this version (or unset), is {self.format!r}"
+            )
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise OptionError(f"device must be auto, cpu or cuda, is {self.device!r}")
+        for name in ("ctx", "threads"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise OptionError(f"{name} must be an integer, is {value!r}")
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1, is {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """The running parts of a model. ``tokenizer`` is None for a model without one."""
+
+    path: Path
+    engine: Engine
+    tokenizer: Tokenizer | None
+    template: MessageTemplate
+    defaults: Mapping[str, Any]
+    eos_ids: frozenset[int]
+    ctx: int
+    notes: tuple[str, ...]
+    tokenizer_problem: str = ""
+
+
+def load_parts(
+    path: Path,
+    options: LoadOptions,
+    *,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> LoadedModel:
+    """Open, check, and load the model at ``path``."""
+    from localrt.models.chat_template import PlainTemplate, load_template
+    from localrt.models.checkpoints import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    try:
+        notes: list[str] = []
+        name = _choose_engine(checkpoint, options, notes)
+        if name == "native":
+            engine, ctx = _load_native(checkpoint, options, notes, progress, cancel)
+        else:
+            engine, ctx = _load_llamacpp(checkpoint, options, notes, progress)
+        tokenizer, problem = _load_tokenizer(checkpoint, engine, name)
+        if problem:
+            notes.append(problem)
+        template: MessageTemplate | None = load_template(checkpoint)
+        if template is None:
+            template = PlainTemplate()
+            if tokenizer is not None:
+                notes.append("the model has no chat template: chatting in a plain format")
+        return LoadedModel(
+            path=checkpoint.path,
+            engine=engine,
+            tokenizer=tokenizer,
+            template=template,
+            defaults=sampling_defaults(checkpoint.generation_config),
+            eos_ids=_eos_ids(tokenizer, checkpoint.generation_config),
+            ctx=ctx,
+            notes=tuple(notes),
+            tokenizer_problem=problem,
+        )
+    finally:
+        checkpoint.close()
+
+
+def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str]) -> str:
+    from localrt.models.registry import find_architecture, require_readable
+
+    if options.engine == "llamacpp":
+        if checkpoint.kind != "gguf":
+            raise OptionError("the llamacpp engine reads GGUF files only: use --engine native")
+        return "llamacpp"
+    try:
+        find_architecture(checkpoint.architecture)
+        require_readable(checkpoint)
+    except UnsupportedModelError as error:
+        if options.engine == "native" or checkpoint.kind != "gguf":
+            raise
+        if not _has_llamacpp():
+            raise MissingExtraError(
+                f"{error}: install it with pip install 'localrt[llamacpp]'"
+            ) from error
+        notes.append(f"engine: llamacpp, because {_reason(checkpoint)}")
+        return "llamacpp"
+    return "native"
+
+
+def _reason(checkpoint: Checkpoint) -> str:
+    """Why the native engine cannot run a GGUF file, in few words."""
+    from localrt.models.registry import ARCHITECTURES
+
+    if checkpoint.architecture not in ARCHITECTURES:
+        return f"native does not know {checkpoint.architecture!r}"
+    return "native cannot read all of the file's weight types"
+
+
+def _has_llamacpp() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("llama_cpp") is not None
+
+
+def _load_native(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    notes: list[str],
+    progress: ProgressCallback | None,
+    cancel: threading.Event | None,
+) -> tuple[Engine, int]:
+    from localrt.engine.base import EngineInfo
+    from localrt.engine.native import NativeEngine
+    from localrt.models.registry import load_decoder, read_config
+    from localrt.quant.ops.choose import make_ops
+
+    config = read_config(checkpoint, context=options.ctx)
+    ops = make_ops(
+        device=options.device, compute_format=options.format or "bf16", threads=options.threads
+    )
+    ctx = _fit_context(checkpoint, config, ops, options, notes)
+    if options.ctx != ctx:
+        config = read_config(checkpoint, context=ctx)
+    total = sum(info.nbytes for info in checkpoint.tensors.values())
+    decoder = load_decoder(checkpoint, ops, config, on_bytes=_byte_counter(total, progress, cancel))
+    infos = checkpoint.tensors.values()
+    info = EngineInfo(
+        engine="native",
+        architecture=config.architecture,
+        device=ops.device,
+        format=ops.compute_format,
+        parameters=sum(_elements(i.shape) for i in infos),
+        layers=config.layers,
+        vocab_size=config.vocab_size,
+        weight_bytes=_weight_bytes(checkpoint, ops),
+        context_length=config.context_length,
+        exactness="bit-exact" if ops.compute_format == "f32" else "approximate",
+    )
+    return NativeEngine(decoder, info), ctx
+
+
+def _fit_context(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    ops: Ops,
+    options: LoadOptions,
+    notes: list[str],
+) -> int:
+    """The context to use: as asked or the model's own, within the memory there is.
+
+    Raises:
+        MemoryBudgetError: the weights, or an explicitly asked context, do not fit.
+    """
+    from localrt.offload.budget import MemoryEstimate, check_fits
+
+    trained = config.context_length
+    if options.ctx is not None and options.ctx > trained:
+        notes.append(
+            f"the context of {options.ctx} tokens is longer than the {trained} that the model was "
+            "trained for: answers may degrade"
+        )
+    budget, tier = _budget(ops, options)
+    weights = _weight_bytes(checkpoint, ops)
+    wanted = options.ctx or trained
+
+    def kv(length: int) -> int:
+        return ops.kv_nbytes(config.attention, length)
+
+    ctx = wanted
+    if options.ctx is None:
+        room = budget - weights - _SCRATCH_BYTES
+        while kv(ctx) > room and ctx > _SMALLEST_CONTEXT:
+            ctx = max(ctx // 2, _SMALLEST_CONTEXT)
+        if ctx < wanted:
+            notes.append(
+                f"the context is {ctx} tokens, not the model's {trained}, to fit in memory"
+            )
+    estimate = MemoryEstimate(weights=weights, kv=kv(ctx), scratch=_SCRATCH_BYTES)
+    check_fits(estimate, budget, checkpoint.path.name, ctx=ctx, tier=tier)
+    return ctx
+
+
+def _budget(ops: Ops, options: LoadOptions) -> tuple[int, str]:
+    from localrt.offload.budget import memory_state
+
+    free = ops.free_memory()
+    if free is not None:
+        return min(free, options.gpu_memory or free), "GPU memory"
+    available = memory_state().available
+    return min(available, options.ram or available), "RAM"
+
+
+def _weight_bytes(checkpoint: Checkpoint, ops: Ops) -> int:
+    matrices = [i.shape for i in checkpoint.tensors.values() if len(i.shape) == 2]
+    return sum(ops.weight_nbytes((shape[0], shape[1])) for shape in matrices)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _byte_counter(
+    total: int, progress: ProgressCallback | None, cancel: threading.Event | None
+) -> Callable[[int], None]:
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("loading was cancelled")
+        if progress is not None:
+            progress(Progress("load", done, total, "bytes"))
+
+    return count
+
+
+def _load_llamacpp(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    notes: list[str],
+    progress: ProgressCallback | None,
+) -> tuple[Engine, int]:
+    from localrt.engine.llamacpp import LlamaCppEngine
+
+    if options.format is not None:
+        raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
+    trained = checkpoint.config.get("max_position_embeddings")
+    ctx = options.ctx or min(int(trained or 4096), 8192)
+    if trained and ctx > int(trained):
+        notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
+    engine = LlamaCppEngine.load(
+        checkpoint.path,
+        ctx=ctx,
+        threads=options.threads,
+        device=options.device,
+        progress=progress,
+    )
+    return engine, ctx
+
+
+def _load_tokenizer(
+    checkpoint: Checkpoint, engine: Engine, engine_name: str
+) -> tuple[Tokenizer | None, str]:
+    """The model's tokenizer; llama.cpp's own where ours does not know the type."""
+    from localrt.models.tokenizers import load_tokenizer
+
+    try:
+        return load_tokenizer(checkpoint), ""
+    except (TokenizerError, UnsupportedModelError) as error:
+        if engine_name == "llamacpp":
+            from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppTokenizer
+
+            assert isinstance(engine, LlamaCppEngine)
+            return LlamaCppTokenizer(engine), ""
+        return None, str(error)
+
+
+def _eos_ids(tokenizer: Tokenizer | None, generation_config: Mapping[str, Any]) -> frozenset[int]:
+    named = generation_config.get("eos_token_id")
+    ids = set(tokenizer.eos_ids) if tokenizer is not None else set()
+    for value in named if isinstance(named, list) else [named]:
+        if isinstance(value, int):
+            ids.add(value)
+    return frozenset(ids)

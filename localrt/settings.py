@@ -1,0 +1,83 @@
+"""Where localrt keeps things and how it reaches the hub: the one place that reads the environment.
+
+Read once at the edge (the CLI, ``localrt.load``) and passed down as one value. The hub's own
+variables (``HF_HOME``, ``HF_TOKEN``, ...) keep their meaning, so that models are shared with other
+tools. Imports only the standard library, and little of it: every command starts with this.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+_TRUE = frozenset({"1", "on", "yes", "true"})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Folders, hub access and the offline switch. Folders need not exist yet.
+
+    ``hub_cache`` is the folder shared by all tools of the hub, ``cache_dir`` localrt's own (it may
+    be deleted at any time), ``data_dir`` holds chats and stores, ``config_dir`` preferences.
+    """
+
+    hub_endpoint: str
+    hub_cache: Path
+    hub_token_file: Path | None
+    offline: bool
+    cache_dir: Path
+    data_dir: Path
+    config_dir: Path
+    hub_token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """The settings of ``environ``, by default of this process."""
+        env = os.environ if environ is None else environ
+        home = Path.home()
+        xdg_cache = _folder(env, "XDG_CACHE_HOME") or home / ".cache"
+        xdg_data = _folder(env, "XDG_DATA_HOME") or home / ".local" / "share"
+        xdg_config = _folder(env, "XDG_CONFIG_HOME") or home / ".config"
+        hf_home = _folder(env, "HF_HOME") or xdg_cache / "huggingface"
+        implicit_token = not _flag(env, "HF_HUB_DISABLE_IMPLICIT_TOKEN")
+        return cls(
+            hub_endpoint=(env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"),
+            hub_cache=_folder(env, "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") or hf_home / "hub",
+            hub_token_file=(_folder(env, "HF_TOKEN_PATH") or hf_home / "token")
+            if implicit_token
+            else None,
+            offline=_flag(env, "LOCALRT_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+            cache_dir=_folder(env, "LOCALRT_CACHE") or xdg_cache / "localrt",
+            data_dir=xdg_data / "localrt",
+            config_dir=xdg_config / "localrt",
+            hub_token=_first(env, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if implicit_token else None,
+        )
+
+    def read_hub_token(self) -> str | None:
+        """The token of the environment, else the one that ``hf auth login`` stored, else None."""
+        if self.hub_token or self.hub_token_file is None:
+            return self.hub_token
+        try:
+            return self.hub_token_file.read_text(encoding="utf-8").strip() or None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+
+def _first(env: Mapping[str, str], *names: str) -> str | None:
+    return next((value for name in names if (value := env.get(name, "").strip())), None)
+
+
+def _flag(env: Mapping[str, str], *names: str) -> bool:
+    return any(env.get(name, "").strip().lower() in _TRUE for name in names)
+
+
+def _folder(env: Mapping[str, str], *names: str) -> Path | None:
+    value = _first(env, *names)
+    if value is None:
+        return None
+    expanded = os.path.expanduser(os.path.expandvars(value))  # noqa: PTH111  Path's fails on "~nobody"
+    return Path(expanded).absolute()

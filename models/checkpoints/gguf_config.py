@@ -1,0 +1,164 @@
+"""GGUF metadata as a Hugging Face config and generation config.
+
+Translates what the file says and adds only what the file implies (a tied head, the factors of long
+rotary scaling). Defaults of an architecture that a file leaves out are that architecture's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.gguf_metadata import GgufMetadata
+from localrt.models.checkpoints.gguf_names import (
+    CONFIG_KEYS,
+    GEMMA,
+    ROPE_SCALING_KEYS,
+    SAMPLING_KEYS,
+    TOKEN_KEYS,
+)
+from localrt.models.checkpoints.stored_tensor import StoredTensor
+from localrt.quant.formats import unpack
+
+__all__ = ["generation_config", "model_config"]
+
+_MOST_LAYERS = 1 << 16
+_LONGEST_ROPE = 1 << 16
+
+
+def model_config(
+    architecture: str, metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+) -> dict[str, Any]:
+    """The parameters of a model under Hugging Face's keys.
+
+    ``tensors`` has Hugging Face's names; its shapes and the small rotary vectors are looked at.
+
+    Raises:
+        CheckpointError: a parameter is of a wrong type.
+    """
+    config: dict[str, Any] = {}
+    for key, name in CONFIG_KEYS.items():
+        value = _numbers(metadata, f"{architecture}.{key}")
+        if value is not None:
+            config[name] = value
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    config["sliding_window"] = config.get("sliding_window") or None  # 0 means none
+    _add_vocabulary(config, metadata, tensors)
+    _add_partial_rotary(config)
+    _add_rope_scaling(config, architecture, metadata, tensors)
+    _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
+    if architecture in GEMMA:
+        config["norm_weights_include_one"] = True
+    if architecture == "gemma3":
+        _add_gemma3_scale(config)
+    return config
+
+
+def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
+    """Token ids that begin and end a text, and sampling defaults, under Hugging Face's keys.
+
+    Raises:
+        CheckpointError: a value is of a wrong type.
+    """
+    config: dict[str, Any] = {}
+    for key, name in TOKEN_KEYS.items():
+        token = metadata.integer(f"tokenizer.ggml.{key}")
+        if token is not None and token not in (known := config.setdefault(name, [])):
+            known.append(token)
+    for name, known in config.items():
+        config[name] = known if len(known) > 1 else known[0]
+    for key, name in SAMPLING_KEYS.items():
+        number = metadata.number(f"general.sampling.{key}")
+        if number is not None:
+            config[name] = number
+    if "temperature" in config:
+        config["do_sample"] = config["temperature"] > 0
+    return config
+
+
+def _numbers(metadata: GgufMetadata, key: str) -> Any:
+    """A number; or, where a file has one for each layer, their list unless all are the same."""
+    if key not in metadata or not metadata.is_array(key):
+        return metadata.number(key)
+    values = metadata[key] if metadata.count(key) <= _MOST_LAYERS else ["too many"]
+    if not values or not all(type(value) in (int, float) for value in values):
+        raise CheckpointError(f"{metadata.path}: metadata key {key!r} is not a list of numbers")
+    return values[0] if values.count(values[0]) == len(values) else values
+
+
+def _head_size(config: Mapping[str, Any]) -> int | None:
+    """Hidden size over heads, where both are known."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        return hidden // heads
+    return None
+
+
+def _add_vocabulary(
+    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """The head and embedding have a row for each token; a file may not say how many."""
+    if "vocab_size" in config:
+        return
+    if (embedding := tensors.get("model.embed_tokens.weight")) is not None:
+        config["vocab_size"] = embedding.rows
+    elif "tokenizer.ggml.tokens" in metadata:
+        config["vocab_size"] = metadata.count("tokenizer.ggml.tokens")
+
+
+def _add_partial_rotary(config: dict[str, Any]) -> None:
+    """Rotation of a part of each head, as Hugging Face states it: a fraction."""
+    head_dim = config.get("head_dim", _head_size(config))
+    rope_dim = config.get("rope_dim")
+    if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
+        config["partial_rotary_factor"] = rope_dim / head_dim
+
+
+def _add_rope_scaling(
+    config: dict[str, Any],
+    architecture: str,
+    metadata: GgufMetadata,
+    tensors: Mapping[str, StoredTensor],
+) -> None:
+    prefix = f"{architecture}.rope.scaling."
+    kind = metadata.text(f"{prefix}type")
+    scaling: dict[str, Any] = {}
+    for key, name in ROPE_SCALING_KEYS.items():
+        value = metadata.number(prefix + key)
+        if value is not None:
+            scaling[name] = value
+    if "original_max_position_embeddings" in scaling and architecture == "phi3":
+        config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    for length in ("long", "short"):
+        factors = tensors.get(f"rope_factors_{length}.weight")
+        if factors is not None and factors.info.nbytes <= _LONGEST_ROPE:
+            kind = "longrope"
+            scaling[f"{length}_factor"] = unpack(factors.read()).reshape(-1).tolist()
+    if kind in (None, "none"):
+        linear = metadata.number(f"{architecture}.rope.scale_linear")  # before there was a type
+        if linear in (None, 1.0):
+            return
+        kind, scaling = "linear", {"factor": linear}
+    config["rope_scaling"] = {"rope_type": kind, **scaling}
+
+
+def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -> None:
+    """Which layers see a window only: every n-th sees all, or one flag for each layer."""
+    if key not in metadata:
+        return
+    if not metadata.is_array(key):
+        config["sliding_window_pattern"] = metadata.integer(key)
+    elif metadata.count(key) <= _MOST_LAYERS:
+        config["layer_types"] = [
+            "sliding_attention" if flag else "full_attention" for flag in metadata[key]
+        ]
+
+
+def _add_gemma3_scale(config: dict[str, Any]) -> None:
+    """Queries are scaled by the head's size, but in the 27B model by hidden size over heads."""
+    scale = config.get("head_dim")
+    if config.get("num_hidden_layers") == 62:
+        scale = _head_size(config)
+    if scale is not None:
+        config["query_pre_attn_scalar"] = scale

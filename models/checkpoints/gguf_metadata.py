@@ -1,0 +1,199 @@
+"""GGUF's key-value pairs: where each value lies, and its decoding when it is asked for.
+
+A vocabulary has hundreds of thousands of strings: opening a file steps over them, and whoever needs
+them decodes them. Knows the types of the GGUF specification, not the meaning of any key.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.gguf_cursor import GgufCursor
+from localrt.models.checkpoints.ranged_file import RangedFile
+
+__all__ = ["GgufMetadata", "read_pairs"]
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMBERS: Mapping[int, str] = MappingProxyType(
+    {
+        0: "<u1",
+        1: "<i1",
+        2: "<u2",
+        3: "<i2",
+        4: "<u4",
+        5: "<i4",
+        6: "<f4",
+        _BOOL: "?",
+        10: "<u8",
+        11: "<i8",
+        12: "<f8",
+    }
+)
+_SIZES: Mapping[int, int] = MappingProxyType(
+    {kind: np.dtype(code).itemsize for kind, code in _NUMBERS.items()}
+)
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+_MOST_PAIRS = 1 << 16
+_MOST_STRINGS = 1 << 24  # in one array; the largest vocabularies have some 2^19 merges
+_LONGEST_KEY = (1 << 16) - 1
+_DEEPEST_ARRAY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """Where a value's bytes lie; ``count`` is an array's number of elements."""
+
+    kind: int
+    start: int
+    stop: int
+    count: int
+
+
+class GgufMetadata(Mapping[str, Any]):
+    """Key-value pairs as plain Python values, decoded at each access and not kept.
+
+    Arrays come as lists. Malformed UTF-8 in text becomes U+FFFD; ``raw`` has the bytes. Decoding a
+    vocabulary takes tens of milliseconds: keep the result, not the mapping's promise.
+    """
+
+    def __init__(self, file: RangedFile, values: Mapping[str, _Value]) -> None:
+        self.path = file.path
+        self._file = file
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._decode(self._values[key], as_bytes=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def raw(self, key: str) -> Any:
+        """Like ``metadata[key]`` with ``bytes`` in place of every ``str``."""
+        return self._decode(self._values[key], as_bytes=True)
+
+    def count(self, key: str) -> int:
+        """Elements of an array, without decoding it; 1 for any other value."""
+        return self._values[key].count
+
+    def is_array(self, key: str) -> bool:
+        """Whether the value is an array."""
+        return self._values[key].kind == _ARRAY
+
+    def number(self, key: str) -> int | float | None:
+        """The number under ``key``, or None without one.
+
+        Raises:
+            CheckpointError: the value is of another type.
+        """
+        if key not in self._values:
+            return None
+        kind = self._values[key].kind
+        if kind not in _SIZES or kind == _BOOL:
+            raise CheckpointError(f"{self.path}: metadata key {key!r} is not a number")
+        value: int | float = self[key]
+        return value
+
+    def integer(self, key: str) -> int | None:
+        """Like ``number``, of a whole number only."""
+        value = self.number(key)
+        if value is None or isinstance(value, int):
+            return value
+        raise CheckpointError(f"{self.path}: metadata key {key!r} is not a whole number")
+
+    def text(self, key: str) -> str | None:
+        """The string under ``key``, or None without one.
+
+        Raises:
+            CheckpointError: the value is of another type.
+        """
+        if key not in self._values:
+            return None
+        if self._values[key].kind != _STRING:
+            raise CheckpointError(f"{self.path}: metadata key {key!r} is not text")
+        value: str = self[key]
+        return value
+
+    def _decode(self, value: _Value, *, as_bytes: bool) -> Any:
+        data = self._file.read(value.start, value.stop - value.start).tobytes()
+        return _decode(data, 0, value.kind, as_bytes)[0]
+
+
+def read_pairs(cursor: GgufCursor, count: int) -> GgufMetadata:
+    """Locate ``count`` pairs from the cursor on.
+
+    Raises:
+        CheckpointError: truncated or malformed, or more than the file can hold.
+    """
+    cursor.check_count(count, 13, _MOST_PAIRS, "metadata keys")
+    values: dict[str, _Value] = {}
+    for _ in range(count):
+        key = cursor.text(_LONGEST_KEY, "a metadata key")
+        shown = f"metadata key {key[:80]!r}"
+        if key in values:
+            raise cursor.error(f"{shown} appears twice")
+        values[key] = _locate(cursor, cursor.u32(shown), shown)
+    return GgufMetadata(cursor.file, values)
+
+
+def _locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
+    """Step over one value, checking it."""
+    start = cursor.position
+    count = 1
+    if kind in _SIZES:
+        cursor.skip(_SIZES[kind], what)
+    elif kind == _STRING:
+        cursor.skip_strings(1, what)
+    elif kind == _ARRAY:
+        element = cursor.u32(what)
+        count = cursor.u64(what)
+        if element in _SIZES:
+            cursor.skip(count * _SIZES[element], what)
+        elif element == _STRING:
+            cursor.check_count(count, 8, _MOST_STRINGS, f"strings in {what}")
+            cursor.skip_strings(count, what)
+        elif element == _ARRAY and depth < _DEEPEST_ARRAY:
+            cursor.check_count(count, 12, _MOST_PAIRS, f"arrays in {what}")
+            for _ in range(count):
+                _locate(cursor, _ARRAY, what, depth + 1)
+        elif element == _ARRAY:
+            raise cursor.error(f"{what} nests arrays deeper than {_DEEPEST_ARRAY}")
+        else:
+            raise cursor.error(f"{what} is an array of unknown type {element}")
+    else:
+        raise cursor.error(f"{what} has unknown type {kind}")
+    return _Value(kind, start, cursor.position, count)
+
+
+def _decode(data: bytes, at: int, kind: int, as_bytes: bool) -> tuple[Any, int]:
+    """The value at ``at`` of bytes that ``_locate`` has checked, and where it ends."""
+    if kind in _SIZES:
+        stop = at + _SIZES[kind]
+        return np.frombuffer(data[at:stop], _NUMBERS[kind])[0].item(), stop
+    if kind == _STRING:
+        stop = at + 8 + _U64.unpack_from(data, at)[0]
+        text = data[at + 8 : stop]
+        return (text if as_bytes else text.decode(errors="replace")), stop
+    element = _U32.unpack_from(data, at)[0]
+    count = _U64.unpack_from(data, at + 4)[0]
+    at += 12
+    if element in _SIZES:
+        stop = at + count * _SIZES[element]
+        return np.frombuffer(data[at:stop], _NUMBERS[element]).tolist(), stop
+    items: list[Any] = []
+    for _ in range(count):
+        item, at = _decode(data, at, element, as_bytes)
+        items.append(item)
+    return items, at

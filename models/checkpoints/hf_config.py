@@ -1,0 +1,89 @@
+"""A Hugging Face ``config.json`` as architectures want it: one text model, one way to say a thing.
+
+Multimodal configs hold the text model's parameters in ``text_config``; transformers 5 moved rotary
+parameters into ``rope_parameters``. Both are brought to the flat, older form. What is there already
+stays; defaults that a config leaves out are the architecture's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["flatten_config", "is_multimodal", "text_tensor_name"]
+
+_TEXT_TOWERS = ("model.language_model.", "language_model.model.", "model.text_model.")
+_TEXT_NAMES = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+
+
+def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The config of the text model.
+
+    Raises:
+        UnsupportedModelError: the weights are quantized in a way that is not read here.
+        CheckpointError: a part is of a wrong type.
+    """
+    flat = dict(config)
+    text = flat.pop("text_config", None) or {}
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{path}: text_config is not an object")
+    flat.update({key: value for key, value in text.items() if key != "architectures"})
+    _refuse_quantized(flat, path)
+    _add_older_rope(flat, path)
+    return flat
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether the (unflattened) config describes more than a text model."""
+    return isinstance(config.get("text_config"), dict)
+
+
+def text_tensor_name(name: str) -> str | None:
+    """The name of a multimodal model's tensor in its text model; None outside it."""
+    for tower in _TEXT_TOWERS:
+        if name.startswith(tower):
+            name = "model." + name.removeprefix(tower)
+            break
+    else:
+        name = name.removeprefix("language_model.")
+    return name if name.startswith(_TEXT_NAMES) else None
+
+
+def _refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    raise UnsupportedModelError(
+        f"{path}: the weights are quantized with {str(method or 'an unknown method')[:40]}, which "
+        "localrt cannot read; use the original model, or a GGUF file of it"
+    )
+
+
+def _add_older_rope(config: dict[str, Any], path: Path) -> None:
+    """``rope_theta`` and ``rope_scaling`` from ``rope_parameters``, where they are not there.
+
+    Gemma 3 has parameters for each kind of layer: those of full attention are the model's, the
+    sliding window's base is ``rope_local_base_freq``.
+    """
+    rope = config.get("rope_parameters")
+    if rope is None:
+        return
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"{path}: rope_parameters is not an object")
+    full, sliding = rope.get("full_attention"), rope.get("sliding_attention")
+    if isinstance(sliding, dict) and "rope_theta" in sliding:
+        config.setdefault("rope_local_base_freq", sliding["rope_theta"])
+    rope = full if isinstance(full, dict) else rope
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            config.setdefault(key, rope[key])
+    if rope.get("rope_type", "default") != "default" and not config.get("rope_scaling"):
+        config["rope_scaling"] = {
+            key: value
+            for key, value in rope.items()
+            if key not in ("rope_theta", "partial_rotary_factor")
+        }

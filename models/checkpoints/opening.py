@@ -1,0 +1,82 @@
+"""From a path to a checkpoint: looks at what is there, and says plainly when it is not a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.checkpoints.gguf_checkpoint import GgufCheckpoint
+from localrt.models.checkpoints.gguf_file import split_part
+from localrt.models.checkpoints.safetensors_folder import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    SafetensorsCheckpoint,
+)
+
+__all__ = ["open_checkpoint"]
+
+_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The model at ``path``: a GGUF file, any part of a split one, or a folder.
+
+    A folder is a Hugging Face model (``config.json`` and safetensors) or holds one GGUF model.
+
+    Raises:
+        CheckpointError: nothing there, not a model, several models, truncated or malformed.
+        UnsupportedModelError: pickled or quantized weights, or a type that is not read here.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if path.suffix in _PICKLES:
+        raise _pickle_error(path)
+    if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
+        raise CheckpointError(f"{path} is a part of a model: give its folder, {path.parent}")
+    return GgufCheckpoint(path)
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not names:
+        raise CheckpointError(f"{path} is an empty folder")
+    has_config = "config.json" in names
+    if has_config and (WEIGHTS_NAME in names or INDEX_NAME in names):
+        return SafetensorsCheckpoint(path)
+    if ggufs := _gguf_models(names):
+        if len(ggufs) > 1:
+            raise CheckpointError(
+                f"{path} holds {len(ggufs)} models, give one of: {', '.join(ggufs[:20])}"
+            )
+        return GgufCheckpoint(path / ggufs[0])
+    for name in names:
+        if Path(name).suffix in _PICKLES:
+            raise _pickle_error(path / name)
+    if has_config:
+        raise CheckpointError(
+            f"{path} has a config.json but no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}"
+        )
+    raise CheckpointError(f"{path} is not a model: no config.json and no .gguf file in it")
+
+
+def _gguf_models(names: list[str]) -> list[str]:
+    """One file name for each GGUF model; vision towers (``mmproj-...``) are not models."""
+    models: dict[tuple[str, int], str] = {}
+    for name in names:
+        if name.endswith(".gguf") and not name.startswith("mmproj"):
+            split = split_part(Path(name))
+            models.setdefault((split[0], split[2]) if split else (name, 0), name)
+    return list(models.values())
+
+
+def _pickle_error(path: Path) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path} holds pickled weights, and unpickling runs whatever code the file contains: use "
+        "the model's safetensors or GGUF version, or convert it where you trust it"
+    )

@@ -1,0 +1,168 @@
+"""A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
+
+Headers are read at opening, weights when they are asked for. A multimodal model appears as its text
+model. Knows no architecture, and never unpickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.hf_config import flatten_config, is_multimodal, text_tensor_name
+from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.safetensors_header import (
+    read_header,
+    read_json,
+    unread_type_error,
+)
+from localrt.models.checkpoints.stored_tensor import StoredTensor
+from localrt.quant.formats import PackedTensor
+
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "SafetensorsCheckpoint"]
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class SafetensorsCheckpoint:
+    """A folder of ``config.json`` and safetensors. See ``Checkpoint``.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or malformed.
+        UnsupportedModelError: quantized weights, or a type of number that is not read here.
+    """
+
+    kind = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: Mapping[str, Any] = {}
+        self._files: dict[str, RangedFile] = {}
+        config = read_json(path / "config.json")
+        self.config: Mapping[str, Any] = flatten_config(config, path / "config.json")
+        self.architecture = _architecture(self.config, path / "config.json")
+        self.generation_config: Mapping[str, Any] = _generation_config(path, self.config)
+        try:
+            self._stored = self._locate(multimodal=is_multimodal(config))
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: stored.info for name, stored in self._stored.items()
+        }
+        if self.config.get("tie_word_embeddings") is None:
+            tied = "lm_head.weight" not in self._stored
+            self.config = {**self.config, "tie_word_embeddings": tied}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Rows ``start`` to ``stop`` of a tensor.
+
+        Raises:
+            CheckpointError: no such tensor, or the files are closed.
+            ValueError: the tensor has no such rows.
+        """
+        return self._find(name).read(start, stop)
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
+        """A tensor's rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
+        stored = self._find(name)
+        for start, stop in stored.row_ranges(max_bytes):
+            yield stored.read(start, stop)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _find(self, name: str) -> StoredTensor:
+        if name not in self._stored:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        return self._stored[name]
+
+    def _locate(self, *, multimodal: bool) -> dict[str, StoredTensor]:
+        """Every tensor of the text model, by its plain name."""
+        located: dict[str, StoredTensor] = {}
+        for name, tensor, file_path in self._listed():
+            plain = text_tensor_name(name) if multimodal else name
+            if plain is None:
+                continue
+            if isinstance(tensor, str):
+                raise unread_type_error(file_path, name, tensor)
+            if plain in located:
+                raise CheckpointError(f"{file_path}: tensor {name!r} appears twice")
+            located[plain] = replace(tensor, info=replace(tensor.info, name=plain))
+        if not located:
+            raise CheckpointError(f"{self.path} holds no weights of a text model")
+        return located
+
+    def _listed(self) -> Iterator[tuple[str, StoredTensor | str, Path]]:
+        """All tensors of the one file, or those that the index of a sharded model lists."""
+        if (self.path / WEIGHTS_NAME).exists() or not (self.path / INDEX_NAME).exists():
+            path = self.path / WEIGHTS_NAME
+            for name, tensor in self._open(WEIGHTS_NAME).items():
+                yield name, tensor, path
+            return
+        shards: dict[str, list[str]] = {}
+        for name, shard in _weight_map(self.path / INDEX_NAME).items():
+            shards.setdefault(shard, []).append(name)
+        for shard in sorted(shards):
+            path = self.path / shard
+            if not path.exists():
+                raise CheckpointError(
+                    f"{path} is missing: {INDEX_NAME} lists it; download the model again"
+                )
+        for shard in sorted(shards):
+            path = self.path / shard
+            header = self._open(shard)
+            missing = next((name for name in shards[shard] if name not in header), None)
+            if missing is not None:
+                raise CheckpointError(
+                    f"{path} has no tensor {missing[:80]!r}, despite {INDEX_NAME}"
+                )
+            listed = set(shards[shard])
+            for name, tensor in header.items():
+                if name in listed:
+                    yield name, tensor, path
+
+    def _open(self, name: str) -> dict[str, StoredTensor | str]:
+        file = self._files[name] = RangedFile(self.path / name)
+        return read_header(file)
+
+
+def _architecture(config: Mapping[str, Any], path: Path) -> str:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else config.get("model_type")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"{path} names no architecture: it is not a model's config")
+    return name
+
+
+def _generation_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    found = read_json(file) if file.exists() else {}
+    for key in _TOKEN_KEYS:
+        if found.get(key) is None and config.get(key) is not None:
+            found[key] = config[key]
+    return found
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The index's tensor names and their files, which must lie beside it."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map")
+    for name, shard in weight_map.items():
+        if (
+            not isinstance(shard, str)
+            or PurePath(shard).name != shard
+            or "\\" in shard
+            or not shard.endswith(".safetensors")
+        ):
+            raise CheckpointError(f"{path}: tensor {name[:80]!r} lies in no file of this folder")
+    return weight_map

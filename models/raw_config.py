@@ -1,0 +1,141 @@
+"""Typed, checked access to a checkpoint's config, so that every architecture fails in one line.
+
+It knows key lookup and bounds. What a key means is the architecture's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.quant.formats import unpack
+
+__all__ = ["RawConfig"]
+
+# Larger than any real model's; a corrupt header must not become a huge allocation.
+_LIMITS = {
+    "vocab_size": 1 << 21,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "max_position_embeddings": 1 << 28,
+}
+_DEFAULT_LIMIT = 1 << 20
+
+
+class RawConfig:
+    """A checkpoint's ``config`` with typed getters, and the few small tensors that belong to it.
+
+    ``context`` is the number of tokens that sessions will hold: some rotary scalings depend on it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, context: int | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._values = checkpoint.config
+        self.context = context
+
+    @property
+    def architecture(self) -> str:
+        """As the checkpoint names it."""
+        return self._checkpoint.architecture
+
+    @property
+    def is_gguf(self) -> bool:
+        """Some facts live in llama.cpp's code, not in the file."""
+        return self._checkpoint.kind == "gguf"
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self._error(f"{key} is missing from the config")
+        limit = _LIMITS.get(key, _DEFAULT_LIMIT)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+            raise self._error(f"config {key} must be an integer from 1 to {limit}, is {value!r}")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        """A positive integer, or None when absent, null or zero."""
+        return self.integer(key) if self._values.get(key) else None
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite positive number."""
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self._error(f"{key} is missing from the config")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise self._error(f"config {key} must be a positive number, is {value!r}")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        """A positive number, or None when absent, null or zero."""
+        return self.number(key) if self._values.get(key) else None
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A truth value."""
+        value = self._values.get(key)
+        return default if value is None else bool(value)
+
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        value = self._values.get(key)
+        return default if value is None else str(value)
+
+    def sequence(self, key: str) -> list[Any] | None:
+        """A list, or None."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            raise self._error(f"config {key} must be a list, is {value!r}")
+        return list(value)
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """A sub-mapping; empty when absent."""
+        value = self._values.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self._error(f"config {key} must be an object, is {value!r}")
+        return value
+
+    def choice(self, key: str, default: str, table: Mapping[str, Any]) -> Any:
+        """``table``'s value for a string key; an unknown string is not supported."""
+        name = self.text(key, default)
+        if name not in table:
+            known = ", ".join(table)
+            raise UnsupportedModelError(f"{key} {name!r} is not supported (known: {known})")
+        return table[name]
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor."""
+        return name in self._checkpoint.tensors
+
+    def vector(self, name: str) -> npt.NDArray[np.float32] | None:
+        """A small tensor that is part of the configuration, such as rotary factors, or None."""
+        if name not in self._checkpoint.tensors:
+            return None
+        return unpack(self._checkpoint.read(name)).reshape(-1)
+
+    def layer_types(self, layers: int) -> list[str] | None:
+        """``layer_types``, checked against the number of layers."""
+        types = self.sequence("layer_types")
+        if types is not None and len(types) < layers:
+            raise self._error(f"config layer_types has {len(types)} entries for {layers} layers")
+        return types
+
+    def _error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self._checkpoint.path.name}: {message}")

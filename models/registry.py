@@ -1,0 +1,112 @@
+"""Architectures by the names that ``config.json`` and GGUF use for them.
+
+One table; each entry is one file. It does not know engines: ``load_decoder`` takes any ``Ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from localrt.errors import UnsupportedModelError
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.decoder import Decoder, DecoderConfig, LayerNames
+from localrt.models.raw_config import RawConfig
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats import FORMATS
+from localrt.quant.ops.protocol import Ops
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "find_architecture",
+    "load_decoder",
+    "read_config",
+    "require_readable",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How one architecture's config is read and what its tensors are called."""
+
+    read_config: Callable[[RawConfig], DecoderConfig]
+    names: LayerNames
+
+
+# Published name (GGUF's general.architecture or config.json's architectures[0]) to module.
+ARCHITECTURES = {
+    "llama": "llama",
+    "LlamaForCausalLM": "llama",
+    "mistral": "llama",
+    "MistralForCausalLM": "llama",
+    "qwen2": "qwen2",
+    "Qwen2ForCausalLM": "qwen2",
+    "qwen3": "qwen3",
+    "Qwen3ForCausalLM": "qwen3",
+    "gemma2": "gemma2",
+    "Gemma2ForCausalLM": "gemma2",
+    "gemma3": "gemma3",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "phi3": "phi3",
+    "Phi3ForCausalLM": "phi3",
+    "smollm3": "smollm3",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+
+
+def find_architecture(name: str) -> Architecture:
+    """The architecture that a checkpoint names.
+
+    Raises:
+        UnsupportedModelError: not known here; lists what is.
+    """
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(set(ARCHITECTURES.values())))
+        raise UnsupportedModelError(
+            f"architecture {name!r} is not known to the native engine (known: {known}); "
+            "a GGUF file may run with --engine llamacpp"
+        )
+    module = import_module(f"localrt.models.{ARCHITECTURES[name]}")
+    architecture: Architecture = Architecture(module.read_config, module.NAMES)
+    return architecture
+
+
+def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> DecoderConfig:
+    """The checkpoint's config; ``context`` is the session size that rotary scaling may follow."""
+    architecture = find_architecture(checkpoint.architecture)
+    try:
+        return architecture.read_config(RawConfig(checkpoint, context=context))
+    except ValueError as error:
+        raise UnsupportedModelError(f"{checkpoint.path.name}: {error}") from error
+
+
+def require_readable(checkpoint: Checkpoint) -> None:
+    """Every tensor is of a format that localrt can unpack.
+
+    Raises:
+        UnsupportedModelError: names the first that is not, and what could be used instead.
+    """
+    for info in checkpoint.tensors.values():
+        if info.format.name not in FORMATS:
+            readable = ", ".join(name.upper() for name in FORMATS)
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: tensor {info.name!r} is {info.format.name.upper()}, which the "
+                f"native engine cannot read: use a file with one of {readable}, "
+                "or --engine llamacpp"
+            )
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    ops: Ops,
+    config: DecoderConfig,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Decoder:
+    """Read every tensor into ``ops`` and build the model; ``on_bytes`` gets bytes as read."""
+    require_readable(checkpoint)
+    names = find_architecture(checkpoint.architecture).names
+    return Decoder(config, ops, WeightLoader(checkpoint, ops, on_bytes), names)

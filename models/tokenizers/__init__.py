@@ -1,0 +1,32 @@
+"""Text to token ids and back, as the model's own files define it.
+
+``load_tokenizer`` picks the reader for the checkpoint's kind. Nothing heavy is imported before it
+is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from localrt.models.tokenizers.base import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from localrt.models.checkpoints.base import Checkpoint
+
+__all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of ``checkpoint``.
+
+    Raises:
+        TokenizerError: it has none (then only ``token_ids`` can be used), or a broken one.
+        UnsupportedModelError: a kind of tokenizer that is not known here.
+    """
+    if checkpoint.kind == "gguf":
+        from localrt.models.tokenizers.gguf import gguf_tokenizer
+
+        return gguf_tokenizer(checkpoint.metadata)
+    from localrt.models.tokenizers.hf import hf_tokenizer
+
+    return hf_tokenizer(checkpoint.path, eos=checkpoint.generation_config.get("eos_token_id"))

@@ -1,0 +1,232 @@
+"""A tokenizer from the key-values of a GGUF file: ``tokenizer.ggml.*``.
+
+Reads the vocabulary, the type of each token and the special ids, and hands them to byte-level BPE
+(``gpt2``) or SentencePiece BPE (``llama``). Which tokens end a turn is partly known by name alone:
+files rarely say. Does not read files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.vocabulary import Vocabulary
+
+__all__ = ["gguf_tokenizer"]
+
+_PREFIX = "tokenizer.ggml."
+_KNOWN_MODELS = ("gpt2", "llama")
+
+# Names that end a turn wherever they occur, and names that do so only when marked as control
+# tokens (Gemma's "</s>" is HTML).
+_END_NAMES = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
+)
+_END_CONTROL_NAMES = (
+    "</s>",
+    "<eos>",
+    "<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|fim_pad|>",
+    "<|file_sep|>",
+    "<|repo_name|>",
+)
+_END_KEYS = ("eos", "eot", "eom")
+
+
+class _Type(IntEnum):
+    """``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The vocabulary as stored: pieces and their types by id."""
+
+    pieces: list[str]
+    types: Sequence[int]
+
+    def of_type(self, *types: _Type) -> dict[str, int]:
+        wanted = frozenset(int(kind) for kind in types)
+        return {
+            piece: token
+            for token, (piece, kind) in enumerate(zip(self.pieces, self.types, strict=True))
+            if kind in wanted
+        }
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a GGUF file's ``metadata`` describes.
+
+    Raises:
+        TokenizerError: the file has none, or contradicts itself.
+        UnsupportedModelError: a kind of tokenizer or pre-tokenizer that is not known here.
+    """
+    model = metadata.get(f"{_PREFIX}model")
+    if model is None or model in ("none", "no_vocab"):
+        raise TokenizerError(
+            "this model has no tokenizer: the GGUF file stores none, so only token_ids can be used"
+        )
+    if model not in _KNOWN_MODELS:
+        raise UnsupportedModelError(
+            f"the GGUF tokenizer model {model!r} is not known; known are {', '.join(_KNOWN_MODELS)}"
+        )
+    tokens = _read_tokens(metadata)
+    return _byte_level(metadata, tokens) if model == "gpt2" else _sentencepiece(metadata, tokens)
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
+    from localrt.models.tokenizers.bpe import ByteLevelTokenizer
+    from localrt.models.tokenizers.pretokenizers import pre_type
+
+    pre = pre_type(metadata.get(f"{_PREFIX}pre") or "default")
+    merges = _array(metadata, "merges")
+    vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
+    hidden = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.UNUSED)
+    words = {piece: token for token, piece in enumerate(tokens.pieces) if piece not in hidden}
+    built = {merge.replace(" ", "") for merge in merges}  # what a merge builds must exist
+    words |= {piece: token for piece, token in hidden.items() if piece in built}
+    special = {tokens.pieces[token]: token for token in vocabulary.special}
+    return ByteLevelTokenizer(
+        vocabulary,
+        words=words,
+        merges=merges,
+        added=tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED) | special,
+        pre=pre,
+    )
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
+    from localrt.models.tokenizers.spm import SentencePieceTokenizer
+
+    scores = _array(metadata, "scores")
+    if len(scores) != len(tokens.pieces):
+        raise TokenizerError(
+            f"the GGUF tokenizer has {len(tokens.pieces)} tokens but {len(scores)} scores"
+        )
+    space_prefix = bool(metadata.get(f"{_PREFIX}add_space_prefix", True))
+    vocabulary = _vocabulary(
+        metadata, tokens, add_bos=True, bos=1, eos=2, unknown=0, strip_space=space_prefix
+    )
+    added = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED)
+    swallow: frozenset[int] = frozenset()
+    if metadata.get("general.architecture") == "phi3":
+        # Phi-3's tokenizer.json marks its role tokens so; GGUF has no place for the mark
+        keep = ("<unk>", "<s>", "<|endoftext|>")
+        swallow = frozenset(token for name, token in added.items() if name not in keep)
+    return SentencePieceTokenizer(
+        vocabulary,
+        words=tokens.of_type(_Type.NORMAL, _Type.USER_DEFINED),
+        scores=scores,
+        byte_ids=_byte_ids(tokens),
+        added=added | {tokens.pieces[token]: token for token in vocabulary.special},
+        space_prefix=space_prefix,
+        swallow_space=swallow,
+    )
+
+
+def _read_tokens(metadata: Mapping[str, Any]) -> _Tokens:
+    pieces = list(_array(metadata, "tokens"))
+    types = metadata.get(f"{_PREFIX}token_type")
+    kinds = [int(_Type.NORMAL)] * len(pieces) if types is None else [int(kind) for kind in types]
+    if len(kinds) != len(pieces):
+        raise TokenizerError(
+            f"the GGUF tokenizer has {len(pieces)} tokens but {len(kinds)} token types"
+        )
+    return _Tokens(pieces, kinds)
+
+
+def _array(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    """An array as a list of plain Python values."""
+    found = metadata.get(f"{_PREFIX}{name}")
+    if found is None or isinstance(found, str):
+        raise TokenizerError(f"the GGUF file's tokenizer is incomplete: {_PREFIX}{name} is missing")
+    values = found.tolist() if hasattr(found, "tolist") else found
+    return list(values)
+
+
+def _vocabulary(
+    metadata: Mapping[str, Any],
+    tokens: _Tokens,
+    *,
+    add_bos: bool,
+    bos: int | None = None,
+    eos: int | None = None,
+    unknown: int | None = None,
+    strip_space: bool = False,
+) -> Vocabulary:
+    """Ids with a meaning; ``bos``, ``eos``, ``unknown`` and ``add_bos`` are the defaults."""
+    ids = {piece: token for token, piece in enumerate(tokens.pieces)}
+
+    def special_id(key: str, default: int | None = None) -> int | None:
+        found = metadata.get(f"{_PREFIX}{key}_token_id", default)
+        return int(found) if found is not None and 0 <= int(found) < len(tokens.pieces) else None
+
+    bos_id, eos_id = special_id("bos", bos), special_id("eos", eos)
+    ends = _end_ids(tokens, ids) | {
+        token for key in _END_KEYS if (token := special_id(key)) is not None
+    }
+    if eos_id is not None:
+        ends |= {eos_id}
+    special = frozenset(tokens.of_type(_Type.CONTROL, _Type.UNKNOWN).values()) | ends
+    if bos_id is not None:
+        special |= {bos_id}
+    prefix = metadata.get(f"{_PREFIX}add_bos_token", add_bos)
+    suffix = metadata.get(f"{_PREFIX}add_eos_token", False)
+    return Vocabulary(
+        pieces=tokens.pieces,
+        ids=ids,
+        bos=bos_id,
+        unknown=special_id("unknown", unknown),
+        eos=frozenset(ends),
+        special=special,
+        prefix=(bos_id,) if prefix and bos_id is not None else (),
+        suffix=(eos_id,) if suffix and eos_id is not None else (),
+        strip_space=strip_space,
+    )
+
+
+def _end_ids(tokens: _Tokens, ids: Mapping[str, int]) -> set[int]:
+    """Tokens that end a turn by their name."""
+    ends = {ids[name] for name in _END_NAMES if name in ids}
+    ends |= {
+        token
+        for name in _END_CONTROL_NAMES
+        if (token := ids.get(name)) is not None and tokens.types[token] == _Type.CONTROL
+    }
+    if "<|return|>" in ids and "<|call|>" in ids:
+        ends.discard(ids.get("<|end|>", -1))  # gpt-oss: ends one message of several in a turn
+    return ends
+
+
+def _byte_ids(tokens: _Tokens) -> dict[int, int]:
+    """Byte tokens, spelled ``<0x0A>``."""
+    found: dict[int, int] = {}
+    for piece, token in tokens.of_type(_Type.BYTE).items():
+        try:
+            found[int(piece.removeprefix("<0x").removesuffix(">"), 16)] = token
+        except ValueError:
+            raise TokenizerError(f"the GGUF byte token {piece!r} is malformed") from None
+    return found

@@ -1,0 +1,262 @@
+"""A tokenizer from a Hugging Face folder: ``tokenizer.json`` and the small files beside it.
+
+The ``tokenizers`` package encodes; decoding is done here, byte by byte, so that it can stream:
+byte-level and SentencePiece-like decoders are understood. Which tokens are special, and which end a
+generation, is spread over four files that are all optional. Does not know models.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.models.tokenizers.bytelevel import BYTE_TO_CHAR, piece_bytes
+from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+__all__ = ["HuggingFaceTokenizer", "hf_tokenizer", "read_json", "token_name"]
+
+_KNOWN_DECODERS = "ByteLevel, Metaspace, Replace with ByteFallback"
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """How pieces spell bytes. ``space`` is the character that stands for a space."""
+
+    kind: Literal["byte-level", "space"]
+    space: str = "▁"
+    byte_fallback: bool = False
+    strip_space: bool = False
+
+
+class HuggingFaceTokenizer(VocabularyTokenizer):
+    """``backend`` encodes; ``added`` are the ids of added tokens: they stand for their names."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        vocabulary: Vocabulary,
+        *,
+        added: frozenset[int],
+        decoder: _Decoder,
+    ) -> None:
+        super().__init__(vocabulary)
+        self._backend = backend
+        self._lock = threading.Lock()  # whether control tokens count is a flag on the backend
+        self._added = added
+        self._decoder = decoder
+
+    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _byte_id(self, byte: int) -> int | None:
+        if self._decoder.kind == "byte-level":
+            return self._vocabulary.ids.get(BYTE_TO_CHAR[byte])
+        found = self._vocabulary.ids.get(f"<0x{byte:02X}>")
+        return self._vocabulary.ids.get(chr(byte)) if found is None and byte < 128 else found
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of ``token``: an added token's name, nothing for an unknown id."""
+        piece = self.token_text(token)
+        if self._decoder.kind == "byte-level":
+            return piece.encode() if token in self._added else piece_bytes(piece)
+        if self._decoder.byte_fallback and len(piece) == 6 and token not in self._added:
+            byte = _fallback_byte(piece)
+            if byte is not None:
+                return byte
+        return piece.replace(self._decoder.space, " ").encode()
+
+
+def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> HuggingFaceTokenizer:
+    """The tokenizer of a model folder; ``eos`` are more ids that end a generation.
+
+    Raises:
+        TokenizerError: the folder has none, or a broken one.
+        UnsupportedModelError: its decoder is of a kind that is not known here.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"this model has no tokenizer: {_what_is_there(folder)}")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the package raises nothing more precise
+        reason = " ".join(str(error).split())
+        raise TokenizerError(f"{path} cannot be read as a tokenizer: {reason}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    config = read_json(folder / "tokenizer_config.json")
+    names = read_json(folder / "special_tokens_map.json") | config
+    _add_declared(backend, config)
+    decoder = _decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
+    return HuggingFaceTokenizer(
+        backend,
+        _vocabulary(backend, names, _id_list(eos) | _generation_eos(folder), decoder),
+        added=frozenset(backend.get_added_tokens_decoder()),
+        decoder=decoder,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file.
+
+    Raises:
+        TokenizerError: not JSON, or not an object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} does not hold a JSON object")
+    return found
+
+
+def token_name(entry: object) -> str | None:
+    """The text of a token that a config names: a string, or an object with ``content``."""
+    if isinstance(entry, Mapping):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _what_is_there(folder: Path) -> str:
+    if (folder / "tokenizer.model").is_file():
+        return (
+            f"{folder} holds tokenizer.model but no tokenizer.json; save it once with "
+            "transformers' AutoTokenizer to get one, or use token_ids"
+        )
+    return f"{folder} holds no tokenizer.json, so only token_ids can be used"
+
+
+def _add_declared(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks."""
+    from tokenizers import AddedToken
+
+    declared = config.get("added_tokens_decoder")
+    if not isinstance(declared, Mapping):
+        return
+    present = backend.get_added_tokens_decoder()
+    numbered = {int(key): entry for key, entry in declared.items() if key.isdecimal()}
+    for token, entry in sorted(numbered.items()):
+        name = token_name(entry)
+        if name is None or token in present:
+            continue
+        flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+        given = {flag: bool(entry[flag]) for flag in flags if flag in entry}
+        backend.add_tokens([AddedToken(name, **given)])
+
+
+def _vocabulary(
+    backend: Backend, names: Mapping[str, Any], eos: frozenset[int], decoder: _Decoder
+) -> Vocabulary:
+    ids = backend.get_vocab(with_added_tokens=True)
+    pieces = [""] * (max(ids.values(), default=-1) + 1)
+    for piece, token in ids.items():
+        pieces[token] = piece
+
+    def named(key: str) -> int | None:
+        name = token_name(names.get(key))
+        return None if name is None else ids.get(name)
+
+    bos, eos_id = named("bos_token"), named("eos_token")
+    special = {
+        token for token, entry in backend.get_added_tokens_decoder().items() if entry.special
+    }
+    ends = eos | ({eos_id} if eos_id is not None else set())
+    special |= {token for token in (bos, *ends) if token is not None}
+    prefix, suffix = _around(backend)
+    return Vocabulary(
+        pieces=pieces,
+        ids=ids,
+        bos=bos,
+        unknown=named("unk_token"),
+        eos=frozenset(token for token in ends if token < len(pieces)),
+        special=frozenset(special),
+        prefix=prefix,
+        suffix=suffix,
+        strip_space=decoder.strip_space,
+    )
+
+
+def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor puts before and after a text.
+
+    It alone decides, as in transformers: the flags ``add_bos_token`` and ``add_eos_token`` of a
+    tokenizer_config.json change nothing where there is a tokenizer.json.
+    """
+    encoded = backend.encode("a", add_special_tokens=True)
+    inside = [index for index, added in enumerate(encoded.special_tokens_mask) if not added]
+    if not inside:
+        return tuple(encoded.ids), ()
+    return tuple(encoded.ids[: inside[0]]), tuple(encoded.ids[inside[-1] + 1 :])
+
+
+def _generation_eos(folder: Path) -> frozenset[int]:
+    for name in ("generation_config.json", "config.json"):
+        found = _id_list(read_json(folder / name).get("eos_token_id"))
+        if found:
+            return found
+    return frozenset()
+
+
+def _id_list(value: object) -> frozenset[int]:
+    """An id, a list of ids or nothing, as configs write them."""
+    if isinstance(value, int):
+        return frozenset([value])
+    if isinstance(value, Iterable):
+        return frozenset(token for token in value if isinstance(token, int))
+    return frozenset()
+
+
+def _decoder(spec: Mapping[str, Any] | None) -> _Decoder:
+    """What the ``decoder`` of a tokenizer.json does, as far as it can stream."""
+    steps = [spec] if spec else []
+    if spec and spec.get("type") == "Sequence":
+        steps = list(spec.get("decoders", ()))
+    kinds = [step.get("type") for step in steps]
+    if "ByteLevel" in kinds:
+        return _Decoder("byte-level")
+    space, strip = "", False
+    for step in steps:
+        match step:
+            case {"type": "Metaspace"}:
+                space = step.get("replacement", "▁")
+                strip = step.get("prepend_scheme", "always") != "never"
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": " "}:
+                space = pattern
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
+                strip = start == 1
+            case {"type": "ByteFallback" | "Fuse"}:
+                pass
+            case _:
+                space = ""
+                break
+    if not space:
+        raise UnsupportedModelError(
+            f"the tokenizer.json's decoder {kinds or None} is not known; known are "
+            f"{_KNOWN_DECODERS}"
+        )
+    return _Decoder("space", space, "ByteFallback" in kinds, strip)
+
+
+def _fallback_byte(piece: str) -> bytes | None:
+    """The byte of a piece spelled ``<0x0A>``."""
+    if piece.startswith("<0x") and piece.endswith(">"):
+        try:
+            return bytes([int(piece[3:5], 16)])
+        except ValueError:
+            return None
+    return None

@@ -1,0 +1,183 @@
+"""How byte-level BPE vocabularies cut text into words, by the name that GGUF gives the way.
+
+GGUF stores the name alone (``tokenizer.ggml.pre``); the rules are those of the tokenizer.json that
+each name was coined for. Patterns apply one after the other: matches and the gaps between them
+become pieces that no merge crosses. Where llama.cpp simplified a rule (its regexes lack ``(?i:)``
+and letter categories, and it skips Unicode normalization), the original is kept. Knows no
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localrt.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from tokenizers.normalizers import Normalizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+__all__ = ["KNOWN_PRE_TYPES", "PreType", "pre_type"]
+
+
+@dataclass(frozen=True, slots=True)
+class PreType:
+    """Oniguruma patterns in order, and what else the tokenizer.json behind a name fixes.
+
+    ``nfc``: text is normalized first. ``whole_words``: a word that is itself in the vocabulary is
+    taken whole, whatever the merges say. ``add_bos``: the default where the file does not say.
+    ``digits_of_bytes``: Falcon splits digits after the bytes became characters, some of which
+    (superscripts, fractions) count as digits.
+    """
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    whole_words: bool = False
+    add_bos: bool = False
+    digits_of_bytes: bool = False
+
+    def normalizer(self) -> Normalizer | None:
+        """The normalizer to put in front, if there is one."""
+        from tokenizers import normalizers
+
+        return normalizers.NFC() if self.nfc else None
+
+    def pre_tokenizer(self) -> PreTokenizer:
+        """The splits followed by the byte alphabet."""
+        from tokenizers import Regex, pre_tokenizers
+
+        def split(pattern: str) -> PreTokenizer:
+            return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+        steps = [split(pattern) for pattern in self.patterns]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        if self.digits_of_bytes:
+            steps += [pre_tokenizers.Digits(individual_digits=False), split("[0-9][0-9][0-9]")]
+        return pre_tokenizers.Sequence(steps)
+
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # case matters
+)
+
+
+def _cl100k(digits: str) -> str:
+    """OpenAI's pattern of 2023, with a choice of how many digits stay together."""
+    return (
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    )
+
+
+def _o200k(contraction: str, digits: str) -> str:
+    """OpenAI's pattern of 2024: words also end where lower case turns to upper case."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+_ASCII_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+_CASED_LETTERS = (  # of the Unicode version at hand when DeepSeek LLM was trained
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
+    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳ"
+    "Ꙁ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_CJK_AND_KANA = "[一-龥ࠀ-一가-\ud7ff]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    _CJK_AND_KANA,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_AND_KANA, r"\p{N}")
+_BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
+
+_FAMILIES: tuple[tuple[str, PreType], ...] = (
+    (
+        "default",
+        PreType((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    ),
+    ("gpt-2 phi-2 gigachat mellum a.x-4.0 trillion granite-docling jais", PreType((_GPT2,))),
+    ("mpt olmo", PreType((_GPT2,), nfc=True)),
+    ("starcoder refact smollm codeshell exaone minerva-7b mellum2", PreType((r"\p{N}", _GPT2))),
+    ("command-r", PreType((r"\p{N}", _GPT2), nfc=True)),
+    ("falcon", PreType((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2), digits_of_bytes=True)),
+    (
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+        PreType((_cl100k(r"\p{N}{1,3}"),), whole_words=True, add_bos=True),
+    ),
+    ("glm4", PreType((_cl100k(r"\p{N}{1,3}"),), whole_words=True)),
+    ("dbrx smaug-bpe chatglm-bpe", PreType((_cl100k(r"\p{N}{1,3}"),))),
+    ("qwen2 deepseek-r1-qwen", PreType((_cl100k(r"\p{N}"),), nfc=True)),
+    ("stablelm2 megrez hunyuan solar-open kormo grok-2", PreType((_cl100k(r"\p{N}"),))),
+    (
+        "qwen35",
+        PreType(
+            (
+                rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+                rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+            ),
+            nfc=True,
+        ),
+    ),
+    ("tekken", PreType((_o200k("", r"\p{N}"),), whole_words=True, add_bos=True)),
+    (
+        "gpt-4o llama4 kanana2 minimax-m2",
+        PreType((_o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
+    ),
+    ("deepseek-llm", PreType(_DEEPSEEK_LLM)),
+    ("deepseek-coder", PreType(_DEEPSEEK_CODER)),
+    ("deepseek-v3 hunyuan-dense joyai-llm", PreType(_DEEPSEEK_V3)),
+    (
+        "seed-coder",
+        PreType(
+            (
+                rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+                rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
+            )
+        ),
+    ),
+    (
+        "bailingmoe bailingmoe2 llada-moe",
+        PreType(
+            (
+                r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+            )
+        ),
+    ),
+    ("poro-chat bloom gpt3-finnish", PreType((_BLOOM,))),
+    ("viking", PreType((_BLOOM, r"\p{N}"))),
+)
+_TABLE = {name: kind for names, kind in _FAMILIES for name in names.split()}
+
+KNOWN_PRE_TYPES: tuple[str, ...] = tuple(sorted(_TABLE))
+
+
+def pre_type(name: str) -> PreType:
+    """The pre-tokenizer that GGUF files call ``name``.
+
+    Raises:
+        UnsupportedModelError: not known here; guessing would corrupt every prompt silently.
+    """
+    found = _TABLE.get(name)
+    if found is None:
+        raise UnsupportedModelError(
+            f"the GGUF tokenizer's pre-tokenizer {name!r} is not known; known are "
+            f"{', '.join(KNOWN_PRE_TYPES)}"
+        )
+    return found

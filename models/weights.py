@@ -1,0 +1,98 @@
+"""Checkpoint tensors to an implementation's weights: shapes checked, none overlooked.
+
+It knows names and shapes. A tensor that the architecture never asked for is an error: running a
+model without one of its parts would give quietly wrong text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.quant.formats import unpack
+from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.ops.protocol import Ops, Vector, Weight
+
+__all__ = ["WeightLoader"]
+
+# Derived from the config, read elsewhere, or of another modality: never part of the text model.
+_IGNORED_PARTS = (
+    "rotary_emb.inv_freq",
+    "rope_freqs.weight",
+    "rope_factors_",
+    "vision_tower.",
+    "visual.",
+    "vision_model.",
+    "multi_modal_projector.",
+)
+
+
+class WeightLoader:
+    """Hands tensors to ``ops``, once each. ``on_bytes`` gets the packed bytes of every block."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, ops: Ops, on_bytes: Callable[[int], None] | None = None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._ops = ops
+        self._on_bytes = on_bytes
+        self._used: set[str] = set()
+
+    def matrix(self, shape: tuple[int, int], *names: str) -> Weight:
+        """The rows of ``names`` stacked in order; together they must have ``shape``."""
+        shapes = [self._shape(name) for name in names]
+        if any(len(s) != 2 or s[1] != shape[1] for s in shapes) or (
+            sum(s[0] for s in shapes) != shape[0]
+        ):
+            self._mismatch(names, shapes, shape)
+        return self._ops.weight(shape, self._blocks(names))
+
+    def vector(self, size: int, *names: str, offset: float = 0.0) -> Vector:
+        """The values of ``names`` joined in order, ``offset`` added."""
+        shapes = [self._shape(name) for name in names]
+        if any(len(s) != 1 for s in shapes) or sum(s[0] for s in shapes) != size:
+            self._mismatch(names, shapes, (size,))
+        values = np.concatenate([unpack(block).reshape(-1) for block in self._blocks(names)])
+        return self._ops.vector(values + np.float32(offset))
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds ``name``."""
+        return name in self._checkpoint.tensors
+
+    def skip(self, name: str) -> None:
+        """Count a tensor as dealt with although it is not read."""
+        self._used.add(name)
+
+    def finish(self) -> None:
+        """Raise if the checkpoint holds a tensor that nothing asked for."""
+        for name in self._checkpoint.tensors:
+            if name not in self._used and not any(part in name for part in _IGNORED_PARTS):
+                raise UnsupportedModelError(
+                    f"{self._checkpoint.path.name}: tensor {name} is not part of the "
+                    f"{self._checkpoint.architecture} architecture as localrt knows it"
+                )
+
+    def _blocks(self, names: tuple[str, ...]) -> Iterator[PackedTensor]:
+        for name in names:
+            self._used.add(name)
+            for block in self._checkpoint.blocks(name):
+                yield block
+                if self._on_bytes is not None:
+                    self._on_bytes(block.nbytes)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        info = self._checkpoint.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self._checkpoint.path.name}: tensor {name} is missing")
+        return info.shape
+
+    def _mismatch(
+        self, names: tuple[str, ...], shapes: list[tuple[int, ...]], wanted: tuple[int, ...]
+    ) -> None:
+        found = ", ".join(f"{n} {s}" for n, s in zip(names, shapes, strict=True))
+        raise CheckpointError(
+            f"{self._checkpoint.path.name}: wrong shape: {found}; the config asks for {wanted}"
+        )

@@ -1,0 +1,1 @@
+"""Tiers and budgets: what fits where, checked before it is allocated."""

@@ -1,0 +1,96 @@
+"""The weight formats of ggml that localrt reads, by name and by the number a GGUF file gives them.
+
+A table only: block sizes and names. How the bytes of a block become numbers is in ``unpack.py``;
+where they come from is the checkpoints' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from localrt.quant.formats.packed import Format
+
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "FORMATS",
+    "GGML_FORMATS",
+    "GGML_UNREAD",
+    "MXFP4",
+    "Q4_0",
+    "Q4_1",
+    "Q4_K",
+    "Q5_0",
+    "Q5_1",
+    "Q5_K",
+    "Q6_K",
+    "Q8_0",
+]
+
+F32 = Format("f32", 1, 4)
+F16 = Format("f16", 1, 2)
+BF16 = Format("bf16", 1, 2)
+Q4_0 = Format("q4_0", 32, 18)  # scale f16, 16 bytes of nibbles
+Q4_1 = Format("q4_1", 32, 20)  # scale f16, minimum f16, nibbles
+Q5_0 = Format("q5_0", 32, 22)  # scale f16, 32 high bits, nibbles
+Q5_1 = Format("q5_1", 32, 24)  # scale f16, minimum f16, 32 high bits, nibbles
+Q8_0 = Format("q8_0", 32, 34)  # scale f16, 32 int8
+Q4_K = Format("q4_k", 256, 144)  # two f16, 8 six-bit scales and minima, nibbles
+Q5_K = Format("q5_k", 256, 176)  # as Q4_K, and 256 high bits
+Q6_K = Format("q6_k", 256, 210)  # low nibbles, high pairs of bits, 16 int8 scales, f16
+MXFP4 = Format("mxfp4", 32, 17)  # power-of-two scale e8m0, 32 e2m1
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        format_.name: format_
+        for format_ in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4)
+    }
+)
+"""Every format above by its name."""
+
+GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
+    {
+        0: F32,
+        1: F16,
+        2: Q4_0,
+        3: Q4_1,
+        6: Q5_0,
+        7: Q5_1,
+        8: Q8_0,
+        12: Q4_K,
+        13: Q5_K,
+        14: Q6_K,
+        30: BF16,
+        39: MXFP4,
+    }
+)
+"""What localrt reads, by ggml's type number."""
+
+GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
+    {
+        10: Format("q2_k", 256, 84),
+        11: Format("q3_k", 256, 110),
+        15: Format("q8_k", 256, 292),
+        16: Format("iq2_xxs", 256, 66),
+        17: Format("iq2_xs", 256, 74),
+        18: Format("iq3_xxs", 256, 98),
+        19: Format("iq1_s", 256, 50),
+        20: Format("iq4_nl", 32, 18),
+        21: Format("iq3_s", 256, 110),
+        22: Format("iq2_s", 256, 82),
+        23: Format("iq4_xs", 256, 136),
+        24: Format("i8", 1, 1),
+        25: Format("i16", 1, 2),
+        26: Format("i32", 1, 4),
+        27: Format("i64", 1, 8),
+        28: Format("f64", 1, 8),
+        29: Format("iq1_m", 256, 56),
+        34: Format("tq1_0", 256, 54),
+        35: Format("tq2_0", 256, 66),
+        40: Format("nvfp4", 64, 36),
+        41: Format("q1_0", 128, 18),
+    }
+)
+"""What ggml has and localrt cannot unpack: enough to place tensors, and to name them."""

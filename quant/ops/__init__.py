@@ -1,0 +1,1 @@
+"""The compute room: one protocol, and its implementations (torch today)."""

@@ -1,0 +1,246 @@
+"""The compute room's contract: the few fused steps that an architecture is written against.
+
+An architecture hands weights in once (``weight``, ``vector``), then passes opaque arrays from step
+to step. Implementations (torch today) decide dtype, device, fusion and memory layout. Nothing here
+knows file formats, sampling or text.
+
+Shapes below: R rows (tokens of one pass, sequences one after another), D hidden size, H query
+heads, G key/value heads, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.quant.formats.packed import PackedTensor
+
+__all__ = [
+    "Activation",
+    "Array",
+    "AttentionSpec",
+    "AttentionWeights",
+    "Batch",
+    "KVCache",
+    "MlpSpec",
+    "MlpWeights",
+    "Ops",
+    "Pass",
+    "Rope",
+    "Span",
+    "Vector",
+    "Weight",
+]
+
+# Opaque to everything above an implementation.
+Array: TypeAlias = Any  # activations, (R, ...)
+Weight: TypeAlias = Any  # a matrix as the implementation keeps it, (out, in)
+Vector: TypeAlias = Any  # a norm weight or a bias, (n,)
+Pass: TypeAlias = Any  # what an implementation derives once from a Batch
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of the first ``2 * len(inv_freq)`` elements of a head, rotate-half order."""
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0  # multiplies cos and sin (YaRN's and LongRoPE's attention factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Shape and behaviour of one attention layer. ``window`` counts the query's own position."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+    rope: Rope | None
+    window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, is {self.window}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """One attention unit. ``qkv`` stacks the rows of q, k and v: ((H + 2G) * E, D)."""
+
+    norm: Vector
+    qkv: Weight
+    out: Weight  # (D, H * E)
+    qkv_bias: Vector | None = None
+    out_bias: Vector | None = None
+    q_norm: Vector | None = None  # (E,), before the rotary embedding
+    k_norm: Vector | None = None
+    post_norm: Vector | None = None  # on the output projection's result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """Behaviour of a gated MLP."""
+
+    activation: Activation
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """One gated MLP unit. ``gate_up`` stacks the rows of gate and up: (2F, D)."""
+
+    norm: Vector
+    gate_up: Weight
+    down: Weight  # (D, F)
+    post_norm: Vector | None = None
+
+
+class KVCache(Protocol):
+    """Keys and values of one sequence over all layers: contiguous, growing in steps, trimmable."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens it may ever hold."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all; keeps what is held."""
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` rows that a finished pass has written as held."""
+
+    def trim(self, length: int) -> None:
+        """Forget every token from ``length`` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive rows of a pass that extend one sequence.
+
+    ``mask`` (rows, rows) says which new row sees which new row; None is causal. Every new row sees
+    all that the cache held before, within the layer's window.
+    """
+
+    cache: KVCache
+    rows: int
+    mask: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of one pass. ``positions`` are the rotary positions."""
+
+    tokens: npt.NDArray[np.int64]  # (R,)
+    positions: npt.NDArray[np.int64]  # (R,)
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        rows = sum(span.rows for span in self.spans)
+        if not rows == len(self.tokens) == len(self.positions):
+            raise ValueError(f"spans hold {rows} rows, tokens {len(self.tokens)}")
+
+    @classmethod
+    def extend(cls, sequences: Sequence[tuple[KVCache, Sequence[int]]]) -> Batch:
+        """Each sequence's next tokens, causally, at the positions that follow its cache."""
+        tokens = np.concatenate([np.asarray(ids, np.int64) for _, ids in sequences])
+        positions = np.concatenate(
+            [np.arange(cache.length, cache.length + len(ids)) for cache, ids in sequences]
+        )
+        return cls(tokens, positions, tuple(Span(cache, len(ids)) for cache, ids in sequences))
+
+
+class Ops(Protocol):
+    """One implementation of the compute steps on one device. Used by one thread at a time."""
+
+    @property
+    def name(self) -> str:
+        """``"torch"``."""
+
+    @property
+    def device(self) -> str:
+        """``"cpu"``, ``"cuda:0"``."""
+
+    @property
+    def compute_format(self) -> str:
+        """How matrices are kept and multiplied: ``"f32"``, ``"bf16"``."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Held around every pass and around loading (torch: inference mode)."""
+
+    def free_memory(self) -> int | None:
+        """Bytes free on the device's own memory; None where it computes in RAM."""
+
+    # -- weights, once ---------------------------------------------------------------------------
+
+    def weight(self, shape: tuple[int, int], blocks: Iterable[PackedTensor]) -> Weight:
+        """A matrix from consecutive row blocks, which are read and converted one at a time."""
+
+    def vector(self, values: npt.NDArray[np.float32]) -> Vector:
+        """A norm weight or bias, (n,)."""
+
+    def weight_nbytes(self, shape: tuple[int, int]) -> int:
+        """Bytes that a matrix of ``shape`` takes once loaded: for estimates before loading."""
+
+    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
+        """Bytes of a cache that has grown to ``length`` tokens."""
+
+    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> KVCache:
+        """An empty cache for one sequence."""
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> Pass:
+        """Reserve cache room and derive what all layers share (rotary tables, masks)."""
+
+    def embed(self, table: Weight, step: Pass, scale: float = 1.0) -> Array:
+        """Rows of ``table`` for the batch's tokens: (R, D)."""
+
+    def norm_qkv_rope_append(
+        self, x: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
+    ) -> Array:
+        """RMSNorm, QKV projection, per-head norms, rotary; keys and values go to the caches.
+
+        Returns the queries, (R, H, E).
+        """
+
+    def attention_output(
+        self, q: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
+    ) -> Array:
+        """Attention over each row's sequence and the output projection: (R, D)."""
+
+    def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
+        """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""
+
+    def add(self, x: Array, y: Array) -> Array:
+        """The residual sum. ``x`` may be reused for the result."""
+
+    def head(
+        self,
+        x: Array,
+        rows: npt.NDArray[np.intp],
+        norm: Vector,
+        eps: float,
+        weight: Weight,
+        softcap: float | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Final norm and vocabulary projection of the chosen rows: (len(rows), V) on the host."""

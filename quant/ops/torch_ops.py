@@ -1,0 +1,299 @@
+"""``Ops`` on torch, on any device torch has: simple, and the oracle of the others.
+
+Matrices are unpacked on loading, block by block, to bf16 or float32; a model is never held twice.
+It knows packed formats through their float32 reference alone, and no architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.formats import unpack
+from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.ops.protocol import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    MlpSpec,
+    MlpWeights,
+    Rope,
+    Span,
+)
+from localrt.quant.ops.torch_kv import TorchKVCache, grown_capacity
+
+__all__ = ["TorchOps"]
+
+# Query rows whose scores over the whole context are held at once on the textbook path.
+_QUERY_BLOCK = 64
+
+
+@dataclass(slots=True)
+class _Pass:
+    tokens: Tensor  # (R,)
+    positions: Tensor  # (R,)
+    spans: tuple[Span, ...]
+    tables: dict[Rope, tuple[Tensor, Tensor]]
+    masks: dict[tuple[int, int | None], Tensor | None]
+
+
+class TorchOps:
+    """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
+
+    name = "torch"
+
+    def __init__(
+        self, *, compute_format: str = "bf16", device: str = "cpu", threads: int | None = None
+    ) -> None:
+        if compute_format not in ("bf16", "f32"):
+            raise ValueError(f"compute_format must be bf16 or f32, is {compute_format!r}")
+        self.compute_format = compute_format
+        self._dtype = torch.float32 if compute_format == "f32" else torch.bfloat16
+        self._device = torch.device(device)
+        self.device = str(self._device)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inference mode: no autograd bookkeeping."""
+        return torch.inference_mode()
+
+    def free_memory(self) -> int | None:
+        """What CUDA says is free."""
+        if self._device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight(self, shape: tuple[int, int], blocks: Iterable[PackedTensor]) -> Tensor:
+        """Unpack row blocks into one matrix of the compute dtype."""
+        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        row = 0
+        for block in blocks:
+            rows = block.shape[0]
+            out[row : row + rows] = torch.from_numpy(unpack(block)).to(self._device)
+            row += rows
+        if row != shape[0]:
+            raise ValueError(f"blocks hold {row} rows, the matrix has {shape[0]}")
+        return out
+
+    def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
+        """A norm weight or bias in the compute dtype."""
+        return torch.tensor(values, dtype=self._dtype, device=self._device)
+
+    def weight_nbytes(self, shape: tuple[int, int]) -> int:
+        """Bytes of an unpacked matrix."""
+        return shape[0] * shape[1] * self._dtype.itemsize
+
+    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
+        """Bytes of keys and values once grown to ``length`` tokens."""
+        row = sum(2 * spec.kv_heads * spec.head_dim for spec in layers)
+        return row * grown_capacity(length) * self._dtype.itemsize
+
+    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
+        """An empty cache."""
+        shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
+        return TorchKVCache(shapes, capacity, self._dtype, self._device)
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> _Pass:
+        """Reserve room in every cache."""
+        for span in batch.spans:
+            span.cache.reserve(span.cache.length + span.rows)
+        tokens = torch.from_numpy(batch.tokens).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        return _Pass(tokens, positions, batch.spans, {}, {})
+
+    def embed(self, table: Tensor, step: _Pass, scale: float = 1.0) -> Tensor:
+        """(R, D)."""
+        x = F.embedding(step.tokens, table)
+        # Gemma rounds the factor to the compute dtype before multiplying.
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def norm_qkv_rope_append(
+        self, x: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, H, E); keys and values are written to the caches."""
+        heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
+        qkv = F.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
+        qkv = qkv.view(-1, heads + 2 * groups, size)
+        q, k, v = torch.split(qkv, [heads, groups, groups], dim=1)  # (R, heads, E)
+        if weights.q_norm is not None:
+            q = self._norm(q, weights.q_norm, spec.eps)
+        if weights.k_norm is not None:
+            k = self._norm(k, weights.k_norm, spec.eps)
+        if spec.rope is not None:
+            cos, sin = self._rope_tables(spec.rope, step)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        row = 0
+        for span in step.spans:
+            cache = _torch_cache(span)
+            cache.write(layer, k[row : row + span.rows], v[row : row + span.rows])
+            row += span.rows
+        return q
+
+    def attention_output(
+        self, q: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, D)."""
+        outputs = []
+        row = 0
+        for index, span in enumerate(step.spans):
+            rows = q[row : row + span.rows]
+            mask = self._mask(index, span, spec.window, step)
+            outputs.append(_attend(rows, _torch_cache(span), layer, mask, spec))
+            row += span.rows
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        y = F.linear(joined, weights.out, weights.out_bias)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        """(R, D)."""
+        gate, up = F.linear(self._norm(x, weights.norm, spec.eps), weights.gate_up).chunk(2, -1)
+        gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
+        y = F.linear(gate * up, weights.down)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Residual sum in place of ``x``."""
+        return x.add_(y)
+
+    def head(
+        self,
+        x: Tensor,
+        rows: npt.NDArray[np.intp],
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        softcap: float | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """(len(rows), V) float32 on the host."""
+        if len(rows) < x.shape[0]:
+            x = x[torch.from_numpy(rows).to(self._device)]
+        logits = F.linear(self._norm(x, norm, eps), weight).float()
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        host: npt.NDArray[np.float32] = logits.cpu().numpy()
+        return host
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def _rope_tables(self, rope: Rope, step: _Pass) -> tuple[Tensor, Tensor]:
+        """cos and sin of the pass, (R, 1, len(inv_freq)), computed once per pass in float32."""
+        if rope not in step.tables:
+            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
+            angles = step.positions.float()[:, None, None] * inv_freq
+            cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+            step.tables[rope] = cos.to(self._dtype), sin.to(self._dtype)
+        return step.tables[rope]
+
+    def _mask(self, index: int, span: Span, window: int | None, step: _Pass) -> Tensor | None:
+        """(rows, held + rows), True where seen; None when every key is seen."""
+        key = (index, window)
+        if key not in step.masks:
+            held = span.cache.length
+            step.masks[key] = _visible(held, span, window, step.positions, index, step.spans)
+        return step.masks[key]
+
+
+def _torch_cache(span: Span) -> TorchKVCache:
+    cache = span.cache
+    assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
+    return cache
+
+
+def _visible(
+    held: int,
+    span: Span,
+    window: int | None,
+    positions: Tensor,
+    index: int,
+    spans: Sequence[Span],
+) -> Tensor | None:
+    rows = span.rows
+    device = positions.device
+    if rows == 1 and (window is None or held < window):
+        return None
+    start = sum(other.rows for other in spans[:index])
+    query = positions[start : start + rows]
+    # Held tokens stand at positions 0..held-1; the new rows at their own, which a tree may repeat.
+    keys = torch.cat([torch.arange(held, device=device), query])
+    seen = torch.ones(rows, held + rows, dtype=torch.bool, device=device)
+    if span.mask is None:
+        seen[:, held:] = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+    else:
+        seen[:, held:] = torch.from_numpy(span.mask).to(device)
+    if window is not None:
+        seen &= query[:, None] - keys[None, :] < window
+    return seen
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half on the first 2 * cos.shape[-1] elements of x (R, heads, E)."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    if 2 * half == x.shape[-1]:
+        return torch.cat(rotated, dim=-1)
+    return torch.cat((*rotated, x[..., 2 * half :]), dim=-1)
+
+
+def _attend(
+    q: Tensor, cache: TorchKVCache, layer: int, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """q (n, H, E), just appended, over the layer's keys and values: (n, H * E)."""
+    n = q.shape[0]
+    if n == 1 or spec.softcap is not None:
+        # oneDNN keeps a compiled kernel per shape it has seen: rounded lengths keep those few.
+        k, v = cache.view(layer, n, rounded=True)
+        length = cache.length + n
+        if mask is None:
+            return _attend_plainly(q, k, v, length, None, spec)
+        parts = zip(torch.split(q, _QUERY_BLOCK), torch.split(mask, _QUERY_BLOCK), strict=True)
+        return torch.cat([_attend_plainly(rows, k, v, length, m, spec) for rows, m in parts])
+    k, v = cache.view(layer, n)
+    y = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k[None],
+        v[None],
+        attn_mask=None if mask is None else mask[None, None],
+        scale=spec.scale,
+        enable_gqa=spec.heads != spec.kv_heads,
+    )
+    return y[0].transpose(0, 1).reshape(n, -1)
+
+
+def _attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, length: int, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """The textbook path: quicker than SDPA for one row, and the only one that knows a softcap.
+
+    k, v (G, L, E) count up to ``length``; mask (n, length).
+    """
+    n = q.shape[0]
+    groups, per = spec.kv_heads, spec.heads // spec.kv_heads
+    # Rows of one key/value group side by side: (G, n * per, E).
+    grouped = q.view(n, groups, per, -1).transpose(0, 1).reshape(groups, n * per, -1)
+    scores = torch.bmm(grouped, k.transpose(1, 2)).float() * spec.scale  # (G, n * per, L)
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    scores[..., length:] = float("-inf")
+    if mask is not None:
+        hidden = ~mask[:, None, :].expand(n, per, length).reshape(n * per, length)
+        scores[..., :length].masked_fill_(hidden, float("-inf"))
+    y = torch.bmm(scores.softmax(-1).to(v.dtype), v)  # (G, n * per, E)
+    return y.view(groups, n, per, -1).transpose(0, 1).reshape(n, -1)

@@ -1,0 +1,61 @@
+"""A benchmark child without a model: its engine's behaviour is written in the launch's path."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from localrt.bench import child
+from localrt.bench.engines import BenchEngine, Launch
+from localrt.engine.types import Metrics
+from localrt.errors import MissingExtraError, UnsupportedModelError
+
+SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5}
+
+
+class FakeEngine:
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._calls = 0
+        self.info: Mapping[str, Any] = {"format": "q8", "pid": os.getpid()}
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def generate(self, prompt: list[int], tokens: int) -> Metrics:
+        behaviour = os.path.basename(self._launch.path)  # noqa: PTH119
+        if behaviour == "slow":
+            time.sleep(60)
+        if behaviour == "dies" and self._launch.engine == "native":
+            print("the engine caught fire", file=sys.stderr)
+            os._exit(3)
+        print("chatter that must not reach the protocol")
+        self._calls += 1
+        # Plain weights are twice as fast here; and the runs get slower, so that medians matter.
+        speed = SPEED[self._launch.engine] * (
+            1 if (self._launch.settings or {}).get("repack") else 2
+        )
+        return Metrics(
+            prompt_tokens=len(prompt),
+            completion_tokens=tokens,
+            ttft_s=self._calls / speed,
+            tpot_s=0.1 / speed,
+            prefill_tok_s=100 * speed / self._calls,
+            decode_tok_s=10 * speed,
+            peak_ram_bytes=1_000_000 * self._calls,
+            exactness="approximate",
+        )
+
+
+def load(launch: Launch) -> BenchEngine:
+    if launch.path.endswith("missing") and launch.engine != "native":
+        raise MissingExtraError(f"{launch.engine} is not installed")
+    if launch.path.endswith("unsupported"):
+        raise UnsupportedModelError("this model is a teapot")
+    return FakeEngine(launch)
+
+
+if __name__ == "__main__":
+    child.load_engine = load  # type: ignore[assignment]
+    child.main()

@@ -1,0 +1,54 @@
+"""The command itself, on a real model and tiny sizes."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.real_models import real_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "localrt", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+
+
+@pytest.mark.real
+def test_json_is_the_only_thing_on_stdout() -> None:
+    engines = ["native"] + (["llamacpp"] if find_spec("llama_cpp") else [])
+    sizes = ["--prompt-tokens", "24", "--tokens", "4", "--runs", "1"]
+    done = _bench(str(real_model("smollm2")), "--engines", ",".join(engines), *sizes, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["command"].startswith("localrt bench")
+    assert {result["engine"] for result in report["results"]} == set(engines)
+    for result in report["results"]:
+        assert (result["prompt_tokens"], result["completion_tokens"]) == (24, 4)
+        assert result["prefill_tok_s"] > 0
+        assert result["decode_tok_s"] > 0
+        assert 50e6 < result["peak_ram_bytes"] < 2e9
+        assert all(sample["cached_tokens"] < 12 for sample in result["samples"])
+    assert "run 1 of 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--engines", "vllm"], 2, "unknown engine 'vllm'"),
+        (["--engines", ","], 2, "no engine"),
+        (["--runs", "0"], 2, "runs must be at least 1"),
+        (["--memory-limit", "lots"], 2, "not a size"),
+        (["no/such/file.gguf"], 1, "no/such/file.gguf"),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: list[str], status: int, words: str) -> None:
+    done = _bench(*arguments)
+    assert done.returncode == status
+    assert words in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,59 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from localrt.bench.memory_limit import MemoryLimit
+from localrt.errors import LocalrtError
+
+
+def _tree(root: Path, cgroup: str, *groups: str) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for group in groups:
+        (root / "sys/fs/cgroup" / group).mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / group / "cgroup.procs").write_text("")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "group", "file"),
+    [
+        ("4:memory:/job\n", "memory/job", "memory.limit_in_bytes"),
+        ("4:memory:/only/the/host/sees\n", "memory", "memory.limit_in_bytes"),
+        ("0::/job\n", "job", "memory.max"),
+    ],
+)
+def test_a_group_is_made_below_the_nearest_visible_one(
+    tmp_path: Path, cgroup: str, group: str, file: str
+) -> None:
+    limit = MemoryLimit.create(5_000_000, _tree(tmp_path, cgroup, group))
+    (folder,) = (tmp_path / "sys/fs/cgroup" / group).glob("localrt-bench-*")
+    assert (folder / file).read_text() == "5000000"
+    limit.add(4321)
+    assert (folder / "cgroup.procs").read_text() == "4321"
+
+
+def test_without_control_groups_the_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(LocalrtError, match="systemd-run"):
+        MemoryLimit.create(5_000_000, tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs control groups")
+def test_a_real_group_limits_and_is_removed() -> None:
+    import subprocess
+
+    try:
+        limit = MemoryLimit.create(64 << 20)
+    except LocalrtError as error:
+        pytest.skip(str(error))
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input(); bytearray(200 << 20)"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    limit.add(child.pid)
+    child.communicate(b"\n")
+    assert child.returncode != 0
+    limit.remove()
+    assert not limit._folder.exists()

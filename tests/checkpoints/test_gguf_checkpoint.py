@@ -1,0 +1,341 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints import GgufCheckpoint
+from localrt.models.checkpoints.gguf_file import GgufFile
+from localrt.quant.formats import unpack
+from tests.checkpoints.make_gguf import in_pairs, packed_rows, write_gguf
+from tests.real_models import real_model
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 64
+
+SIZES = {
+    "block_count": 1,
+    "context_length": 128,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": 96,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "attention.layer_norm_rms_epsilon": 0.25,
+    "rope.freq_base": 500.0,
+}
+
+
+def values(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def open_model(tmp_path, arch, tensors, metadata=None, sizes=SIZES):
+    keys = {f"{arch}.{key}": value for key, value in sizes.items()} | (metadata or {})
+    (path,) = write_gguf(tmp_path / "model.gguf", arch, keys, tensors)
+    return GgufCheckpoint(path)
+
+
+QUERIES = values(HEADS * HEAD_DIM, HIDDEN, seed=1)
+KEYS = values(KV_HEADS * HEAD_DIM, HIDDEN, seed=2)
+QUERY_BIAS = values(HEADS * HEAD_DIM, seed=3)
+KEY_BIAS = values(KV_HEADS * HEAD_DIM, seed=4)
+ATTENTION = {
+    "blk.0.attn_q.weight": (in_pairs(QUERIES, HEADS), "f32"),
+    "blk.0.attn_k.weight": (in_pairs(KEYS, KV_HEADS), "f32"),
+    "blk.0.attn_v.weight": (values(KV_HEADS * HEAD_DIM, HIDDEN, seed=5), "f32"),
+    "blk.0.attn_q.bias": (in_pairs(QUERY_BIAS, HEADS), "f32"),
+    "blk.0.attn_k.bias": (in_pairs(KEY_BIAS, KV_HEADS), "f32"),
+}
+PREFIX = "model.layers.0.self_attn."
+
+
+@pytest.fixture(scope="module", params=["llama", "smollm3", "mistral3"])
+def rotary_model(request, tmp_path_factory):
+    return open_model(tmp_path_factory.mktemp("rotary"), request.param, ATTENTION)
+
+
+def test_query_and_key_rows_come_in_hugging_face_order(rotary_model):
+    for name, expected in {
+        "q_proj.weight": QUERIES,
+        "k_proj.weight": KEYS,
+        "v_proj.weight": values(KV_HEADS * HEAD_DIM, HIDDEN, seed=5),
+        "q_proj.bias": QUERY_BIAS,
+        "k_proj.bias": KEY_BIAS,
+    }.items():
+        tensor = rotary_model.read(PREFIX + name)
+        assert tensor.name == PREFIX + name
+        assert np.array_equal(unpack(tensor), expected)
+
+
+@given(st.data())
+def test_any_range_of_reordered_rows(rotary_model, data):
+    start = data.draw(st.integers(0, len(QUERIES)))
+    stop = data.draw(st.integers(start, len(QUERIES)))
+    part = rotary_model.read(PREFIX + "q_proj.weight", start, stop)
+    assert part.shape == (stop - start, HIDDEN)
+    assert np.array_equal(unpack(part), QUERIES[start:stop])
+
+
+@pytest.mark.parametrize("max_bytes", [1, 4 * HIDDEN, 11 * 4 * HIDDEN, 1 << 20])
+def test_blocks_of_reordered_rows(rotary_model, max_bytes):
+    blocks = list(rotary_model.blocks(PREFIX + "q_proj.weight", max_bytes))
+    assert np.array_equal(np.concatenate([unpack(block) for block in blocks]), QUERIES)
+    assert all(block.nbytes <= max(max_bytes, 4 * HIDDEN) for block in blocks)
+
+
+def test_rows_outside_a_reordered_tensor_are_an_error(rotary_model):
+    with pytest.raises(ValueError, match="has 32 rows: 30 to 33"):
+        rotary_model.read(PREFIX + "q_proj.weight", 30, 33)
+
+
+def test_packed_rows_are_reordered_without_unpacking(tmp_path):
+    packed = packed_rows("q4_k", 32, 256)
+    model = open_model(tmp_path, "llama", {"blk.0.attn_q.weight": (in_pairs(packed, 4), "q4_k")})
+    assert np.array_equal(model.read(PREFIX + "q_proj.weight").data, packed)
+
+
+def test_other_architectures_keep_their_order(tmp_path):
+    model = open_model(tmp_path, "qwen2", {"blk.0.attn_q.weight": (QUERIES, "f32")})
+    assert np.array_equal(unpack(model.read(PREFIX + "q_proj.weight")), QUERIES)
+
+
+def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"30 rows of 'model.layers.0.self_attn.q_proj"):
+        open_model(tmp_path, "llama", {"blk.0.attn_q.weight": (QUERIES[:30], "f32")})
+
+
+def test_names_of_gemma3(tmp_path):
+    stems = {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+    }
+    tensors = {f"blk.12.{stem}.weight": (values(8), "f32") for stem in stems}
+    metadata = {
+        "gemma3.attention.key_length": 16,
+        "gemma3.attention.sliding_window": 512,
+        "gemma3.final_logit_softcapping": 30.0,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+    }
+    model = open_model(tmp_path, "gemma3", tensors, metadata)
+    assert list(model.tensors) == [f"model.layers.12.{name}.weight" for name in stems.values()]
+    assert model.config["norm_weights_include_one"] is True
+    assert model.config["head_dim"] == model.config["query_pre_attn_scalar"] == 16
+    assert model.config["sliding_window"] == 512
+    assert model.config["final_logit_softcapping"] == 30.0
+    assert model.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
+def test_names_and_long_rotary_factors_of_phi3(tmp_path):
+    tensors = {
+        "blk.0.attn_qkv.weight": (values(64, HIDDEN), "f32"),
+        "blk.0.attn_output.weight": (values(HIDDEN, 32), "f32"),
+        "blk.0.ffn_up.weight": (values(192, HIDDEN), "f32"),
+        "blk.0.ffn_down.weight": (values(HIDDEN, 96), "f32"),
+        "rope_factors_long.weight": (np.array([1, 2, 3, 4.5], np.float32), "f32"),
+        "rope_factors_short.weight": (np.array([1, 1, 1, 1.5], np.float32), "f32"),
+    }
+    metadata = {
+        "phi3.rope.dimension_count": 8,
+        "phi3.rope.scaling.original_context_length": 64,
+        "phi3.rope.scaling.attn_factor": 1.25,
+        "phi3.attention.sliding_window": 0,
+    }
+    model = open_model(tmp_path, "phi3", tensors, metadata)
+    assert list(model.tensors) == [
+        "model.layers.0.self_attn.qkv_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.0.mlp.gate_up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "rope_factors_long.weight",
+        "rope_factors_short.weight",
+    ]
+    assert model.config["rope_scaling"] == {
+        "rope_type": "longrope",
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 64,
+        "long_factor": [1, 2, 3, 4.5],
+        "short_factor": [1, 1, 1, 1.5],
+    }
+    assert model.config["original_max_position_embeddings"] == 64
+    assert model.config["partial_rotary_factor"] == 0.5
+    assert model.config["sliding_window"] is None
+
+
+def test_config_of_a_plain_model(tmp_path):
+    tensors = {
+        "token_embd.weight": (values(40, HIDDEN), "q8_0"),
+        "output_norm.weight": (values(HIDDEN), "f32"),
+        "output.weight": (values(40, HIDDEN), "q4_0"),
+        "rope_freqs.weight": (values(4), "f32"),
+        "blk.0.ffn_gate.weight": (values(96, HIDDEN), "q4_1"),
+        "something.else": (values(4), "f32"),
+    }
+    model = open_model(tmp_path, "llama", tensors)
+    assert (model.kind, model.architecture) == ("gguf", "llama")
+    assert model.path == tmp_path / "model.gguf"
+    assert list(model.tensors) == [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "rope_freqs.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "something.else",
+    ]
+    assert model.tensors["lm_head.weight"].shape == (40, HIDDEN)
+    assert model.tensors["lm_head.weight"].format.name == "q4_0"
+    assert model.config == {
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 128,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 0.25,
+        "rope_theta": 500.0,
+        "vocab_size": 40,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+    }
+    assert model.generation_config == {}
+
+
+def test_a_model_without_a_head_is_tied(tmp_path):
+    model = open_model(tmp_path, "qwen3", {"token_embd.weight": (values(40, HIDDEN), "f32")})
+    assert model.config["tie_word_embeddings"] is True
+
+
+def test_vocabulary_size_falls_back_on_the_tokens(tmp_path):
+    metadata = {"tokenizer.ggml.tokens": ["a", "b", "c"]}
+    model = open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")}, metadata)
+    assert model.config["vocab_size"] == 3
+
+
+def test_parameters_of_each_layer(tmp_path):
+    sizes = SIZES | {
+        "attention.head_count_kv": [2, 2, 2],
+        "feed_forward_length": [96, 64, 96],
+        "attention.sliding_window_pattern": [True, True, False],
+    }
+    model = open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")}, sizes=sizes)
+    assert model.config["num_key_value_heads"] == 2
+    assert model.config["intermediate_size"] == [96, 64, 96]
+    assert model.config["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]
+
+
+def test_yarn_scaling(tmp_path):
+    metadata = {
+        "qwen2.rope.scaling.type": "yarn",
+        "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 32,
+        "qwen2.rope.scaling.yarn_beta_fast": 16.0,
+    }
+    model = open_model(tmp_path, "qwen2", {"output_norm.weight": (values(8), "f32")}, metadata)
+    assert model.config["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
+    }
+
+
+def test_generation_config(tmp_path):
+    metadata = {
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 7,
+        "tokenizer.ggml.eom_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 0.75,
+        "general.sampling.penalty_repeat": 1.25,
+    }
+    model = open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")}, metadata)
+    assert model.generation_config == {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 7],
+        "pad_token_id": 0,
+        "temperature": 0.5,
+        "top_k": 20,
+        "top_p": 0.75,
+        "repetition_penalty": 1.25,
+        "do_sample": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("qwen3.block_count", "three", "'qwen3.block_count' is not a number"),
+        ("qwen3.block_count", ["a"], "'qwen3.block_count' is not a list of numbers"),
+        ("qwen3.rope.scaling.type", 3, "'qwen3.rope.scaling.type' is not text"),
+        ("tokenizer.ggml.eos_token_id", 0.5, "is not a whole number"),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_refused(tmp_path, key, value, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")}, {key: value}, {})
+
+
+def test_two_names_for_one_tensor_are_refused(tmp_path):
+    tensors = {
+        "output.weight": (values(8), "f32"),
+        "lm_head.weight": (values(8), "f32"),
+    }
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' appears twice"):
+        open_model(tmp_path, "qwen3", tensors)
+
+
+def test_a_vocabulary_alone_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no tensors, only a vocabulary"):
+        open_model(tmp_path, "llama", {})
+
+
+def test_unknown_tensors_and_a_closed_file_are_errors(tmp_path):
+    model = open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")})
+    with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head.weight'"):
+        model.read("lm_head.weight")
+    with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head.weight'"):
+        list(model.blocks("lm_head.weight"))
+    model.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        model.read("model.norm.weight")
+
+
+def test_a_split_model_is_one_checkpoint(tmp_path):
+    tensors = {f"blk.{n}.ffn_norm.weight": (values(8, seed=n), "f32") for n in range(3)}
+    paths = write_gguf(tmp_path / "m.gguf", "qwen3", {}, tensors, tensors_per_part=1)
+    model = GgufCheckpoint(paths[2])
+    assert model.path == paths[0]
+    for n in range(3):
+        read = model.read(f"model.layers.{n}.post_attention_layernorm.weight")
+        assert np.array_equal(unpack(read), values(8, seed=n))
+
+
+@pytest.mark.real
+def test_real_queries_are_reordered_and_values_kept():
+    path = real_model("smollm2")
+    model, plain = GgufCheckpoint(path), GgufFile(path)
+    assert all(name.startswith("model.") for name in model.tensors)
+    queries = unpack(plain.read("blk.3.attn_q.weight"))
+    expected = queries.reshape(9, 32, 2, 576).swapaxes(1, 2).reshape(576, 576)
+    assert np.array_equal(unpack(model.read("model.layers.3.self_attn.q_proj.weight")), expected)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2", "qwen0.5b", "qwen1.5b", "gemma270m"])
+def test_real_models_open_and_no_tensor_keeps_a_foreign_name(name):
+    model = GgufCheckpoint(real_model(name))
+    assert all(
+        tensor.startswith("model.") or tensor == "lm_head.weight" for tensor in model.tensors
+    )
+    layers = {name.split(".")[2] for name in model.tensors if name.startswith("model.layers.")}
+    assert len(layers) == model.config["num_hidden_layers"]
+    assert model.tensors["model.embed_tokens.weight"].shape == (
+        model.config["vocab_size"],
+        model.config["hidden_size"],
+    )

@@ -1,0 +1,118 @@
+import json
+import os
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
+from tests.checkpoints.make_gguf import write_gguf
+
+TENSOR = np.ones((2, 32), np.float32)
+
+
+def add_gguf(path, parts=False):
+    tensors = {f"blk.{n}.ffn_up.weight": (TENSOR, "f32") for n in range(2)}
+    return write_gguf(path, "qwen3", {}, tensors, tensors_per_part=1 if parts else 0)
+
+
+def add_config(folder):
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+
+
+def test_a_gguf_file_whatever_its_name(tmp_path):
+    add_gguf(tmp_path / "m.gguf")
+    renamed = (tmp_path / "m.gguf").rename(tmp_path / "sha256-0123")
+    checkpoint = open_checkpoint(renamed)
+    assert checkpoint.kind == "gguf"
+    assert checkpoint.path == renamed
+
+
+def test_a_folder_with_one_gguf(tmp_path):
+    add_gguf(tmp_path / "m.gguf")
+    (tmp_path / "README.md").write_text("hello")
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"a vision tower")
+    assert open_checkpoint(tmp_path).path == tmp_path / "m.gguf"
+
+
+def test_a_folder_with_one_split_gguf(tmp_path):
+    parts = add_gguf(tmp_path / "m.gguf", parts=True)
+    assert len(parts) == 2
+    assert open_checkpoint(tmp_path).path == parts[0]
+    assert open_checkpoint(parts[1]).path == parts[0]
+
+
+def test_a_hugging_face_folder(tmp_path):
+    add_config(tmp_path)
+    save_file({"model.norm.weight": TENSOR}, tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.kind == "safetensors"
+    assert checkpoint.architecture == "Qwen3ForCausalLM"
+
+
+def test_a_config_beside_a_gguf(tmp_path):
+    add_config(tmp_path)
+    add_gguf(tmp_path / "m.gguf")
+    assert open_checkpoint(tmp_path).kind == "gguf"
+
+
+def test_several_ggufs_are_listed(tmp_path):
+    add_gguf(tmp_path / "a.gguf")
+    add_gguf(tmp_path / "b.gguf", parts=True)
+    with pytest.raises(
+        CheckpointError, match=r"holds 2 models, give one of: a.gguf, b-00001-of-00002.gguf"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_path(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        open_checkpoint(tmp_path / "nowhere")
+
+
+def test_folders_that_are_no_models(tmp_path):
+    with pytest.raises(CheckpointError, match="is an empty folder"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"is not a model: no config.json and no .gguf"):
+        open_checkpoint(tmp_path)
+    add_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has a config.json but no weights"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
+def test_pickles_are_refused_with_the_reason(tmp_path, name):
+    add_config(tmp_path)
+    (tmp_path / name).write_bytes(b"\x80\x02")
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UnsupportedModelError, match="unpickling runs whatever code") as caught:
+            open_checkpoint(path)
+        assert name in str(caught.value)
+        assert "safetensors or GGUF" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(b"", "it is empty"), (b"PK\x03\x04....", r"it begins with b'PK\\x03\\x04'")],
+)
+def test_files_that_are_no_models(tmp_path, data, message):
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_a_shard_alone_points_to_its_folder(tmp_path):
+    add_config(tmp_path)
+    save_file({"model.norm.weight": TENSOR}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is a part of a model: give its folder"):
+        open_checkpoint(tmp_path / "model.safetensors")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        open_checkpoint(tmp_path / "m.gguf")

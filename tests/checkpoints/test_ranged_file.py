@@ -1,0 +1,47 @@
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.ranged_file import RangedFile
+
+DATA = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+
+
+@pytest.fixture(params=["preadv", "seek"])
+def file(request, tmp_path, monkeypatch):
+    if request.param == "seek":
+        monkeypatch.delattr(os, "preadv", raising=False)
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    return RangedFile(path)
+
+
+def test_threads_read_what_they_asked_for(file):
+    def same(start):
+        return np.array_equal(file.read(start, 1000), DATA[start : start + 1000])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(same, range(0, 99_000, 300)))
+
+
+def test_ranges_are_checked_before_anything_is_allocated(file):
+    assert len(file.read(100_000, 0)) == 0
+    for offset, count in ((0, 100_001), (99_999, 2), (0, 1 << 62), (-1, 1)):
+        with pytest.raises(CheckpointError, match="is truncated"):
+            file.read(offset, count)
+
+
+def test_a_file_cut_short_while_open(file):
+    os.truncate(file.path, 10)
+    with pytest.raises(CheckpointError, match="was cut short"):
+        file.read(0, 20)
+
+
+def test_closing_twice_is_fine_and_reading_then_is_not(file):
+    file.close()
+    file.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        file.read(0, 1)

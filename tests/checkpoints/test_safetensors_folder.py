@@ -1,0 +1,282 @@
+import json
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints import SafetensorsCheckpoint
+from localrt.quant.formats import unpack
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8}
+
+
+def values(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+TENSORS = {
+    "model.embed_tokens.weight": values(6, 8),
+    "model.layers.0.mlp.up_proj.weight": values(4, 8, seed=1).astype(np.float16),
+    "model.norm.weight": values(8, seed=2),
+}
+
+
+def make_folder(path, tensors=TENSORS, config=CONFIG, generation=None):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def raw_safetensors(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_tensors_are_what_was_saved(tmp_path):
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m"))
+    assert (model.kind, model.architecture) == ("safetensors", "LlamaForCausalLM")
+    assert set(model.tensors) == set(TENSORS)
+    for name, array in TENSORS.items():
+        assert model.tensors[name].shape == array.shape
+        assert model.tensors[name].nbytes == array.nbytes
+        assert np.array_equal(unpack(model.read(name)), array.astype(np.float32))
+    assert np.array_equal(
+        unpack(model.read("model.embed_tokens.weight", 2, 5)),
+        TENSORS["model.embed_tokens.weight"][2:5],
+    )
+    blocks = list(model.blocks("model.embed_tokens.weight", max_bytes=100))
+    assert [block.shape for block in blocks] == [(3, 8), (3, 8)]
+    assert dict(model.metadata) == {}
+
+
+def test_bf16_travels_as_its_bytes(tmp_path):
+    folder = make_folder(tmp_path / "m")
+    single = values(2, 3)
+    halves = (single.view(np.uint32) >> 16).astype("<u2")
+    header = {"w": entry([2, 3], 0, 12, "BF16")}
+    (folder / "model.safetensors").write_bytes(raw_safetensors(header, halves.tobytes()))
+    read = SafetensorsCheckpoint(folder).read("w")
+    assert read.format.name == "bf16"
+    assert np.array_equal(unpack(read), (single.view(np.uint32) & 0xFFFF0000).view(np.float32))
+
+
+def test_scalars_and_empty_tensors(tmp_path):
+    folder = make_folder(tmp_path / "m")
+    header = {"scalar": entry([], 0, 4), "empty": entry([0, 8], 4, 4)}
+    (folder / "model.safetensors").write_bytes(raw_safetensors(header, struct.pack("<f", 2.5)))
+    model = SafetensorsCheckpoint(folder)
+    assert unpack(model.read("scalar")) == np.float32(2.5)
+    assert unpack(model.read("empty")).shape == (0, 8)
+    assert list(model.blocks("empty")) == []
+
+
+def make_sharded(path):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    weight_map = {}
+    for number, name in enumerate(TENSORS, 1):
+        shard = f"model-{number:05d}-of-00003.safetensors"
+        save_file({name: TENSORS[name]}, path / shard)
+        weight_map[name] = shard
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def test_sharded_model(tmp_path):
+    model = SafetensorsCheckpoint(make_sharded(tmp_path / "m"))
+    assert set(model.tensors) == set(TENSORS)
+    for name, array in TENSORS.items():
+        assert np.array_equal(unpack(model.read(name)), array.astype(np.float32))
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    folder = make_sharded(tmp_path / "m")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003.safetensors is missing"):
+        SafetensorsCheckpoint(folder)
+
+
+def test_a_shard_without_its_tensor_is_refused(tmp_path):
+    folder = make_sharded(tmp_path / "m")
+    save_file({"other": values(2)}, folder / "model-00002-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no tensor 'model.layers.0.mlp.up_proj.weight'"):
+        SafetensorsCheckpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/x.safetensors", "a.bin", 3, "a\\b"]
+)
+def test_an_index_cannot_point_outside_its_folder(tmp_path, shard):
+    folder = make_sharded(tmp_path / "m")
+    index = {"weight_map": {"w": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="tensor 'w' lies in no file of this folder"):
+        SafetensorsCheckpoint(folder)
+
+
+def test_generation_config_and_token_ids(tmp_path):
+    config = CONFIG | {"bos_token_id": 1, "eos_token_id": 2}
+    folder = make_folder(tmp_path / "m", config=config)
+    assert SafetensorsCheckpoint(folder).generation_config == {"bos_token_id": 1, "eos_token_id": 2}
+    generation = {"temperature": 0.5, "eos_token_id": [2, 3]}
+    folder = make_folder(tmp_path / "n", config=config, generation=generation)
+    assert SafetensorsCheckpoint(folder).generation_config == {
+        "temperature": 0.5,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "head", "tied"),
+    [(None, True, False), (None, False, True), (True, True, True), (False, False, False)],
+)
+def test_tied_embeddings_are_told_by_the_weights_unless_said(tmp_path, said, head, tied):
+    tensors = TENSORS | ({"lm_head.weight": values(6, 8)} if head else {})
+    config = CONFIG if said is None else CONFIG | {"tie_word_embeddings": said}
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
+    assert model.config["tie_word_embeddings"] is tied
+
+
+@pytest.mark.parametrize(
+    ("tower", "head"),
+    [
+        ("model.language_model.", "lm_head.weight"),
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("model.", "lm_head.weight"),
+    ],
+)
+def test_a_multimodal_model_appears_as_its_text_model(tmp_path, tower, head):
+    tensors = {name.replace("model.", tower, 1): array for name, array in TENSORS.items()}
+    tensors[head] = values(6, 8, seed=3)
+    tensors["vision_tower.embeddings.position_ids"] = np.arange(4)
+    tensors["multi_modal_projector.weight"] = values(2, 2)
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "hidden_size": 1,
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 8},
+        "vision_config": {"hidden_size": 3},
+    }
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
+    assert set(model.tensors) == {*TENSORS, "lm_head.weight"}
+    assert model.read("model.norm.weight").name == "model.norm.weight"
+    assert model.config["hidden_size"] == 8
+    assert model.config["model_type"] == "gemma3_text"
+    assert model.architecture == "Gemma3ForConditionalGeneration"
+
+
+def test_rotary_parameters_of_transformers_5_in_the_older_form(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    config = CONFIG | {"rope_parameters": {"rope_theta": 5e5, **scaling}}
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", config=config))
+    assert model.config["rope_theta"] == 5e5
+    assert model.config["rope_scaling"] == scaling
+
+    config = CONFIG | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "n", config=config))
+    assert model.config["rope_theta"] == 1e4
+    assert "rope_scaling" not in model.config
+
+    by_layer = {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    model = SafetensorsCheckpoint(
+        make_folder(tmp_path / "o", config=CONFIG | {"rope_parameters": by_layer})
+    )
+    assert (model.config["rope_theta"], model.config["rope_local_base_freq"]) == (1e6, 1e4)
+    assert model.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
+def test_other_number_types_are_refused_by_name(tmp_path):
+    folder = make_folder(tmp_path / "m", {"w": np.arange(4, dtype=np.int64)})
+    with pytest.raises(UnsupportedModelError, match="tensor 'w' is I64, which localrt cannot read"):
+        SafetensorsCheckpoint(folder)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
+def test_quantized_folders_are_refused_with_the_reason(tmp_path, method):
+    config = CONFIG | {"quantization_config": {"quant_method": method} if method else []}
+    folder = make_folder(tmp_path / "m", config=config)
+    with pytest.raises(UnsupportedModelError, match=f"quantized with {method or 'an unknown'}"):
+        SafetensorsCheckpoint(folder)
+
+
+GOOD = {"w": entry([2], 0, 8)}
+BAD_HEADERS = {
+    "empty": (b"", "it is empty"),
+    "short": (b"\x01\x02", "is not a safetensors file"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    "long header": (struct.pack("<Q", 1 << 60) + b"{}", "is not a safetensors file"),
+    "not json": (raw_safetensors(b"{not json"), "is malformed"),
+    "not utf8": (raw_safetensors(b'{"\xff": 1}'), "is malformed"),
+    "deep": (raw_safetensors(b"[" * 100_000), "is malformed"),
+    "a list": (raw_safetensors([]), "is not an object"),
+    "duplicate": (raw_safetensors(b'{"w": 1, "w": 2}'), "appears twice"),
+    "entry": (raw_safetensors({"w": 3}), "entry for 'w' is malformed"),
+    "no dtype": (raw_safetensors({"w": {}}), "entry for 'w' is malformed"),
+    "shape": (raw_safetensors({"w": entry(["2"], 0, 8)}, bytes(8)), "entry for 'w' is malformed"),
+    "negative": (raw_safetensors({"w": entry([-2], 0, 8)}, bytes(8)), "entry for 'w' is malformed"),
+    "many dims": (raw_safetensors({"w": entry([1] * 9, 0, 4)}, bytes(4)), "is malformed"),
+    "huge": (raw_safetensors({"w": entry([1 << 61], 0, 8)}, bytes(8)), "but has 8 bytes"),
+    "bytes": (raw_safetensors({"w": entry([3], 0, 8)}, bytes(8)), "but has 8 bytes"),
+    "reversed": (raw_safetensors({"w": entry([0], 8, 0)}, bytes(8)), "but has -8 bytes"),
+    "hole": (raw_safetensors({"w": entry([2], 4, 12)}, bytes(12)), "should begin at 0"),
+    "overlap": (
+        raw_safetensors({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12)),
+        "tensor 'b' has bytes 4 to 12",
+    ),
+    "truncated": (raw_safetensors(GOOD, bytes(7)), "is truncated: it has 7 bytes of data"),
+    "trailing": (raw_safetensors(GOOD, bytes(9)), "1 bytes after the data"),
+    "no tensors": (raw_safetensors({}), "holds no weights"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_bad_headers_are_refused_in_one_line(tmp_path, case):
+    data, message = BAD_HEADERS[case]
+    folder = make_folder(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        SafetensorsCheckpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "", "config.json is malformed"),
+        ("config.json", "[]", "its JSON is not an object"),
+        ("config.json", "{}", "names no architecture"),
+        ("config.json", '{"architectures": [7]}', "names no architecture"),
+        ("config.json", '{"model_type": "x", "text_config": 3}', "text_config is not an object"),
+        ("config.json", '{"model_type": "x", "rope_parameters": 3}', "rope_parameters is not"),
+        ("generation_config.json", "{", "generation_config.json is malformed"),
+        ("model.safetensors.index.json", "{}", "has no weight_map"),
+    ],
+)
+def test_bad_json_files_are_refused(tmp_path, name, text, message):
+    folder = make_sharded(tmp_path / "m")
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        SafetensorsCheckpoint(folder)
+
+
+def test_unknown_tensors_and_closed_files_are_errors(tmp_path):
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m"))
+    with pytest.raises(CheckpointError, match="has no tensor 'nope'"):
+        model.read("nope")
+    model.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        model.read("model.norm.weight")

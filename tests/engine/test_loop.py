@@ -1,0 +1,156 @@
+"""The generation loop on a scripted session: prefixes, stops, limits, cancellation, metrics."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from localrt.engine.loop import Request, common_prefix, generate
+from localrt.engine.sampling import Sampling
+from localrt.engine.types import Chunk, Progress
+from localrt.errors import ContextOverflowError, OptionError
+from tests.engine.fake_session import ByteTokenizer, ScriptedSession
+
+GREEDY = Sampling(temperature=0)
+PROMPT = [1, 2, 3]
+TEXT = "hello world"
+
+
+def spell(text: str = TEXT) -> ScriptedSession:
+    """A session that answers PROMPT with ``text`` and then end-of-sequence (299)."""
+    return ScriptedSession(lambda n: ord(text[n - 3]) if n - 3 < len(text) else 299)
+
+
+def run(session: Any, **settings: Any) -> list[Chunk]:
+    request = Request(
+        **{"prompt": PROMPT, "sampling": GREEDY, "eos_ids": frozenset({299}), **settings}
+    )
+    return list(generate(session, ByteTokenizer(), request))  # type: ignore[arg-type]
+
+
+def text_of(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def test_ends_at_the_end_of_sequence_which_is_not_part_of_the_answer() -> None:
+    chunks = run(spell())
+    assert text_of(chunks) == TEXT
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * len(TEXT)
+    assert chunks[-1].finish_reason == "stop"
+    assert [t for c in chunks for t in c.token_ids] == [ord(c) for c in TEXT]
+
+
+def test_max_tokens_and_context_end_by_length() -> None:
+    session = spell()
+    chunks = run(session, max_tokens=4)
+    assert (text_of(chunks), chunks[-1].finish_reason) == ("hell", "length")
+    # The last token is not computed: nobody asked for what follows it.
+    assert len(session.tokens) == len(PROMPT) + 3
+    full = run(ScriptedSession(lambda n: 65, capacity=8))
+    assert (text_of(full), full[-1].finish_reason) == ("AAAAA", "length")
+
+
+def test_ignore_eos_goes_on() -> None:
+    chunks = run(spell("ab"), eos_ids=frozenset(), max_tokens=5)
+    assert chunks[-1].metrics.completion_tokens == 5
+
+
+def test_a_stop_string_across_tokens_is_not_shown() -> None:
+    chunks = run(spell(), stop=("o w",))
+    assert (text_of(chunks), chunks[-1].finish_reason) == ("hell", "stop")
+
+
+def test_a_kept_prefix_is_not_computed_again() -> None:
+    session = spell()
+    run(session)
+    session.computed.clear()
+    longer = [*PROMPT, *map(ord, TEXT), 299, 7]
+    chunks = run(session, prompt=longer, max_tokens=1)
+    assert session.computed == [[299, 7]]
+    assert chunks[-1].metrics.cached_tokens == len(longer) - 2
+    assert chunks[-1].metrics.prompt_tokens == len(longer)
+
+
+def test_the_same_prompt_again_computes_its_last_token_only() -> None:
+    session = spell()
+    run(session, max_tokens=2)
+    session.computed.clear()
+    assert text_of(run(session, max_tokens=2)) == "he"
+    assert session.computed[0] == [PROMPT[-1]]
+
+
+def test_cancelling_ends_with_the_text_so_far() -> None:
+    cancel = threading.Event()
+    request = Request(prompt=PROMPT, sampling=GREEDY, cancel=cancel)
+    stream = generate(spell(), ByteTokenizer(), request)  # type: ignore[arg-type]
+    shown = next(stream).text + next(stream).text
+    cancel.set()
+    last = list(stream)
+    assert shown == "he"
+    assert [c.finish_reason for c in last] == ["cancelled"]
+
+
+def test_cancelled_before_the_first_token() -> None:
+    cancel = threading.Event()
+    cancel.set()
+    chunks = run(spell(), cancel=cancel)
+    assert [c.finish_reason for c in chunks] == ["cancelled"]
+    assert chunks[0].metrics.completion_tokens == 0
+
+
+def test_metrics_of_the_last_chunk_cover_the_run() -> None:
+    metrics = run(spell(), exactness="bit-exact")[-1].metrics
+    assert metrics.prompt_tokens == 3
+    assert metrics.completion_tokens == len(TEXT)
+    assert metrics.exactness == "bit-exact"
+    for value in (metrics.ttft_s, metrics.tpot_s, metrics.prefill_tok_s, metrics.decode_tok_s):
+        assert value is not None
+        assert value > 0
+    assert metrics.peak_ram_bytes
+    assert set(metrics.to_dict()) >= {"ttft_s", "accepted_per_pass", "simulated"}
+
+
+def test_earlier_chunks_keep_their_own_metrics() -> None:
+    counts = [c.metrics.completion_tokens for c in run(spell("abc"))]
+    assert counts == [1, 2, 3, 3]
+
+
+def test_log_probabilities_on_request() -> None:
+    chunks = run(spell("ab"), logprobs=2)
+    first = chunks[0].logprobs[0]
+    assert (first.token_id, first.text) == (ord("a"), "a")
+    assert first.logprob < 0
+    assert first.top[0][0] == ord("a")
+    assert len(first.top) == 2
+    assert run(spell("ab"))[0].logprobs == ()
+
+
+def test_progress_counts_computed_prompt_tokens() -> None:
+    steps: list[Progress] = []
+    run(spell(), on_progress=steps.append)
+    assert [(p.stage, p.done, p.total, p.unit) for p in steps] == [("prefill", 3, 3, "tokens")]
+
+
+def test_same_seed_same_text() -> None:
+    def flat(seed: int) -> list[int]:
+        session = ScriptedSession(lambda n: n % 7)
+        sampling = Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+        return [t for c in run(session, sampling=sampling, max_tokens=30) for t in c.token_ids]
+
+    assert flat(1) == flat(1)
+    assert flat(1) != flat(2)
+
+
+def test_a_prompt_that_fills_the_context_says_so_with_numbers() -> None:
+    with pytest.raises(ContextOverflowError, match=r"3 tokens.*holds 3"):
+        run(ScriptedSession(lambda n: 0, capacity=3))
+    with pytest.raises(OptionError, match="empty"):
+        run(spell(), prompt=[])
+
+
+def test_common_prefix() -> None:
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([1, 2, 3], [1, 2]) == 2
+    assert common_prefix([1, 2, 3], [1, 9, 3]) == 1

@@ -1,0 +1,172 @@
+"""Sampling: what each setting keeps, and that drawing follows the distribution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from localrt.engine.sampling import (
+    Sampling,
+    adjust_logits,
+    distribution,
+    draw,
+    log_probabilities,
+    sampling_defaults,
+)
+from localrt.errors import OptionError
+
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def logits_of(*probs: float) -> np.ndarray:
+    return np.log(np.array(probs, np.float32))
+
+
+def kept(logits: np.ndarray, **settings: Any) -> list[int]:
+    return sorted(distribution(logits, Sampling(**{**NEUTRAL, **settings})).tokens.tolist())
+
+
+def test_neutral_settings_are_the_softmax() -> None:
+    logits = logits_of(0.1, 0.2, 0.4, 0.3)
+    result = distribution(logits, Sampling(**NEUTRAL))
+    assert result.tokens.tolist() == [2, 3, 1, 0]
+    np.testing.assert_allclose(result.probs, [0.4, 0.3, 0.2, 0.1], rtol=1e-6)
+
+
+def test_temperature_zero_is_greedy_and_the_first_of_equals_wins() -> None:
+    result = distribution(np.array([1, 5, 5, 0], np.float32), Sampling(temperature=0))
+    assert result.tokens.tolist() == [1]
+
+
+def test_temperature_divides_logits() -> None:
+    logits = np.array([0.0, 1.0], np.float32)
+    result = distribution(logits, Sampling(**{**NEUTRAL, "temperature": 0.5}))
+    np.testing.assert_allclose(result.probs[0], 1 / (1 + np.exp(-2.0)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"top_k": 2}, [2, 3]),
+        ({"top_k": 100}, [0, 1, 2, 3]),
+        ({"top_p": 0.5}, [2, 3]),  # 0.4 falls short, the token that crosses stays
+        ({"top_p": 0.05}, [2]),
+        ({"top_p": 0.0}, [2]),
+        ({"min_p": 0.6}, [2, 3]),
+        ({"min_p": 1.0}, [2]),
+        ({"top_k": 3, "top_p": 0.75}, [2, 3]),  # renormalized: 0.44 + 0.33
+    ],
+)
+def test_filters_keep_the_most_likely(settings: dict[str, Any], tokens: list[int]) -> None:
+    assert kept(logits_of(0.1, 0.2, 0.4, 0.3), **settings) == tokens
+
+
+def test_top_p_on_a_flat_distribution_keeps_the_best_first() -> None:
+    logits = np.linspace(0, 1e-3, 1000).astype(np.float32)
+    tokens = kept(logits, top_p=0.1)
+    assert 99 <= len(tokens) <= 101
+    assert min(tokens) >= 899
+
+
+def test_typical_drops_the_too_likely_before_the_expected() -> None:
+    # Locally typical sampling may leave out the most likely token of a near-flat distribution.
+    probs = [0.4] + [0.06] * 10
+    assert 0 not in kept(logits_of(*probs), typical_p=0.3)
+
+
+def test_ties_at_the_top_k_border_go_to_the_lower_id() -> None:
+    assert kept(np.array([1, 3, 3, 3], np.float32), top_k=2) == [1, 2]
+
+
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=60),
+    st.floats(0.05, 5),
+    st.integers(0, 70),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_every_setting_gives_a_distribution(
+    values: list[float], temperature: float, k: int, top_p: float, min_p: float, typical: float
+) -> None:
+    sampling = Sampling(
+        temperature=temperature, top_k=k, top_p=top_p, min_p=min_p, typical_p=typical
+    )
+    result = distribution(np.array(values, np.float32), sampling)
+    assert 1 <= len(result.tokens) <= len(values)
+    assert len(set(result.tokens.tolist())) == len(result.tokens)
+    assert abs(result.probs.sum() - 1) < 1e-9
+    assert (np.diff(result.probs) <= 1e-12).all()
+    assert draw(result, 0.0) in result.tokens
+    assert draw(result, np.nextafter(1.0, 0.0)) in result.tokens
+
+
+def test_draws_follow_the_distribution() -> None:
+    result = distribution(logits_of(0.05, 0.15, 0.5, 0.3), Sampling(**NEUTRAL))
+    rng = np.random.default_rng(0)
+    count = 20_000
+    drawn = np.bincount([draw(result, rng.random()) for _ in range(count)], minlength=4)
+    expected = np.array([0.05, 0.15, 0.5, 0.3]) * count
+    assert stats.chisquare(drawn, expected).pvalue > 1e-3
+
+
+def test_penalties_and_bias() -> None:
+    logits = np.array([2.0, -2.0, 1.0, 0.0], np.float32)
+    sampling = Sampling(repetition_penalty=2.0)
+    np.testing.assert_allclose(adjust_logits(logits, [0], [1], sampling), [1, -4, 1, 0])
+    sampling = Sampling(frequency_penalty=0.5, presence_penalty=0.25)
+    np.testing.assert_allclose(
+        adjust_logits(logits, [3, 3], [2, 2, 0], sampling), [1.25, -2, -0.25, 0]
+    )
+    sampling = Sampling(logit_bias={3: 10.0, 0: float("-inf")})
+    assert adjust_logits(logits, [], [], sampling).tolist() == [float("-inf"), -2, 1, 10]
+    assert logits.tolist() == [2, -2, 1, 0]
+    with pytest.raises(OptionError, match="token 9"):
+        adjust_logits(logits, [], [], Sampling(logit_bias={9: 1.0}))
+
+
+def test_no_penalty_copies_nothing() -> None:
+    logits = np.zeros(4, np.float32)
+    assert adjust_logits(logits, [1], [2], Sampling()) is logits
+
+
+def test_log_probabilities_ignore_settings() -> None:
+    value, top = log_probabilities(logits_of(0.1, 0.2, 0.7), 1, 2)
+    assert value == pytest.approx(np.log(0.2), abs=1e-6)
+    assert [token for token, _ in top] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"temperature": True},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0},
+        {"seed": -1},
+        {"logit_bias": [1]},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {1: float("nan")}},
+    ],
+)
+def test_impossible_values_name_the_option(bad: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_defaults_come_from_the_generation_config() -> None:
+    assert sampling_defaults({}) == {}
+    assert sampling_defaults({"eos_token_id": 2}) == {}
+    assert sampling_defaults({"do_sample": False, "top_p": 0.9}) == {"temperature": 0.0}
+    named = sampling_defaults({"do_sample": True, "temperature": 0.6, "top_p": 0.9})
+    assert named == {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}

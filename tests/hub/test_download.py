@@ -1,0 +1,469 @@
+"""Downloads from a hub that speaks HTTP on this machine: whole, interrupted, damaged, refused."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket
+import threading
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localrt.engine.types import Progress
+from localrt.errors import (
+    CancelledError,
+    GatedModelError,
+    HubError,
+    LocalrtError,
+    ModelNotFoundError,
+    OfflineError,
+    StorageError,
+)
+from localrt.hub import resolve
+from localrt.settings import Settings
+from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
+from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub
+
+SHARD = "model-00001-of-00002.safetensors"
+NEEDED = {
+    "config.json",
+    "generation_config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.hub.transfer._FIRST_WAIT_S", 0.001)
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def one_line_error(error: LocalrtError) -> str:
+    text = str(error)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    return text
+
+
+def test_brings_what_a_model_needs_and_nothing_else(settings: Settings) -> None:
+    found = resolve("org/tiny", settings=settings)
+
+    assert found.name == "org/tiny"
+    assert found.source == "hub"
+    assert found.revision == COMMIT
+    assert files_below(found.path) == NEEDED
+    assert all((found.path / name).read_bytes() == TINY[name] for name in NEEDED)
+
+
+def test_other_tools_find_it_in_the_cache(settings: Settings) -> None:
+    from huggingface_hub import scan_cache_dir, snapshot_download, try_to_load_from_cache
+
+    found = resolve("org/tiny", settings=settings)
+
+    there = snapshot_download("org/tiny", cache_dir=settings.hub_cache, local_files_only=True)
+    assert Path(there) == found.path
+    file = try_to_load_from_cache("org/tiny", "config.json", cache_dir=settings.hub_cache)
+    assert file == str(found.path / "config.json")
+    scanned = scan_cache_dir(settings.hub_cache)
+    assert not scanned.warnings
+    assert scanned.size_on_disk == sum(len(TINY[name]) for name in NEEDED)
+
+
+def test_what_another_tool_downloaded_is_used(hub: FakeHub, settings: Settings) -> None:
+    from huggingface_hub import snapshot_download
+
+    there = snapshot_download(
+        "org/quants",
+        revision=COMMIT,
+        cache_dir=settings.hub_cache,
+        endpoint=hub.endpoint,
+        token=False,
+    )
+    hub.requests.clear()
+    found = resolve(f"org/quants@{COMMIT}:Q8_0", settings=settings)
+    assert found.path == Path(there) / "tiny-Q8_0.gguf"
+    assert hub.requests == []
+
+
+def test_a_model_that_is_here_needs_no_hub(hub: FakeHub, settings: Settings) -> None:
+    found = resolve("org/tiny", settings=settings)
+    hub.requests.clear()
+    assert resolve("org/tiny", settings=settings) == found
+    assert hub.requests == []
+
+
+def test_a_newer_commit_is_fetched_only_on_request(hub: FakeHub, settings: Settings) -> None:
+    hub.add("org/tiny", TINY, revision=COMMIT)
+    old = resolve("org/tiny", settings=settings)
+    newer = "d" * 40
+    hub.add("org/tiny", {**TINY, SHARD: NEWER}, revision=newer)
+    hub.commit_of = lambda revision: newer if revision == "main" else revision  # type: ignore[method-assign]
+
+    assert resolve("org/tiny", settings=settings) == old
+    hub.requests.clear()
+    new = resolve("org/tiny", settings=settings, refresh=True)
+
+    assert new.revision == newer
+    assert (new.path / SHARD).read_bytes() == NEWER
+    assert len(hub.requests) == 2  # the list, and the one file that changed
+    assert resolve("org/tiny", settings=settings) == new
+
+
+def test_continues_after_the_connection_broke(hub: FakeHub, settings: Settings) -> None:
+    hub.cut_after[SHARD] = [400_000, 300_000]
+
+    found = resolve("org/tiny", settings=settings)
+
+    assert (found.path / SHARD).read_bytes() == WEIGHTS
+    ranges = [request.range for request in hub.file_requests(SHARD)]
+    assert ranges[0] is None
+    assert len(ranges) == 3
+    assert all(asked is not None and asked.startswith("bytes=") for asked in ranges[1:])
+
+
+def test_a_later_run_continues(hub: FakeHub, settings: Settings) -> None:
+    hub.cut_after[SHARD] = [400_000] + [0] * 5
+    with pytest.raises(OfflineError) as caught:
+        resolve("org/tiny", settings=settings)
+    assert "kept" in one_line_error(caught.value)
+    assert not list(settings.hub_cache.glob("*/snapshots/*/model-*"))
+    hub.requests.clear()
+
+    found = resolve("org/tiny", settings=settings)
+
+    assert (found.path / SHARD).read_bytes() == WEIGHTS
+    (request,) = hub.file_requests(SHARD)
+    assert request.range is not None
+    assert 0 < int(request.range.removeprefix("bytes=").removesuffix("-")) <= 400_000
+
+
+def test_starts_over_when_the_server_ignores_ranges(hub: FakeHub, settings: Settings) -> None:
+    hub.cut_after[SHARD] = [400_000]
+    hub.ignore_range = True
+    steps: list[Progress] = []
+
+    found = resolve("org/tiny", settings=settings, progress=steps.append)
+
+    assert (found.path / SHARD).read_bytes() == WEIGHTS
+    done = [step.done for step in steps if step.stage == "download"]
+    assert done == sorted(done)
+
+
+def test_a_partial_file_longer_than_the_file_is_dropped(hub: FakeHub, settings: Settings) -> None:
+    hub.cut_after[SHARD] = [400_000] + [0] * 5
+    with pytest.raises(OfflineError):
+        resolve("org/tiny", settings=settings)
+    for partial in settings.hub_cache.glob("*/blobs/*.incomplete"):
+        partial.write_bytes(WEIGHTS + b"more")
+    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == WEIGHTS
+
+
+def test_a_busy_hub_is_asked_again(hub: FakeHub, settings: Settings) -> None:
+    hub.broken[SHARD] = 2
+    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == WEIGHTS
+
+
+def test_a_hub_that_stays_broken(hub: FakeHub, settings: Settings) -> None:
+    hub.broken[SHARD] = 100
+    with pytest.raises(HubError, match="HTTP 503") as caught:
+        resolve("org/tiny", settings=settings)
+    one_line_error(caught.value)
+
+
+@pytest.mark.parametrize("name", [SHARD, "config.json"])
+def test_a_damaged_file_is_refused_removed_and_fetched_again(
+    name: str, hub: FakeHub, settings: Settings
+) -> None:
+    hub.damaged.add(name)
+    with pytest.raises(HubError, match="checksum") as caught:
+        resolve("org/tiny", settings=settings)
+    assert name in one_line_error(caught.value)
+    with pytest.raises(ModelNotFoundError):
+        resolve("org/tiny", settings=settings, download=False)
+
+    hub.damaged.clear()
+    assert (resolve("org/tiny", settings=settings).path / name).read_bytes() == TINY[name]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_gated_model_says_how_to_get_in(status: int, hub: FakeHub, settings: Settings) -> None:
+    hub.refuse["org/tiny"] = status
+    with pytest.raises(GatedModelError) as caught:
+        resolve("org/tiny", settings=settings)
+    text = one_line_error(caught.value)
+    assert f"{hub.endpoint}/org/tiny" in text
+    assert "HF_TOKEN" in text
+    assert "hf auth login" in text
+
+
+def test_the_token_is_sent_and_never_shown(hub: FakeHub, settings: Settings) -> None:
+    settings = replace(settings, hub_token="hf_secret")
+    resolve("org/tiny", settings=settings)
+    assert {request.authorization for request in hub.requests} == {"Bearer hf_secret"}
+    assert "hf_secret" not in repr(settings)
+
+
+def test_no_token_is_sent_without_one(hub: FakeHub, settings: Settings) -> None:
+    resolve("org/tiny", settings=settings)
+    assert {request.authorization for request in hub.requests} == {None}
+
+
+def test_a_repository_that_does_not_exist(settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="org/nothing") as caught:
+        resolve("org/nothing", settings=settings)
+    one_line_error(caught.value)
+
+
+def test_a_revision_pins_the_files(settings: Settings) -> None:
+    found = resolve("org/tiny", settings=settings, revision="v1")
+    assert found.revision == OLD_COMMIT
+    assert (found.path / "config.json").read_bytes() == b'{"old": true}'
+    assert resolve("org/tiny@v1", settings=settings, download=False).path == found.path
+    by_commit = resolve(f"org/tiny@{OLD_COMMIT[:8]}", settings=settings, download=False)
+    assert by_commit.path == found.path
+    with pytest.raises(ModelNotFoundError):
+        resolve("org/tiny", settings=settings, download=False)
+
+
+def test_a_revision_that_does_not_exist(settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="v9") as caught:
+        resolve("org/tiny", settings=settings, revision="v9")
+    one_line_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wanted", ["Q8_0", "q8_0", "tiny-Q8_0", "tiny-Q8_0.gguf", "TINY-q8_0.GGUF"]
+)
+def test_a_quantization_is_picked(wanted: str, hub: FakeHub, settings: Settings) -> None:
+    found = resolve(f"org/quants:{wanted}", settings=settings)
+    assert found.name == "org/quants:Q8_0"
+    assert found.path.name == "tiny-Q8_0.gguf"
+    assert found.path.read_bytes() == QUANTS["tiny-Q8_0.gguf"]
+    assert sum("resolve" in request.path for request in hub.requests) == 1
+
+
+def test_a_split_file_comes_whole(settings: Settings) -> None:
+    found = resolve("org/quants:F16", settings=settings)
+    assert found.path.name == "tiny-f16-00001-of-00002.gguf"
+    assert files_below(found.path.parent) == {
+        "tiny-f16-00001-of-00002.gguf",
+        "tiny-f16-00002-of-00002.gguf",
+    }
+
+
+def test_without_a_choice_a_gguf_repository_gives_q4_k_m(settings: Settings) -> None:
+    assert resolve("org/quants", settings=settings).name == "org/quants:Q4_K_M"
+
+
+def test_a_quantization_that_is_not_there(settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="Q4_K_M, Q8_0, F16") as caught:
+        resolve("org/quants:Q2_K", settings=settings)
+    assert "mmproj" not in one_line_error(caught.value)
+
+
+def test_several_files_and_no_favourite(hub: FakeHub, settings: Settings) -> None:
+    hub.add("org/few", {"a.Q5_0.gguf": b"a", "a.Q6_K.gguf": b"b"})
+    with pytest.raises(ModelNotFoundError, match=r"org/few:LABEL \(there: Q5_0, Q6_K\)"):
+        resolve("org/few", settings=settings)
+
+
+def test_a_file_in_a_subfolder_is_named_by_its_path(hub: FakeHub, settings: Settings) -> None:
+    hub.add("org/deep", {"a/x-Q8_0.gguf": b"a" * 1000, "b/x-Q8_0.gguf": b"b" * 1000})
+    with pytest.raises(ModelNotFoundError, match="several Q8_0"):
+        resolve("org/deep:Q8_0", settings=settings)
+    resolve("org/deep:a/x-Q8_0.gguf", settings=settings)
+    found = resolve("org/deep:b/x-Q8_0.gguf", settings=settings)
+    assert found.path.read_bytes() == b"b" * 1000
+    assert found.name == "org/deep:b/x-Q8_0.gguf"
+    assert resolve(found.name, settings=settings, download=False) == found
+
+
+def test_pickles_only(settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="safetensors"):
+        resolve("org/pickles", settings=settings)
+
+
+def test_no_network(tmp_path: Path, settings: Settings) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    settings = replace(settings, hub_endpoint=f"http://127.0.0.1:{port}")
+    with pytest.raises(OfflineError, match="cannot reach") as caught:
+        resolve("org/tiny", settings=settings)
+    one_line_error(caught.value)
+
+
+def test_offline_asks_nobody(hub: FakeHub, settings: Settings) -> None:
+    found = resolve("org/tiny", settings=settings)
+    hub.requests.clear()
+    assert resolve("org/tiny", settings=settings, offline=True, refresh=True) == found
+    with pytest.raises(OfflineError, match="localrt pull org/quants") as caught:
+        resolve("org/quants", settings=replace(settings, offline=True))
+    one_line_error(caught.value)
+    assert hub.requests == []
+
+
+def test_download_can_be_forbidden(hub: FakeHub, settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="localrt pull org/tiny"):
+        resolve("org/tiny", settings=settings, download=False)
+    assert hub.requests == []
+
+
+def test_a_login_page_instead_of_a_hub(hub: FakeHub, settings: Settings) -> None:
+    hub.html = True
+    with pytest.raises(HubError, match="does not answer like a model hub") as caught:
+        resolve("org/tiny", settings=settings)
+    one_line_error(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../../evil.json", "/etc/evil.json", "a\\..\\evil.json"])
+def test_a_name_that_leaves_the_folder(name: str, hub: FakeHub, settings: Settings) -> None:
+    hub.extra_names = [name]
+    with pytest.raises(HubError, match="nothing was downloaded"):
+        resolve("org/tiny", settings=settings)
+    assert not settings.hub_cache.exists()
+
+
+def test_too_little_space_is_said_before_the_download(
+    hub: FakeHub, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
+    with pytest.raises(StorageError, match="not enough space") as caught:
+        resolve("org/tiny", settings=settings)
+    assert "1.4 MB" in one_line_error(caught.value)
+    assert not hub.file_requests(SHARD)
+
+
+def test_a_disk_that_fills_up(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = Path.open
+
+    def open_until_full(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = real_open(path, mode, *args, **kwargs)
+        if path.suffix == ".incomplete" and mode == "wb":
+            return _FullDisk(file)
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_until_full)
+        with pytest.raises(StorageError, match="full") as caught:
+            resolve("org/tiny", settings=settings)
+        assert str(settings.hub_cache) in one_line_error(caught.value)
+    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == WEIGHTS
+
+
+class _FullDisk:
+    """A file on a disk with room for 300 kB."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._room = 300_000
+
+    def write(self, data: bytes) -> int:
+        if len(data) > self._room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._room -= len(data)
+        return int(self._file.write(data))
+
+    def __enter__(self) -> _FullDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    settings = replace(settings, hub_cache=tmp_path / "file" / "hub")
+    with pytest.raises(StorageError, match="cannot write to") as caught:
+        resolve("org/tiny", settings=settings)
+    assert "HF_HOME" in one_line_error(caught.value)
+
+
+def test_progress_grows_to_the_total_over_all_files(settings: Settings) -> None:
+    steps: list[Progress] = []
+    resolve("org/tiny", settings=settings, progress=steps.append)
+
+    total = sum(len(TINY[name]) for name in NEEDED)
+    stages = list(dict.fromkeys(step.stage for step in steps))
+    assert stages == ["download", "verify"]
+    for stage in stages:
+        done = [step.done for step in steps if step.stage == stage]
+        assert done == sorted(set(done))
+        assert done[-1] == total
+    assert {step.total for step in steps} == {total}
+    assert {step.unit for step in steps} == {"bytes"}
+    assert {step.detail for step in steps} <= NEEDED
+
+
+def test_twin_files_are_stored_once_and_counted_to_the_end(
+    hub: FakeHub, settings: Settings
+) -> None:
+    hub.add("org/twins", {"config.json": b"{}", "a.safetensors": WEIGHTS, "b.safetensors": WEIGHTS})
+    steps: list[Progress] = []
+    found = resolve("org/twins", settings=settings, progress=steps.append)
+    assert (found.path / "b.safetensors").read_bytes() == WEIGHTS
+    assert steps[-1].done == steps[-1].total
+    assert len(hub.file_requests("a.safetensors") + hub.file_requests("b.safetensors")) == 1
+
+
+def test_cancel_stops_and_keeps_what_arrived(hub: FakeHub, settings: Settings) -> None:
+    cancel = threading.Event()
+
+    def stop_at_the_weights(step: Progress) -> None:
+        if step.done > 100_000:
+            cancel.set()
+
+    with pytest.raises(CancelledError) as caught:
+        resolve("org/tiny", settings=settings, progress=stop_at_the_weights, cancel=cancel)
+    one_line_error(caught.value)
+    with pytest.raises(ModelNotFoundError):
+        resolve("org/tiny", settings=settings, download=False)
+
+    found = resolve("org/tiny", settings=settings, cancel=threading.Event())
+    assert (found.path / SHARD).read_bytes() == WEIGHTS
+
+
+def test_a_callback_that_fails_is_not_taken_for_the_hub(settings: Settings) -> None:
+    def fail(_: Progress) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        resolve("org/tiny", settings=settings, progress=fail)
+
+
+def test_plain_http_is_all_it_takes(hub: FakeHub, settings: Settings) -> None:
+    resolve("org/quants:Q8_0", settings=settings)
+    assert [(request.method, request.path) for request in hub.requests] == [
+        ("GET", "/api/models/org/quants"),
+        ("GET", f"/org/quants/resolve/{COMMIT}/tiny-Q8_0.gguf"),
+    ]
+
+
+def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
+    from huggingface_hub import get_session
+
+    get_session()  # its first versions make, and leak, one client per racing thread
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(resolve("org/tiny", settings=settings).path))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert len(hub.file_requests(SHARD)) == 1
+    assert (found[0] / SHARD).read_bytes() == WEIGHTS

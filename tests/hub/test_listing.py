@@ -1,0 +1,158 @@
+"""What is on this machine, and removing it, without taking what others still use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from localrt.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.hub import list_models, remove_model, resolve
+from localrt.settings import Settings
+from tests.hub.conftest import QUANTS, TINY, WEIGHTS
+from tests.hub.server import OLD_COMMIT, FakeHub
+
+
+@pytest.fixture(autouse=True)
+def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
+
+
+def names(settings: Settings) -> list[str]:
+    return [model.name for model in list_models(settings)]
+
+
+def blob_bytes(settings: Settings) -> int:
+    return sum(path.stat().st_size for path in settings.hub_cache.glob("*/blobs/*"))
+
+
+def test_an_empty_machine(settings: Settings) -> None:
+    assert list_models(settings) == []
+
+
+def test_every_listed_name_resolves_without_the_network(hub: FakeHub, settings: Settings) -> None:
+    for name in ("org/tiny", "org/tiny@v1", "org/quants:Q8_0", "org/quants:F16"):
+        resolve(name, settings=settings)
+    hub.requests.clear()
+
+    models = list_models(settings)
+
+    assert [model.name for model in models] == [
+        "org/quants:F16",
+        "org/quants:Q8_0",
+        "org/tiny",
+        "org/tiny@v1",
+    ]
+    for model in models:
+        found = resolve(model.name, settings=settings, download=False)
+        assert found.path == model.path
+    assert hub.requests == []
+    split, quantized, tiny, _ = models
+    assert (quantized.kind, quantized.quantization) == ("gguf", "Q8_0")
+    assert quantized.bytes == len(QUANTS["tiny-Q8_0.gguf"])
+    parts = [name for name in QUANTS if "-of-" in name]
+    assert split.bytes == sum(len(QUANTS[name]) for name in parts)
+    assert (tiny.kind, tiny.quantization) == ("safetensors", None)
+    assert tiny.bytes > len(WEIGHTS)
+
+
+def test_unfinished_and_foreign_folders_are_not_models(settings: Settings) -> None:
+    resolve("org/tiny", settings=settings)
+    (settings.hub_cache / "datasets--org--data" / "snapshots").mkdir(parents=True)
+    (settings.hub_cache / "models--org--empty").mkdir()
+    (settings.hub_cache / "version.txt").write_text("1")
+    (shard, *_) = settings.hub_cache.glob("*/snapshots/*/model-00001*")
+    shard.unlink()
+    assert names(settings) == []
+
+
+def test_remove_a_repository(settings: Settings) -> None:
+    resolve("org/tiny", settings=settings)
+    resolve("org/quants", settings=settings)
+    before = blob_bytes(settings)
+
+    freed = remove_model("org/tiny", settings)
+
+    assert names(settings) == ["org/quants:Q4_K_M"]
+    assert freed == before - blob_bytes(settings) > len(WEIGHTS)
+    assert not list(settings.hub_cache.glob("**/*tiny"))
+
+
+def test_remove_one_quantization(settings: Settings) -> None:
+    resolve("org/quants:Q8_0", settings=settings)
+    resolve("org/quants:F16", settings=settings)
+    parts = [name for name in QUANTS if "-of-" in name]
+
+    assert remove_model("org/quants:f16", settings) == sum(len(QUANTS[name]) for name in parts)
+    assert names(settings) == ["org/quants:Q8_0"]
+    assert remove_model("org/quants:Q8_0", settings) == len(QUANTS["tiny-Q8_0.gguf"])
+    assert not list(settings.hub_cache.glob("models--*"))
+
+
+def test_remove_one_revision_keeps_what_the_other_shares(settings: Settings) -> None:
+    resolve("org/tiny", settings=settings)
+    resolve(f"org/tiny@{OLD_COMMIT}", settings=settings)
+    assert names(settings) == ["org/tiny", f"org/tiny@{OLD_COMMIT[:12]}"]
+
+    assert remove_model(f"org/tiny@{OLD_COMMIT[:12]}", settings) == len(b'{"old": true}')
+
+    found = resolve("org/tiny", settings=settings, download=False)
+    assert (found.path / "model-00001-of-00002.safetensors").read_bytes() == WEIGHTS
+    assert (found.path / "config.json").read_bytes() == TINY["config.json"]
+
+
+def test_bytes_shared_between_repositories_stay(settings: Settings) -> None:
+    """Newer huggingface_hub keeps equal files once; blobs are links then."""
+    first = resolve("org/tiny", settings=settings).path
+    blob = (first / "model-00001-of-00002.safetensors").resolve()
+    store = settings.hub_cache / "blobs" / "ab" / "abcdef"
+    store.parent.mkdir(parents=True)
+    blob.rename(store)
+    blob.symlink_to(os.path.relpath(store, blob.parent))
+    other = settings.hub_cache / "models--org--other" / "blobs" / blob.name
+    other.parent.mkdir(parents=True)
+    other.symlink_to(os.path.relpath(store, other.parent))
+
+    freed = remove_model("org/tiny", settings)
+    assert store.read_bytes() == WEIGHTS
+    assert freed < len(WEIGHTS)
+    assert remove_model("org/other", settings) == len(WEIGHTS)
+    assert not store.exists()
+
+
+def test_an_unfinished_download_can_be_removed(hub: FakeHub, settings: Settings) -> None:
+    blobs = settings.hub_cache / "models--org--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / ("e" * 64 + ".incomplete")).write_bytes(b"x" * 1000)
+    assert remove_model("org/tiny", settings) == 1000
+
+
+@pytest.mark.parametrize("name", ["org/absent", "org/tiny:Q2_K", "org/tiny@v7", "smollm2"])
+def test_remove_what_is_not_there(name: str, settings: Settings) -> None:
+    resolve("org/tiny", settings=settings)
+    with pytest.raises(ModelNotFoundError, match="localrt list"):
+        remove_model(name, settings)
+    assert names(settings) == ["org/tiny"]
+
+
+def test_a_file_of_the_user_is_not_removed(tmp_path: Path, settings: Settings) -> None:
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(OptionError):
+        remove_model(str(file), settings)
+    assert file.exists()
+
+
+def test_what_cannot_be_deleted_is_said(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve("org/quants", settings=settings)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(StorageError, match="Permission denied"):
+            remove_model("org/quants", settings)

@@ -1,0 +1,167 @@
+"""What MODEL may be: names of the hub, paths, the demo, and what is said about anything else."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
+from localrt.hub import HubRef, resolve
+from localrt.hub.files import gguf_variants, quantization_label, safetensors_model_files
+from localrt.hub.names import parse_hub_ref
+from localrt.settings import Settings
+from tests.hub.conftest import settings_at
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return settings_at(tmp_path / "settings", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", HubRef("org/name")),
+        ("org/name:Q4_K_M", HubRef("org/name", None, "Q4_K_M")),
+        ("org/name@v1", HubRef("org/name", "v1")),
+        ("org/name@refs/pr/1:q8_0", HubRef("org/name", "refs/pr/1", "q8_0")),
+        ("Org_1/na.me-2", HubRef("Org_1/na.me-2")),
+        ("https://huggingface.co/org/name", HubRef("org/name")),
+        ("hf.co/org/name:Q8_0", HubRef("org/name", None, "Q8_0")),
+        ("org/name:sub/file.gguf", HubRef("org/name", None, "sub/file.gguf")),
+    ],
+)
+def test_hub_names(text: str, expected: HubRef) -> None:
+    assert parse_hub_ref(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name",
+        "org/name@../../x",
+        "a/b/c",
+        "org/",
+        "/name",
+        "org/na me",
+        "org/name:",
+        "org/..",
+        "o--rg/name",
+        "../x/y",
+    ],
+)
+def test_not_hub_names(text: str) -> None:
+    assert parse_hub_ref(text) is None
+
+
+@given(st.builds(HubRef, st.just("org/name"), st.none() | st.just("v1"), st.none() | st.just("Q4")))
+def test_a_printed_name_is_read_back(ref: HubRef) -> None:
+    assert parse_hub_ref(str(ref)) == ref
+
+
+@given(st.text(max_size=40).filter(lambda text: parse_hub_ref(text) is None))
+def test_any_other_text_is_a_path_or_one_of_our_errors(text: str) -> None:
+    with contextlib.suppress(LocalrtError):
+        found = resolve(text, settings=settings_at(Path("/nowhere"), "http://127.0.0.1:9"))
+        assert found.source == "local"
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "./two\nlines.gguf"])
+def test_an_odd_name_gives_one_line_still(text: str, settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve(text, settings=settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_are_used_as_they_are(tmp_path: Path, settings: Settings) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for path in (folder, file):
+        found = resolve(str(path), settings=settings)
+        assert (found.path, found.source, found.revision) == (path, "local", None)
+
+
+def test_a_folder_wins_over_a_hub_name(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/name", settings=settings).source == "local"
+
+
+def test_a_missing_file_suggests_close_ones(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "qwen-q4_k_m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFoundError, match="no such file") as caught:
+        resolve(str(tmp_path / "qwen-q4_k_s.gguf"), settings=settings)
+    assert "qwen-q4_k_m.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["./missing", "~/missing-model", "~nobody-of-that-name/x", "missing.gguf", "a/b.gguf"]
+)
+def test_what_looks_like_a_path_is_one(text: str, settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="no such file"):
+        resolve(text, settings=settings)
+
+
+def test_a_misspelt_demo(settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
+        resolve("smolm2", settings=settings)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "a\0b"])
+def test_no_name_at_all(text: str, settings: Settings) -> None:
+    with pytest.raises(OptionError):
+        resolve(text, settings=settings)
+
+
+def test_a_name_too_long_for_the_disk(settings: Settings) -> None:
+    with pytest.raises(ModelNotFoundError):
+        resolve("x" * 5000, settings=settings)
+
+
+def test_a_revision_needs_a_hub_model(tmp_path: Path, settings: Settings) -> None:
+    with pytest.raises(OptionError, match="revision"):
+        resolve(str(tmp_path), settings=settings, revision="v1")
+    with pytest.raises(OptionError, match="two revisions"):
+        resolve("org/name@v1", settings=settings, revision="v2")
+    with pytest.raises(OptionError, match="cannot be"):
+        resolve("org/name", settings=settings, revision="../../x")
+
+
+@pytest.mark.parametrize(
+    ("stem", "label"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1", "Q4_1"),
+        ("qwen2.5-coder-0.5b-instruct-q4_k_m", "Q4_K_M"),
+        ("Llama-3.3-70B-Instruct-UD-IQ2_XXS", "UD-IQ2_XXS"),
+        ("gpt-oss-20b-MXFP4_MOE", "MXFP4_MOE"),
+        ("model-bf16", "BF16"),
+        ("Q8-tales-f16", "F16"),
+        ("my-model", None),
+        ("faq3_bot", None),
+    ],
+)
+def test_labels_in_file_names(stem: str, label: str | None) -> None:
+    assert quantization_label(stem) == label
+
+
+def test_split_files_are_one_variant_and_gaps_are_noticed() -> None:
+    names = [f"sub/big-Q6_K-0000{part}-of-00003.gguf" for part in (3, 1)]
+    (variant,) = gguf_variants(names)
+    assert (variant.label, variant.complete) == ("Q6_K", False)
+    (variant,) = gguf_variants([*names, "sub/big-Q6_K-00002-of-00003.gguf"])
+    assert variant.complete
+    assert variant.files[0].endswith("-00001-of-00003.gguf")
+
+
+def test_a_single_file_is_preferred_to_other_copies() -> None:
+    names = ["config.json", "model.safetensors", "model.fp16.safetensors", "a/model.safetensors"]
+    assert safetensors_model_files(names) == ["config.json", "model.safetensors"]
+    assert safetensors_model_files(["config.json", "pytorch_model.bin"]) == []

@@ -1,0 +1,78 @@
+"""The environment is read once, with the hub's own rules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localrt.settings import Settings
+
+
+def test_defaults_lie_in_the_home_folder() -> None:
+    settings = Settings.from_environment({})
+    home = Path.home()
+    assert settings.hub_endpoint == "https://huggingface.co"
+    assert settings.hub_cache == home / ".cache" / "huggingface" / "hub"
+    assert settings.cache_dir == home / ".cache" / "localrt"
+    assert settings.data_dir == home / ".local" / "share" / "localrt"
+    assert settings.config_dir == home / ".config" / "localrt"
+    assert not settings.offline
+
+
+def test_variables_move_the_folders(tmp_path: Path) -> None:
+    settings = Settings.from_environment(
+        {
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_ENDPOINT": "http://hub.example/",
+            "XDG_DATA_HOME": str(tmp_path / "data"),
+            "XDG_CONFIG_HOME": "~/conf",
+            "LOCALRT_CACHE": str(tmp_path / "own"),
+        }
+    )
+    assert settings.hub_cache == tmp_path / "hf" / "hub"
+    assert settings.hub_endpoint == "http://hub.example"
+    assert settings.cache_dir == tmp_path / "own"
+    assert settings.data_dir == tmp_path / "data" / "localrt"
+    assert settings.config_dir == Path.home() / "conf" / "localrt"
+
+
+def test_the_cache_follows_xdg_and_its_own_variable(tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert Settings.from_environment(env).hub_cache == tmp_path / "huggingface" / "hub"
+    assert Settings.from_environment(env).cache_dir == tmp_path / "localrt"
+    env["HF_HUB_CACHE"] = str(tmp_path / "shared")
+    assert Settings.from_environment(env).hub_cache == tmp_path / "shared"
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "LOCALRT_OFFLINE", "TRANSFORMERS_OFFLINE"])
+@pytest.mark.parametrize(
+    ("value", "offline"), [("1", True), ("true", True), ("0", False), ("", False)]
+)
+def test_offline(name: str, value: str, offline: bool) -> None:
+    assert Settings.from_environment({name: value}).offline is offline
+
+
+def test_where_the_token_comes_from(tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path)}
+    assert Settings.from_environment(env).read_hub_token() is None
+    (tmp_path / "token").write_text("hf_stored\n")
+    assert Settings.from_environment(env).read_hub_token() == "hf_stored"
+    env["HF_TOKEN"] = "hf_given"
+    settings = Settings.from_environment(env)
+    assert settings.read_hub_token() == "hf_given"
+    assert "hf_given" not in repr(settings)
+    env["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+    assert Settings.from_environment(env).read_hub_token() is None
+
+
+def test_the_commands_import_nothing_heavy() -> None:
+    heavy = {"numpy", "torch", "huggingface_hub", "transformers", "requests", "httpx", "tqdm"}
+    code = (
+        "import sys, localrt.cli.list, localrt.cli.pull, localrt.cli.rm, localrt.settings\n"
+        f"print(sorted({heavy!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

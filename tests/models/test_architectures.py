@@ -1,0 +1,188 @@
+"""Every architecture's float32 logits equal Hugging Face transformers' on tiny random models."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.errors import CancelledError, CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import ARCHITECTURES, read_config
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny, tokens
+
+TOLERANCE = 1e-4
+LENGTH = 40  # beyond the window of the windowed configs
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(our decoder, transformers' model)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = save_tiny(request.param, folder)
+    return load_ours(folder, context=LENGTH), theirs
+
+
+def oracle(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    return np.asarray(logits.float().numpy())
+
+
+def test_prefill_in_one_pass(pair: Any) -> None:
+    ours, theirs = pair
+    ids = tokens(LENGTH)
+    logits = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
+    assert logits.dtype == np.float32
+    assert relative_error(logits, oracle(theirs, ids)) < TOLERANCE
+
+
+def test_token_by_token(pair: Any) -> None:
+    ours, theirs = pair
+    ids = tokens(LENGTH, seed=1)
+    cache = ours.cache(LENGTH)
+    logits = np.concatenate([ours.forward(Batch.extend([(cache, [token])])) for token in ids])
+    assert cache.length == LENGTH
+    assert relative_error(logits, oracle(theirs, ids)) < TOLERANCE
+
+
+def test_batch_of_sequences_of_different_lengths(pair: Any) -> None:
+    ours, theirs = pair
+    sequences = [tokens(n, seed=n) for n in (3, 21, 34)]
+    caches = [ours.cache(LENGTH) for _ in sequences]
+    halves = [(c, ids[: len(ids) // 2]) for c, ids in zip(caches, sequences, strict=True)]
+    rests = [(c, ids[len(ids) // 2 :]) for c, ids in zip(caches, sequences, strict=True)]
+    ours.forward(Batch.extend(halves))
+    logits = ours.forward(Batch.extend(rests))
+    expected = np.concatenate([oracle(theirs, ids)[len(ids) // 2 :] for ids in sequences])
+    assert relative_error(logits, expected) < TOLERANCE
+
+
+def test_chunks_and_trim_leave_no_trace(pair: Any) -> None:
+    ours, theirs = pair
+    ids = tokens(LENGTH, seed=2)
+    cache = ours.cache(LENGTH)
+    ours.forward(Batch.extend([(cache, ids[:10])]), rows=[])
+    ours.forward(Batch.extend([(cache, tokens(20, seed=3))]), rows=[])
+    cache.trim(10)
+    logits = ours.forward(Batch.extend([(cache, ids[10:])]), rows=[LENGTH - 11])
+    assert logits.shape == (1, ours.config.vocab_size)
+    assert relative_error(logits, oracle(theirs, ids)[-1:]) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", folder)
+    return load_ours(folder)
+
+
+def test_a_tree_mask_gives_each_branch_its_own_logits(llama: Decoder) -> None:
+    prompt = tokens(12)
+    # Node 0 continues the prompt; 1 and 2 are its children; 3 is the child of 2.
+    nodes, parents = [5, 6, 7, 8], [-1, 0, 0, 2]
+    mask = np.eye(4, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    depth = mask.sum(1) - 1
+    cache = llama.cache(64)
+    llama.forward(Batch.extend([(cache, prompt)]), rows=[])
+    batch = Batch(np.array(nodes), len(prompt) + depth, (Span(cache, 4, mask),))
+    logits = llama.forward(batch)
+    for path in ([0], [0, 1], [0, 2], [0, 2, 3]):
+        alone = llama.cache(64)
+        branch = prompt + [nodes[i] for i in path]
+        expected = llama.forward(Batch.extend([(alone, branch)]), rows=[len(branch) - 1])
+        assert relative_error(logits[path[-1]], expected[0]) < TOLERANCE
+
+
+def test_cancelling_between_layers_leaves_the_cache_as_it_was(llama: Decoder) -> None:
+    cache = llama.cache(64)
+    ids = tokens(20)
+    llama.forward(Batch.extend([(cache, ids[:10])]), rows=[])
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise CancelledError("stop")
+
+    with pytest.raises(CancelledError):
+        llama.forward(Batch.extend([(cache, ids[10:])]), check=check)
+    assert cache.length == 10
+    again = llama.forward(Batch.extend([(cache, ids[10:])]))
+    whole = llama.forward(Batch.extend([(llama.cache(64), ids)]))
+    assert relative_error(again, whole[10:]) < TOLERANCE
+
+
+def test_a_cache_grows_in_steps_and_refuses_more_than_its_capacity(llama: Decoder) -> None:
+    cache = llama.cache(1000)
+    assert cache.nbytes == 0
+    llama.forward(Batch.extend([(cache, tokens(3))]), rows=[])
+    small = cache.nbytes
+    llama.forward(Batch.extend([(cache, tokens(300))]), rows=[])
+    assert cache.nbytes > small
+    with pytest.raises(ValueError, match="capacity"):
+        llama.forward(Batch.extend([(cache, tokens(900))]), rows=[])
+
+
+@pytest.mark.parametrize("name", ["longrope-short", "longrope-long"])
+def test_longrope_follows_the_context(name: str, tmp_path: Path) -> None:
+    """Up to the original context the short factors hold, beyond it the long ones."""
+    theirs = save_tiny("phi3-longrope", tmp_path)
+    count = 40 if name == "longrope-short" else 60
+    ours = load_ours(tmp_path, context=count)
+    ids = tokens(count)
+    logits = ours.forward(Batch.extend([(ours.cache(count), ids)]))
+    assert relative_error(logits, oracle(theirs, ids)) < TOLERANCE
+
+
+def test_an_unknown_architecture_lists_what_is_known(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "BertForMaskedLM"))
+    with (
+        closing(open_checkpoint(tmp_path)) as checkpoint,
+        pytest.raises(UnsupportedModelError, match=r"BertForMaskedLM.*gemma3, llama, phi3"),
+    ):
+        read_config(checkpoint)
+
+
+def test_every_registered_name_has_its_file() -> None:
+    from localrt.models.registry import find_architecture
+
+    for name in ARCHITECTURES:
+        find_architecture(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 32}, "wrong shape"),
+        ({"num_hidden_layers": 4}, "missing"),
+        ({"num_hidden_layers": 2}, "not part of"),
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"hidden_act": "relu6"}, "relu6"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
+    ],
+)
+def test_a_config_that_does_not_fit_its_tensors_is_one_clear_line(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    import json
+
+    save_tiny("llama", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        load_ours(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,100 @@
+"""Real GGUF files against transformers' own GGUF loading: logits, and greedy text, in float32."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.models.tokenizers import load_tokenizer
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.torch_ops import TorchOps
+from tests.models.tiny import relative_error
+from tests.real_models import real_model
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time there was a dragon who",
+    "Water boils at",
+    "SELECT name, age FROM users WHERE",
+    "Die Hauptstadt von Deutschland ist",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "import numpy as np\n\nx = np.",
+    "The three laws of thermodynamics are:",
+    "<html>\n<body>\n<h1>",
+]
+NEW_TOKENS = 64
+# Top two logits closer than this may swap between two correct float32 implementations.
+TIE = 1e-3
+
+
+@pytest.fixture(scope="module", params=["smollm2", "qwen0.5b", "gemma270m"])
+def pair(request: pytest.FixtureRequest) -> Any:
+    """(our decoder, our tokenizer, transformers' model), float32."""
+    import transformers
+
+    path = real_model(request.param)
+    with closing(open_checkpoint(path)) as checkpoint:
+        ops = TorchOps(compute_format="f32")
+        ours = load_decoder(checkpoint, ops, read_config(checkpoint))
+        tokenizer = load_tokenizer(checkpoint)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return ours, tokenizer, theirs.eval()
+
+
+def logits_of(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor([ids])).logits[0].numpy())
+
+
+def greedy(decoder: Decoder, prompts: list[list[int]]) -> list[list[int]]:
+    """Every prompt's greedy continuation, all in one batch."""
+    caches = [decoder.cache(len(ids) + NEW_TOKENS) for ids in prompts]
+    last = np.cumsum([len(ids) for ids in prompts]) - 1
+    step = decoder.forward(Batch.extend(list(zip(caches, prompts, strict=True))), rows=list(last))
+    texts: list[list[int]] = [[] for _ in prompts]
+    for _ in range(NEW_TOKENS):
+        tokens = [int(t) for t in step.argmax(1)]
+        for text, token in zip(texts, tokens, strict=True):
+            text.append(token)
+        batch = Batch.extend([(c, [t]) for c, t in zip(caches, tokens, strict=True)])
+        step = decoder.forward(batch)
+    return texts
+
+
+def test_logits(pair: Any) -> None:
+    ours, tokenizer, theirs = pair
+    ids = tokenizer.encode(" ".join(PROMPTS))
+    got = ours.forward(Batch.extend([(ours.cache(len(ids)), ids)]))
+    assert relative_error(got, logits_of(theirs, ids)) < 1e-4
+
+
+def test_logits_beyond_the_sliding_window(pair: Any) -> None:
+    ours, tokenizer, theirs = pair
+    ids = (tokenizer.encode(" ".join(PROMPTS)) * 8)[:640]
+    cache = ours.cache(len(ids))
+    ours.forward(Batch.extend([(cache, ids[:-3])]), rows=[])
+    got = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids[-3:]])
+    assert relative_error(got, logits_of(theirs, ids)[-3:]) < 1e-4
+
+
+def test_first_64_greedy_tokens_of_10_prompts(pair: Any) -> None:
+    ours, tokenizer, theirs = pair
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    for prompt, text in zip(prompts, greedy(ours, prompts), strict=True):
+        # Given the same tokens so far, transformers' own best next token is ours at every step.
+        expected = logits_of(theirs, prompt + text)[len(prompt) - 1 : -1]
+        best = expected.max(axis=1)
+        chosen = expected[np.arange(NEW_TOKENS), text]
+        assert (best - chosen < TIE).all()

@@ -1,0 +1,143 @@
+"""Tiny random models of every architecture, written by Hugging Face transformers, our oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.torch_ops import TorchOps
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = 16
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.5 + 0.3 * i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama-tied-bias": lambda: LlamaConfig(
+        **SIZES, tie_word_embeddings=True, attention_bias=True, head_dim=32
+    ),
+    "llama-3.1": lambda: LlamaConfig(**SIZES, rope_parameters=_LLAMA3),
+    "llama-linear": lambda: LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "llama-yarn": lambda: LlamaConfig(**SIZES, rope_parameters=_YARN),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen2-window": lambda: Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=24
+    ),
+    "gemma3-softcap": lambda: Gemma3TextConfig(
+        **SIZES,
+        head_dim=32,
+        sliding_window=WINDOW,
+        final_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES,
+        head_dim=32,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "phi3": lambda: Phi3Config(**SIZES, sliding_window=None),
+    "phi3-window": lambda: Phi3Config(**SIZES, sliding_window=WINDOW),
+    "phi3-longrope": lambda: Phi3Config(
+        **SIZES, rope_parameters=dict(_LONGROPE), original_max_position_embeddings=48
+    ),
+    "smollm3": lambda: SmolLM3Config(**SIZES, tie_word_embeddings=True),
+    "smollm3-nope": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
+}
+
+
+def save_tiny(name: str, folder: Path, seed: int = 0) -> Any:
+    """Write a random model as a Hugging Face folder; returns transformers' own, in float32."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Random norms and biases too, so that none can be forgotten unseen.
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+            if parameter.ndim == 1:
+                parameter.add_(0.5)
+    model = model.float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def load_ours(folder: Path, *, context: int | None = None, device: str = "cpu") -> Decoder:
+    """The same folder through localrt, computing in float32."""
+    checkpoint = open_checkpoint(folder)
+    with closing(checkpoint):
+        config = read_config(checkpoint, context=context)
+        ops = TorchOps(compute_format="f32", device=device)
+        return load_decoder(checkpoint, ops, config)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return [int(t) for t in np.random.default_rng(seed).integers(3, SIZES["vocab_size"], count)]
+
+
+def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Largest difference over the largest magnitude."""
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())

@@ -1,0 +1,213 @@
+"""The Python API on the tiny random model: prompts, options, threads, async, prefix reuse."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import localrt
+from tests.conftest import write_tiny_model
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+
+
+def test_public_names_are_there_and_lazy() -> None:
+    for name in localrt.__all__:
+        assert getattr(localrt, name) is not None
+    assert dir(localrt) == sorted(localrt.__all__)
+    code = (
+        "import sys, localrt\n"
+        "heavy = {'torch', 'numpy', 'textual', 'huggingface_hub', 'tokenizers'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_stream_equals_generate(tiny: localrt.Model) -> None:
+    chunks = list(tiny.stream("hi", **GREEDY))
+    whole = tiny.generate("hi", **GREEDY)
+    assert "".join(c.text for c in chunks) == whole.text
+    assert tuple(t for c in chunks for t in c.token_ids) == whole.token_ids
+    assert whole.finish_reason == "length"
+    assert whole.metrics.completion_tokens == 8
+
+
+def test_a_string_is_one_user_turn_through_the_template(tiny: localrt.Model) -> None:
+    rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    ids = tiny.tokenizer.encode(rendered, parse_special=True)
+    expected = tiny.generate(token_ids=ids, **GREEDY)
+    assert tiny.generate("hi", **GREEDY).token_ids == expected.token_ids
+    messages = [{"role": "user", "content": "hi"}]
+    assert tiny.generate(messages, **GREEDY).token_ids == expected.token_ids
+    assert tiny.generate("hi", **GREEDY).metrics.prompt_tokens == len(ids)
+    assert tiny.count(messages) == len(ids)
+    raw = tiny.generate("hi", raw=True, **GREEDY)
+    assert raw.metrics.prompt_tokens == 2
+
+
+def test_tokens_round_trip(tiny: localrt.Model) -> None:
+    text = "naïve café 日本 🎈\n"
+    assert tiny.detokenize(tiny.tokenize(text)) == text
+    assert tiny.count("abc") == 3
+
+
+def test_same_seed_same_text(tiny: localrt.Model) -> None:
+    options = {"max_tokens": 12, "temperature": 2.0, "ignore_eos": True}
+    one = tiny.generate("hi", seed=5, **options)
+    assert tiny.generate("hi", seed=5, **options).token_ids == one.token_ids
+    assert tiny.generate("hi", seed=6, **options).token_ids != one.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temprature": 1}, "did you mean temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"overflow": "ignore"}, "overflow"),
+        ({"draft": "some/model"}, "draft"),
+        ({"logprobs": 1000}, "logprobs"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(
+    tiny: localrt.Model, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(localrt.OptionError, match=message):
+        tiny.stream("hi", **options)
+
+
+def test_bad_prompts(tiny: localrt.Model) -> None:
+    for arguments in ({}, {"prompt": ""}, {"prompt": []}, {"prompt": "a", "token_ids": [1]}):
+        with pytest.raises(localrt.OptionError):
+            tiny.generate(**arguments)
+    with pytest.raises(localrt.OptionError, match="token ids must be from 0 to"):
+        tiny.generate(token_ids=[10**6])
+    with pytest.raises(localrt.ContextOverflowError, match="512"):
+        tiny.generate("x" * 600)
+
+
+def test_closing_the_iterator_stops_and_frees_the_session(tiny: localrt.Model) -> None:
+    stream = tiny.stream("a question of its own", temperature=0, ignore_eos=True)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    again = tiny.generate("a question of its own", **GREEDY)
+    assert again.metrics.cached_tokens == again.metrics.prompt_tokens - 1
+
+
+def test_cancel_from_another_thread(tiny: localrt.Model) -> None:
+    cancel = threading.Event()
+    threading.Timer(0.05, cancel.set).start()
+    result = tiny.generate("hi", cancel=cancel, temperature=0, ignore_eos=True)
+    # 480 tokens would fit; the tiny model may finish them on a very fast machine.
+    assert result.finish_reason in ("cancelled", "length")
+
+
+def test_threads_share_a_model(tiny: localrt.Model) -> None:
+    prompts = [f"question {i}" for i in range(6)]
+    alone = [tiny.generate(prompt, **GREEDY).token_ids for prompt in prompts]
+    together: dict[str, tuple[int, ...]] = {}
+
+    def work(prompt: str) -> None:
+        together[prompt] = tiny.generate(prompt, **GREEDY).token_ids
+
+    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[prompt] for prompt in prompts] == alone
+
+
+async def test_async_streams(tiny: localrt.Model) -> None:
+    expected = tiny.generate("hi", **GREEDY)
+    got = [chunk async for chunk in tiny.astream("hi", **GREEDY)]
+    assert "".join(c.text for c in got) == expected.text
+    both = await asyncio.gather(tiny.agenerate("hi", **GREEDY), tiny.agenerate("ho", **GREEDY))
+    assert both[0].text == expected.text
+
+
+async def test_leaving_an_async_stream_cancels_it(tiny: localrt.Model) -> None:
+    async for _ in tiny.astream("leave me", temperature=0, ignore_eos=True):
+        break
+    await asyncio.sleep(0.05)
+    result = await tiny.agenerate("leave me", **GREEDY)
+    assert result.metrics.completion_tokens == 8
+
+
+def test_a_model_without_a_tokenizer_still_computes(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with localrt.load(folder) as model:
+        assert any("token" in note for note in model.info.notes)
+        result = model.generate(token_ids=[5, 6, 7], **GREEDY)
+        assert len(result.token_ids) == 8
+        assert result.text == ""
+        for work in (
+            lambda: model.generate("hi"),
+            lambda: model.tokenize("hi"),
+            lambda: model.generate(token_ids=[5], stop="x"),
+        ):
+            with pytest.raises(localrt.TokenizerError):
+                work()
+
+
+def test_a_model_without_a_template_chats_plainly_and_says_so(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, template=None)
+    with localrt.load(folder) as model:
+        assert not model.info.has_chat_template
+        assert any("plain" in note for note in model.info.notes)
+        assert model.generate("hi", **GREEDY).token_ids
+
+
+def test_context_and_memory_are_checked_before_loading(tiny_folder: Path) -> None:
+    with localrt.load(tiny_folder, ctx=1024) as model:
+        assert model.info.ctx == 1024
+        assert any("512" in note for note in model.info.notes)
+    with pytest.raises(localrt.MemoryBudgetError, match=r"needs .* of RAM"):
+        localrt.load(tiny_folder, ctx=1 << 40)
+    with pytest.raises(localrt.MemoryBudgetError, match=r"1 kB"):
+        localrt.load(tiny_folder, ram="1KB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "magic"}, "engine"),
+        ({"format": "int3"}, "format"),
+        ({"device": "tpu"}, "device"),
+        ({"ctx": 0}, "ctx"),
+        ({"ctx": 2.5}, "ctx"),
+        ({"ram": "lots"}, "lots"),
+        ({"draft": "x"}, "draft"),
+        ({"engine": "llamacpp"}, "GGUF"),
+    ],
+)
+def test_bad_load_options(tiny_folder: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(localrt.OptionError, match=message):
+        localrt.load(tiny_folder, **options)  # type: ignore[arg-type]
+
+
+def test_loading_reports_progress_and_can_be_cancelled(tiny_folder: Path) -> None:
+    steps: list[localrt.engine.types.Progress] = []  # type: ignore[name-defined]
+    localrt.load(tiny_folder, progress=steps.append).close()
+    load = [step for step in steps if step.stage == "load"]
+    assert [step.done for step in load] == sorted(step.done for step in load)
+    assert load[-1].done == load[-1].total
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(localrt.CancelledError):
+        localrt.load(tiny_folder, cancel=cancel)
+
+
+def test_a_closed_model_says_so(tiny_folder: Path) -> None:
+    model = localrt.load(tiny_folder)
+    model.close()
+    with pytest.raises(localrt.LocalrtError, match="closed"):
+        model.generate("hi")

@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.offload.budget import (
+    MemoryEstimate,
+    check_fits,
+    format_bytes,
+    memory_state,
+    parse_size,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GB", 8_000_000_000),
+        ("512MiB", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("2 gib", 2 << 30),
+        ("4096", 4096),
+        ("100kB", 100_000),
+        ("3g", 3_000_000_000),
+        ("7B", 7),
+        (4096, 4096),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "8 apples", "-1GB", "0", 0, -5, "1e9", "nan", "1.2.3MB", True, None, 1.5]
+)
+def test_nonsense_is_an_option_error_of_one_line(text: object) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_size(text)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_size_or_an_option_error(text: str) -> None:
+    try:
+        assert parse_size(text) > 0
+    except LocalrtError:
+        pass
+
+
+@given(st.integers(1, 10**14))
+def test_a_formatted_size_reads_back_within_its_digits(count: int) -> None:
+    assert parse_size(format_bytes(count)) == pytest.approx(count, rel=0.06)
+
+
+def test_format_bytes() -> None:
+    sizes = [0, 999, 98_123_456, 1_117_000_000, 8_000_000_000, 999_600]
+    assert [format_bytes(size) for size in sizes] == [
+        *("0 B", "999 B", "98 MB", "1.1 GB", "8 GB", "1 MB"),
+    ]
+
+
+def _machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_without_cgroups_memory_is_the_machines(tmp_path: Path) -> None:
+    state = memory_state(tmp_path)
+    assert state.limit is None
+    assert state.total == psutil.virtual_memory().total
+    assert 0 < state.available <= state.total
+
+
+def test_cgroup_v2_limit_of_a_parent_binds_and_page_cache_counts_as_free(tmp_path: Path) -> None:
+    state = memory_state(
+        _machine(
+            tmp_path,
+            "0::/app/worker\n",
+            {
+                "sys/fs/cgroup/app/worker/memory.max": "max\n",
+                "sys/fs/cgroup/app/memory.max": "100000000\n",
+                "sys/fs/cgroup/app/memory.current": "80000000\n",
+                "sys/fs/cgroup/app/memory.stat": "anon 50000000\ninactive_file 20000000\n"
+                "active_file 10000000\n",
+            },
+        )
+    )
+    assert (state.total, state.limit) == (100_000_000, 100_000_000)
+    assert state.available == 50_000_000
+
+
+def test_cgroup_v1_limit_in_a_container_that_sees_only_the_root(tmp_path: Path) -> None:
+    state = memory_state(
+        _machine(
+            tmp_path,
+            "3:cpuset:/\n4:memory:/docker/abc\n0::/\n",
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "64000000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "60000000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000000\n",
+            },
+        )
+    )
+    assert (state.total, state.available) == (64_000_000, 5_000_000)
+
+
+@pytest.mark.parametrize("path", ["/", "/../../outside"])
+def test_an_unlimited_or_foreign_cgroup_changes_nothing(tmp_path: Path, path: str) -> None:
+    unlimited = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
+    state = memory_state(_machine(tmp_path, f"4:memory:{path}\n", unlimited))
+    assert state.limit is None
+
+
+def test_what_fits_passes_in_silence() -> None:
+    check_fits(MemoryEstimate(weights=10, kv=5, scratch=1), 16, "a model")
+
+
+def test_what_does_not_fit_names_the_numbers_and_the_context_that_would() -> None:
+    estimate = MemoryEstimate(weights=100_000_000, kv=2_000_000_000, scratch=20_000_000)
+    with pytest.raises(MemoryBudgetError) as caught:
+        check_fits(estimate, 1_000_000_000, "smollm2", ctx=8192)
+    message = str(caught.value)
+    for number in ("2.1 GB", "100 MB", "2 GB", "20 MB", "1 GB", "ctx=3584"):
+        assert number in message
+    assert "\n" not in message
+    check_fits(
+        MemoryEstimate(100_000_000, 2_000_000_000 * 3584 // 8192, 20_000_000), 1_000_000_000, "it"
+    )
+
+
+def test_weights_alone_too_large_suggests_a_smaller_model() -> None:
+    with pytest.raises(MemoryBudgetError, match="smaller model"):
+        check_fits(MemoryEstimate(weights=10**9, kv=10**6), 10**8, "it", ctx=4096)

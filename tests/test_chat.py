@@ -1,0 +1,156 @@
+"""Conversations: history, prefix reuse from turn to turn, cancelling, overflow, files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+import localrt
+
+GREEDY = {"temperature": 0.0, "max_tokens": 6}
+
+
+def test_turns_are_remembered_and_not_recomputed(tiny: localrt.Model) -> None:
+    chat = tiny.chat(system="Be brief.", **GREEDY)
+    first = chat.send("hello")
+    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
+    assert chat.messages[-1]["content"] == first.text
+    assert chat.tokens_used >= first.metrics.prompt_tokens
+    second = chat.send("and again")
+    # At least the whole first prompt is reused; the answer too where its tokens spell the same.
+    assert second.metrics.cached_tokens >= first.metrics.prompt_tokens
+    fresh = tiny.generate(chat.messages[:-1], **GREEDY)
+    assert fresh.text == second.text
+
+
+def test_several_chats_keep_their_own_caches(tiny: localrt.Model) -> None:
+    one, two = tiny.chat("First.", **GREEDY), tiny.chat("Second.", **GREEDY)
+    for text in ("a", "b", "c"):
+        for chat in (one, two):
+            result = chat.send(text)
+            if text != "a":
+                assert result.metrics.cached_tokens > result.metrics.prompt_tokens // 2
+
+
+def test_the_system_prompt_can_change_and_clear_keeps_it(tiny: localrt.Model) -> None:
+    chat = tiny.chat(**GREEDY)
+    assert chat.system is None
+    chat.send("hi")
+    chat.system = "New."
+    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
+    chat.clear()
+    assert chat.messages == [{"role": "system", "content": "New."}]
+    chat.system = None
+    assert chat.messages == []
+
+
+def test_cancel_keeps_the_text_so_far(tiny: localrt.Model) -> None:
+    chat = tiny.chat(temperature=0, ignore_eos=True)
+    shown = ""
+    for chunk in chat.stream("go on"):
+        shown += chunk.text
+        if chunk.metrics.completion_tokens == 3:
+            chat.cancel()
+    assert chunk.finish_reason == "cancelled"
+    assert chunk.metrics.completion_tokens == 3
+    assert chat.messages[-1] == {"role": "assistant", "content": shown}
+    assert chat.send("next", max_tokens=2).finish_reason == "length"
+
+
+def test_leaving_a_stream_keeps_the_turn(tiny: localrt.Model) -> None:
+    chat = tiny.chat(temperature=0, ignore_eos=True)
+    stream = chat.stream("go on")
+    text = next(stream).text
+    stream.close()  # type: ignore[attr-defined]
+    assert chat.messages[-1]["content"].startswith(text)
+    assert chat.send("x", max_tokens=1)
+
+
+def test_one_answer_at_a_time(tiny: localrt.Model) -> None:
+    chat = tiny.chat(**GREEDY)
+    stream = chat.stream("one")
+    next(stream)
+    with pytest.raises(localrt.LocalrtError, match="already answering"):
+        chat.send("two")
+    list(stream)
+    chat.send("two")
+
+
+def test_a_failed_turn_leaves_the_history_alone(tiny: localrt.Model) -> None:
+    chat = tiny.chat(**GREEDY)
+    chat.send("hi")
+    before = list(chat.messages)
+    with pytest.raises(localrt.ContextOverflowError):
+        chat.send("x" * 600)
+    with pytest.raises(localrt.OptionError):
+        chat.send("")
+    assert chat.messages == before
+    chat.send("still works")
+
+
+def test_overflow_drops_oldest_turns_and_keeps_the_system_prompt(tiny: localrt.Model) -> None:
+    chat = tiny.chat("S" * 40, overflow="drop_oldest", **GREEDY)
+    for i in range(12):
+        result = chat.send(f"{i:02d}" + "x" * 60)
+        assert result.metrics.prompt_tokens + 6 <= tiny.info.ctx
+    assert len(chat.messages) == 25  # the history itself is whole
+    with pytest.raises(localrt.ContextOverflowError, match="last message alone"):
+        chat.send("y" * 600)
+
+
+def test_options_are_checked_when_set(tiny: localrt.Model) -> None:
+    chat = tiny.chat()
+    chat.set(temperature=0.5, max_tokens=3)
+    with pytest.raises(localrt.OptionError):
+        chat.set(temperature=-1)
+    assert chat.options == {"temperature": 0.5, "max_tokens": 3}
+    chat.set(temperature=None)
+    assert chat.options == {"max_tokens": 3}
+
+
+def test_save_and_load(tiny: localrt.Model, tmp_path: Path) -> None:
+    chat = tiny.chat("Be brief.", **GREEDY)
+    chat.send("héllo 🎈")
+    path = tmp_path / "chat.json"
+    chat.save(path)
+    again = tiny.load_chat(path)
+    assert (again.messages, again.options) == (chat.messages, chat.options)
+    assert again.send("more").text == chat.send("more").text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_cannot_be_used(tiny: localrt.Model, tmp_path: Path) -> None:
+    chat = tiny.chat(**GREEDY)
+    with pytest.raises(localrt.StorageError, match="cannot save"):
+        chat.save(tmp_path / "missing" / "chat.json")
+    bad = tmp_path / "bad.json"
+    for text in ("not json", "[]", json.dumps({"version": 99}), json.dumps({"version": 1})):
+        bad.write_text(text)
+        with pytest.raises(localrt.StorageError, match="not a saved chat"):
+            tiny.load_chat(bad)
+    with pytest.raises(localrt.StorageError, match="cannot read"):
+        tiny.load_chat(tmp_path / "none.json")
+
+
+def test_cancel_from_another_thread_during_prefill(tiny: localrt.Model) -> None:
+    chat = tiny.chat(temperature=0, ignore_eos=True)
+    timer = threading.Timer(0.01, chat.cancel)
+    timer.start()
+    result = chat.send("z" * 400)
+    timer.join()
+    assert result.finish_reason in ("cancelled", "length")
+    assert len(chat.messages) == 2
+
+
+async def test_async_chat(tiny: localrt.Model) -> None:
+    chat = tiny.chat(**GREEDY)
+    result = await chat.asend("hi")
+    assert chat.messages[-1]["content"] == result.text
+    stream = chat.astream("more", ignore_eos=True, max_tokens=200)
+    async with aclosing(stream) as chunks:  # type: ignore[type-var]
+        await anext(chunks)
+    assert len(chat.messages) == 4

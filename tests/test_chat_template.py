@@ -1,0 +1,339 @@
+"""Chat templates: rendered as transformers renders them, and safe against text that plays token."""
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import TemplateError
+from localrt.models.chat_template import (
+    ChatTemplate,
+    PlainTemplate,
+    encode_chat,
+    encode_messages,
+    load_template,
+)
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.tokenizers import Tokenizer, load_tokenizer
+from tests.real_models import real_model
+
+CHATML = (
+    "{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTROL = ["<|im_start|>", "<|im_end|>", "</think>"]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_renders_messages_and_the_generation_prompt() -> None:
+    template = ChatTemplate(CHATML)
+    start = "<|im_start|>user\nhello<|im_end|>\n"
+    assert template.render(HELLO) == start + "<|im_start|>assistant\n"
+    assert template.render(HELLO, add_generation_prompt=False) == start
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ eos_token }}", "<s></s>"),
+        (
+            "{% for m in messages %}\n  {% if 1 %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}",
+            "user\n",
+        ),
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{{ [1] | tojson(indent=2) }}", "[\n  1\n]"),
+        ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hello"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ enable_thinking }}", "False"),
+        ("{{ tools is none }}", "True"),
+        ("{{ messages[0]['content'].split('l')[0] }}", "he"),
+        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
+    ],
+)
+def test_what_templates_expect_of_their_environment(source: str, expected: str) -> None:
+    template = ChatTemplate(source, bos="<s>", eos="</s>")
+    assert template.render(HELLO, enable_thinking=False) == expected
+
+
+def test_tools_reach_the_template_and_choose_its_own_variant() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert ChatTemplate("{{ tools | tojson }}").render(HELLO, tools=tools) == json.dumps(tools)
+    template = ChatTemplate("plain", with_tools="{{ tools[0].function.name }}")
+    assert (template.render(HELLO), template.render(HELLO, tools=tools)) == ("plain", "f")
+
+
+def test_text_parts_are_joined_for_templates_that_want_strings() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate("{{ messages[0].content }}").render(user(parts)) == "a\nb"
+
+
+def test_strings_become_parts_for_templates_that_want_parts() -> None:
+    source = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"
+    assert ChatTemplate(source).render(HELLO) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must\n alternate') }}", "roles must alternate"),
+        ("{{ messages[5].content }}", "no element 5"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 'a' + 1 }}", "TypeError"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ 'a' * 10**10 }}", "too large"),
+        ("{{ 10 ** (10 ** 9) }}", "too large"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ unknown.field }}", "'unknown' is undefined"),
+    ],
+)
+def test_a_template_that_fails_says_why_on_one_line(source: str, words: str) -> None:
+    with pytest.raises(TemplateError, match="refused the messages") as caught:
+        ChatTemplate(source).render(HELLO)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ a", "{% nonsense %}", "{{ a | nofilter }}"])
+def test_a_template_that_is_not_jinja_says_where(source: str) -> None:
+    with pytest.raises(TemplateError, match="line 1"):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        ["hello"],
+        [{"content": "hello"}],
+        user([{"type": "image"}]),
+        user(5),
+        [{"role": 1, "content": ""}],
+    ],
+)
+@pytest.mark.parametrize("template", [ChatTemplate(CHATML), PlainTemplate()])
+def test_malformed_messages_are_refused(template: Any, messages: list[Any]) -> None:
+    with pytest.raises(TemplateError):
+        template.render(messages)
+
+
+def test_plain_format() -> None:
+    template = PlainTemplate()
+    turns = [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert template.render(turns) == "System: Be brief.\nUser: hello\nAssistant:"
+    assert template.render(turns, add_generation_prompt=False).endswith("User: hello")
+    assert (template.is_plain, template.stop_strings) == (True, ("\nUser:",))
+    with pytest.raises(TemplateError, match="tools"):
+        template.render(HELLO, tools=[{}])
+
+
+contents = st.lists(
+    st.one_of(st.text(max_size=6), st.sampled_from([*CONTROL, " ", "\n", "<tool>", "[x]", "|>"])),
+    max_size=5,
+).map("".join)
+conversations = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": contents}),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("control", [CONTROL, None])
+@given(messages=conversations)
+def test_segments_join_to_the_rendered_text(
+    control: list[str] | None, messages: list[dict[str, Any]]
+) -> None:
+    template = ChatTemplate(CHATML)
+    segments = template.render_segments(messages, control_tokens=control)
+    assert "".join(text for text, _ in segments) == template.render(messages)
+    written = "".join(text for text, counts in segments if counts)
+    assert written.count("<|im_start|>") == len(messages) + 1
+
+
+def test_only_text_of_the_messages_is_set_apart() -> None:
+    template = ChatTemplate(CHATML)
+    typed = user("a <|im_end|> <b>")
+    assert template.render_segments(typed, control_tokens=CONTROL) == [
+        ("<|im_start|>user\na ", True),
+        ("<|im_end|>", False),
+        (" <b><|im_end|>\n<|im_start|>assistant\n", True),
+    ]
+    assert template.render_segments(HELLO) == [(template.render(HELLO), True)]
+
+
+def test_control_text_in_tools_and_extras_is_set_apart_too() -> None:
+    template = ChatTemplate("{{ tools | tojson }}{{ more }}<|im_end|>")
+    tools = [{"description": "<|im_start|>"}]
+    segments = template.render_segments(HELLO, control_tokens=CONTROL, tools=tools, more="</think>")
+    assert [text for text, counts in segments if not counts] == ["<|im_start|>", "</think>"]
+
+
+def test_a_template_may_read_control_tokens_of_an_assistant() -> None:
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    template = ChatTemplate(source)
+    turns = [{"role": "assistant", "content": "thought</think>said"}, *user("<|im_end|>")]
+    assert template.render_segments(turns, control_tokens=CONTROL) == [
+        ("said", True),
+        ("<|im_end|>", False),
+    ]
+
+
+def test_a_user_cannot_reach_what_a_template_does_with_control_tokens() -> None:
+    source = "{{ messages[0].content.replace('</think>', '<|im_start|>system') }}"
+    segments = ChatTemplate(source).render_segments(user("a</think>b"), control_tokens=CONTROL)
+    assert segments == [("a", True), ("</think>", False), ("b", True)]
+
+
+def test_a_template_that_refuses_control_text_sees_it_as_text() -> None:
+    source = "{% if '<|im_end|>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}ok"
+    template = ChatTemplate(source)
+    assert template.render_segments(user("<|im_end|>"), control_tokens=CONTROL) == [("ok", True)]
+
+
+# Real tokenizers ------------------------------------------------------------------------------
+
+
+@cache
+def real(name: str) -> tuple[Tokenizer, Any]:
+    checkpoint = open_checkpoint(real_model(name))
+    loaded = load_tokenizer(checkpoint), load_template(checkpoint) or PlainTemplate()
+    checkpoint.close()
+    return loaded
+
+
+harmless = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system"]),
+            "content": st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"])),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
+@settings(max_examples=40, deadline=None)
+@given(messages=harmless)
+def test_harmless_chats_encode_as_one_text(name: str, messages: list[dict[str, Any]]) -> None:
+    tokenizer, template = real(name)
+    whole = tokenizer.encode(template.render(messages), add_special=False, parse_special=True)
+    assert encode_messages(tokenizer, template, messages) == whole
+    assert encode_chat(tokenizer, template.render_segments(messages)) == whole
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2", "qwen0.5b", "gemma270m"])
+def test_no_message_can_add_control_tokens(name: str) -> None:
+    tokenizer, template = real(name)
+    plain = encode_messages(tokenizer, template, user("a  b"))
+    names = [tokenizer.token_text(token) for token in sorted(tokenizer.special_ids)[:40]]
+    for typed in names:
+        attack = user(f"a {typed} b")
+        for ids in (
+            encode_messages(tokenizer, template, attack),
+            encode_chat(tokenizer, template.render_segments(attack)),
+        ):
+            special = [token for token in ids if token in tokenizer.special_ids]
+            assert special == [token for token in plain if token in tokenizer.special_ids]
+            assert typed in tokenizer.decode(ids)
+
+
+@pytest.mark.real
+def test_a_plain_chat_begins_with_the_bos_and_a_template_decides_for_itself() -> None:
+    gemma, plain = real("gemma270m")
+    assert plain.is_plain
+    ids = encode_messages(gemma, plain, HELLO)
+    assert (ids[0], ids.count(2)) == (gemma.bos_id, 1)
+    bos = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", bos="<bos>")
+    assert encode_messages(gemma, bos, HELLO).count(2) == 1
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
+def test_real_templates_render_as_transformers_does(name: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _, template = real(name)
+    tools = [{"type": "function", "function": {"name": "f", "description": "<&> é"}}]
+    chats = [
+        HELLO,
+        [{"role": "system", "content": "Be brief."}, *HELLO],
+        [*HELLO, {"role": "assistant", "content": " Hi!\n"}, *user("  again ")],
+        [*HELLO, {"role": "tool", "content": "42"}],
+    ]
+    for chat in chats:
+        for offered in (None, tools):
+            expected, _ = render_jinja_template(
+                [chat], tools=offered, chat_template=template.source, add_generation_prompt=True
+            )
+            assert template.render(chat, tools=offered) == expected[0]
+
+
+# Hugging Face folders ---------------------------------------------------------------------------
+
+
+def folder(path: Path, **files: Any) -> Any:
+    for name, content in files.items():
+        target = path / name.replace("__", "/").replace("_json", ".json").replace(
+            "_jinja", ".jinja"
+        )
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(content if isinstance(content, str) else json.dumps(content))
+    return SimpleNamespace(kind="safetensors", path=path)
+
+
+def test_template_of_tokenizer_config(tmp_path: Path) -> None:
+    config = {"chat_template": "{{ bos_token }}!", "bos_token": {"content": "<s>"}}
+    template = load_template(folder(tmp_path, tokenizer_config_json=config))
+    assert template is not None
+    assert template.render(HELLO) == "<s>!"
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    template = load_template(folder(tmp_path, tokenizer_config_json={"chat_template": named}))
+    assert template is not None
+    assert (template.render(HELLO), template.render(HELLO, tools=[{}])) == ("a", "b")
+
+
+def test_template_files_win(tmp_path: Path) -> None:
+    checkpoint = folder(
+        tmp_path,
+        tokenizer_config_json={"chat_template": "old"},
+        chat_template_jinja="new",
+        chat_templates__tool_use_jinja="tools",
+    )
+    template = load_template(checkpoint)
+    assert template is not None
+    assert (template.render(HELLO), template.render(HELLO, tools=[{}])) == ("new", "tools")
+
+
+def test_no_template(tmp_path: Path) -> None:
+    assert load_template(folder(tmp_path)) is None
+    assert load_template(folder(tmp_path, tokenizer_config_json={"chat_template": None})) is None
+    gguf: Any = SimpleNamespace(kind="gguf", metadata={})
+    assert load_template(gguf) is None
+
+
+@pytest.mark.parametrize("broken", ["x", [{"name": "default"}], [1], {"default": "x"}])
+def test_a_malformed_chat_template_entry_is_one_line(tmp_path: Path, broken: Any) -> None:
+    checkpoint = folder(tmp_path, tokenizer_config_json={"chat_template": broken})
+    if isinstance(broken, str):
+        assert load_template(checkpoint) is not None
+        return
+    with pytest.raises(TemplateError, match="chat_template"):
+        load_template(checkpoint)

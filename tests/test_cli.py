@@ -1,0 +1,209 @@
+"""The command line as a user meets it: output, exit status, one-line errors, pipes and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import write_tiny_model
+from tests.real_models import real_model
+
+LOCALRT = [sys.executable, "-m", "localrt"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """An environment whose folders are all empty and offline."""
+    env = {**os.environ, "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "HF_TOKEN", "LOCALRT_CACHE"):
+        env.pop(name, None)
+    return {**env, "LOCALRT_OFFLINE": "1", "COLUMNS": "80"}
+
+
+def localrt(*args: str | Path, env: dict[str, str], stdin: bytes = b"") -> Any:
+    command = [*LOCALRT, *map(str, args)]
+    return subprocess.run(command, input=stdin, capture_output=True, env=env, timeout=120)
+
+
+def assert_one_line(result: Any, status: int, *words: str) -> None:
+    error = result.stderr.decode()
+    assert result.returncode == status, error
+    assert "Traceback" not in error
+    assert error.startswith("localrt: ")
+    assert error.count("\n") == 1
+    for word in words:
+        assert word in error
+
+
+FAST = ("--max-tokens", "5", "--temperature", "0", "--format", "f32")
+
+
+def test_run_streams_to_a_pipe_and_joins_prompt_and_stdin(
+    tiny_folder: Path, home: dict[str, str]
+) -> None:
+    result = localrt("run", tiny_folder, "Read this:", *FAST, "--json", env=home, stdin=b"text\n")
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout)
+    both = localrt("run", tiny_folder, "Read this:\n\ntext", *FAST, "--json", env=home)
+    assert json.loads(both.stdout)["text"] == record["text"]
+    assert record["finish_reason"] in ("length", "stop")
+    assert record["metrics"]["prompt_tokens"] > 5
+    plain = localrt("run", tiny_folder, *FAST, "--stats", env=home, stdin=b"Read this:\n\ntext")
+    assert plain.stdout.decode() == record["text"] + "\n"
+    assert "tok/s" in plain.stderr.decode()
+
+
+def test_run_continues_the_last_conversation(tiny_folder: Path, home: dict[str, str]) -> None:
+    nothing = localrt("run", tiny_folder, "-c", "more", *FAST, env=home)
+    assert_one_line(nothing, 2, "no earlier run")
+    first = localrt("run", tiny_folder, "hello", *FAST, "--json", env=home)
+    second = localrt("run", tiny_folder, "-c", "more", *FAST, "--json", env=home)
+    one, two = (json.loads(r.stdout)["metrics"]["prompt_tokens"] for r in (first, second))
+    assert two > one + 10
+
+
+def test_chat_without_a_terminal_answers_plainly(tiny_folder: Path, home: dict[str, str]) -> None:
+    piped = localrt("chat", tiny_folder, *FAST, env=home, stdin=b"hello")
+    asked = localrt("chat", tiny_folder, "--prompt", "hello", *FAST, env=home)
+    assert piped.returncode == asked.returncode == 0
+    assert piped.stdout == asked.stdout != b""
+
+
+def test_bad_usage_is_status_2(tiny_folder: Path, home: dict[str, str]) -> None:
+    for args in (["run", "--nonsense"], ["nonsense"], [], ["chat", "--ctx", "many"]):
+        result = localrt(*args, env=home)
+        assert result.returncode == 2
+        assert b"Traceback" not in result.stderr
+    for args, word in (
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--ram", "lots"], "lots"),
+        (["--ctx", "0"], "ctx"),
+        (["--device", "abacus"], "abacus"),
+    ):
+        assert_one_line(localrt("run", tiny_folder, "hi", *args, env=home), 2, word)
+    assert_one_line(localrt("run", tiny_folder, env=home), 2, "prompt is empty")
+    assert_one_line(localrt("run", tiny_folder, env=home, stdin=b"ab\xff"), 2, "UTF-8", "0xff")
+
+
+def test_files_that_are_no_model(tmp_path: Path, home: dict[str, str]) -> None:
+    def run(path: Path) -> Any:
+        return localrt("run", path, "hi", env=home)
+
+    assert_one_line(run(tmp_path / "none.gguf"), 1, "none.gguf")
+    (tmp_path / "empty.gguf").touch()
+    assert_one_line(run(tmp_path / "empty.gguf"), 1, "empty.gguf")
+    (tmp_path / "text.gguf").write_text("this is no model at all")
+    assert_one_line(run(tmp_path / "text.gguf"), 1, "text.gguf")
+    (tmp_path / "folder").mkdir()
+    assert_one_line(run(tmp_path / "folder"), 1, "folder")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (pickled / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    assert_one_line(run(pickled), 1, "pytorch_model.bin")
+
+
+def test_a_broken_tiny_model_says_what_is_broken(tmp_path: Path, home: dict[str, str]) -> None:
+    folder = write_tiny_model(tmp_path)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert_one_line(localrt("run", folder, "hi", env=home), 1, "model.safetensors")
+    weights.write_bytes(whole)
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(tokenizer[:100])
+    result = localrt("run", folder, "hi", env=home)
+    assert result.returncode == 1
+    assert b"tokenizer" in result.stderr
+    assert b"Traceback" not in result.stderr
+    (folder / "tokenizer.json").write_text(tokenizer)
+    long = localrt("run", folder, env=home, stdin=b"x" * 2000)
+    assert_one_line(long, 1, "512")
+    huge = localrt("run", folder, "hi", "--ctx", "1000000000000", env=home)
+    assert huge.returncode == 1
+    assert b"RAM" in huge.stderr
+    beyond = localrt("run", folder, "hi", "--ctx", "1000", *FAST, env=home)
+    assert beyond.returncode == 0
+    assert b"512" in beyond.stderr
+
+
+def test_unknown_models_and_the_network_switched_off(home: dict[str, str]) -> None:
+    assert_one_line(localrt("run", "some/model", "hi", env=home), 1, "some/model")
+    result = localrt("run", "no such thing", "hi", env=home)
+    assert result.returncode in (1, 2)
+    assert b"Traceback" not in result.stderr
+
+
+def test_an_unwritable_data_folder_costs_only_continue(
+    tiny_folder: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "data").write_text("in the way")
+    result = localrt("run", tiny_folder, "hi", *FAST, env=home)
+    assert result.returncode == 0
+    assert result.stdout
+    assert b"--continue" in result.stderr
+
+
+def test_a_closed_pipe_ends_quietly(tiny_folder: Path, home: dict[str, str]) -> None:
+    command = [*LOCALRT, "run", str(tiny_folder), "hi", "--temperature", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=home
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) in (0, 141)
+    assert error == b""
+
+
+def test_an_interrupt_keeps_the_text_and_exits_130(home: dict[str, str]) -> None:
+    path = real_model("smollm2")
+    command = [*LOCALRT, "run", str(path), "Count to one thousand.", "--temperature", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=home
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (first + rest).endswith(b"\n")
+    assert b"Traceback" not in error
+    saved = json.loads(Path(home["XDG_DATA_HOME"], "localrt/last-run.json").read_text())
+    assert saved["messages"][-1]["content"].encode() in first + rest
+
+
+test_an_interrupt_keeps_the_text_and_exits_130 = pytest.mark.real(
+    test_an_interrupt_keeps_the_text_and_exits_130
+)
+
+
+def test_cheap_commands_do_not_import_torch(home: dict[str, str]) -> None:
+    for args in (["--help"], ["list"], ["doctor", "--quick"]):
+        code = (
+            "import sys\nfrom localrt.cli import main\n"
+            f"try: main({args!r})\nexcept SystemExit: pass\n"
+            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, env=home, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_scripts_are_valid_shell() -> None:
+    root = Path(__file__).parent.parent
+    for name in ("scripts/chat", "scripts/test", "scripts/setup", "scripts/lint", ".ci/run"):
+        subprocess.run(["bash", "-n", root / name], check=True)
+        assert os.access(root / name, os.X_OK)

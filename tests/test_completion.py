@@ -1,0 +1,50 @@
+import argparse
+import shutil
+import subprocess
+
+import pytest
+
+from localrt.cli import build_parser, completion
+
+
+def _script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert completion.run(argparse.Namespace(shell=shell)) == 0
+    return capsys.readouterr().out
+
+
+def _commands() -> list[str]:
+    actions = build_parser()._actions
+    return list(next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices)
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_every_command_is_completed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script(shell, capsys)
+    for command in _commands():
+        assert command in script
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_the_shell_itself_accepts_the_script(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    script = _script(shell, capsys)
+    subprocess.run([shell, "-n"], input=script, text=True, check=True, capture_output=True)
+
+
+def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    script = _script("bash", capsys)
+
+    def complete(*words: str) -> set[str]:
+        function = script.rsplit("-F ", 1)[1].split()[0]
+        line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
+        run = f'{script}\n{line}\n{function}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", run], capture_output=True, text=True)
+        return {word.strip() for word in done.stdout.splitlines()}
+
+    assert complete("localrt", "do") == {"doctor"}
+    assert "--quick" in complete("localrt", "doctor", "--")

@@ -1,0 +1,89 @@
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localrt import hardware
+from localrt.cli import doctor
+
+ROOT = Path(__file__).parents[1]
+
+
+def _doctor(capsys: pytest.CaptureFixture[str], *, quick: bool = True, as_json: bool = True) -> Any:
+    assert doctor.run(argparse.Namespace(quick=quick, json=as_json)) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return json.loads(output.out) if as_json else output.out
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+
+
+def test_json_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _doctor(capsys)
+    assert report["machine"]["cpu"]["name"]
+    assert report["machine"]["disk"] is None
+    folders = {folder["what"]: folder for folder in report["folders"]}
+    assert folders["cache"]["path"] == str(tmp_path / "LOCALRT_CACHE")
+    assert folders["cache"]["writable"]
+    assert list(tmp_path.iterdir()) == []  # looking makes nothing
+
+
+def test_the_full_report_measures_and_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _doctor(capsys, quick=False)
+    assert report["machine"]["memory_read_bytes_s"] > 0
+    assert report["machine"]["disk"]["read_bytes_s"] > 0
+    assert list((tmp_path / "LOCALRT_CACHE").iterdir()) == []
+
+
+def test_missing_packages_say_how_to_get_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    text = _doctor(capsys, as_json=False)
+    assert "pip install 'localrt[llamacpp]'" in text
+    assert "pip install torch" in text
+    assert "localrt[gpu]" not in text  # there is no GPU here
+    monkeypatch.setattr(
+        hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("Imaginary 8000"),)
+    )
+    assert "localrt[gpu]" in _doctor(capsys, as_json=False)
+
+
+def test_a_cpu_build_of_torch_beside_a_gpu_is_pointed_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: "2.13.0+cpu")
+    monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("X"),))
+    assert any("CUDA build of torch" in line for line in _doctor(capsys)["advice"])
+
+
+def test_a_folder_that_is_a_file_is_not_writable_and_not_fatal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    monkeypatch.setenv("LOCALRT_CACHE", str(blocked))
+    report = _doctor(capsys, quick=False)
+    assert any("blocked is not writable" in line for line in report["advice"])
+    assert any("disk could not be measured" in line for line in report["advice"])
+
+
+def test_quick_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from localrt.cli import main; status = main(['doctor', '--quick']);"
+        "heavy = {'torch', 'numpy', 'transformers', 'llama_cpp', 'huggingface_hub', 'textual'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules); sys.exit(status)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)

@@ -1,0 +1,311 @@
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt.engine.types import Progress
+from localrt.errors import (
+    CancelledError,
+    CheckpointError,
+    ContextOverflowError,
+    LocalrtError,
+    MemoryBudgetError,
+    MissingExtraError,
+    OptionError,
+    UnsupportedModelError,
+)
+from tests.real_models import find_real_model, real_model
+
+pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+
+from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppSettings, LlamaCppTokenizer
+
+pytestmark = pytest.mark.llamacpp
+
+PROMPT = list(range(100, 130))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LlamaCppEngine]:
+    engine = LlamaCppEngine.load(real_model("smollm2"), threads=1)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engine: LlamaCppEngine) -> LlamaCppTokenizer:
+    return LlamaCppTokenizer(engine)
+
+
+def greedy(engine: LlamaCppEngine, prompt: list[int], count: int) -> list[int]:
+    session = engine.session(256)
+    try:
+        logits, tokens = session.extend(prompt), []
+        for _ in range(count):
+            tokens.append(int(np.argmax(logits)))
+            logits = session.extend(tokens[-1:])
+        return tokens
+    finally:
+        session.close()
+
+
+@pytest.mark.real
+def test_info_describes_the_model(engine: LlamaCppEngine) -> None:
+    info = engine.info
+    assert (info.engine, info.architecture, info.device) == ("llamacpp", "llama", "cpu")
+    assert (info.layers, info.vocab_size, info.context_length) == (30, 49152, 8192)
+    assert info.parameters == 134_515_008
+    assert info.format == "Q4_1"
+    assert 80e6 < info.weight_bytes < 100e6
+
+
+@pytest.mark.real
+def test_one_pass_and_token_by_token_agree(engine: LlamaCppEngine) -> None:
+    whole, single = engine.session(64), engine.session(64)
+    expected = whole.extend(PROMPT).copy()
+    for token in PROMPT:
+        logits = single.extend([token])
+    assert logits.shape == (49152,)
+    assert logits.dtype == np.float32
+    assert int(np.argmax(logits)) == int(np.argmax(expected))
+    np.testing.assert_allclose(logits, expected, atol=0.5)
+
+
+@pytest.mark.real
+def test_trim_forgets_exactly_the_rest(engine: LlamaCppEngine) -> None:
+    session = engine.session(64)
+    expected = session.extend(PROMPT).copy()
+    session.extend([5, 6, 7])
+    session.trim(len(PROMPT) - 1)
+    assert list(session.tokens) == PROMPT[:-1]
+    np.testing.assert_allclose(session.extend(PROMPT[-1:]), expected, atol=0.5)
+    session.trim(0)
+    assert len(session.tokens) == 0
+    np.testing.assert_array_equal(session.extend(PROMPT), expected)
+
+
+@pytest.mark.real
+def test_the_cache_grows_and_keeps_what_it_holds(engine: LlamaCppEngine) -> None:
+    grown = engine.session(2048)
+    assert grown.nbytes == 0
+    grown.extend([7] * 8)
+    small = grown.nbytes
+    assert 0 < small < 2048 * engine.kv_bytes_per_token
+    grown.extend(PROMPT)
+    before = grown.extend([1, 2, 3]).copy()
+    grown.trim(len(grown.tokens) - 3)
+    grown._grow(1500)
+    assert grown.nbytes > small
+    assert list(grown.tokens) == [7] * 8 + PROMPT
+    np.testing.assert_allclose(grown.extend([1, 2, 3]), before, atol=0.5)
+
+
+@pytest.mark.real
+def test_cancelling_between_and_within_passes_keeps_finished_chunks(engine: LlamaCppEngine) -> None:
+    session = engine.session(2048)
+    seen: list[int] = []
+    stop = threading.Event()
+
+    def check() -> None:
+        if stop.is_set():
+            raise CancelledError("cancelled")
+
+    def on_progress(done: int) -> None:
+        seen.append(done)
+        stop.set()
+
+    with pytest.raises(CancelledError):
+        session.extend([9] * 600, check=check, on_progress=on_progress)
+    assert seen == [512]
+    assert list(session.tokens) == [9] * 512
+
+    asked = 0
+
+    def check_in_the_middle() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 20:
+            raise CancelledError("cancelled")
+
+    with pytest.raises(CancelledError):
+        session.extend([9] * 100, check=check_in_the_middle)
+    assert len(session.tokens) == 512
+    # The half-done pass left nothing behind: the session goes on as if it had not been.
+    after = session.extend([3, 4]).copy()
+    fresh = engine.session(2048)
+    fresh.extend([9] * 512)
+    np.testing.assert_allclose(fresh.extend([3, 4]), after, atol=0.5)
+
+
+@pytest.mark.real
+def test_sessions_do_not_disturb_each_other(engine: LlamaCppEngine) -> None:
+    expected = greedy(engine, PROMPT, 12)
+    results: list[list[int]] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(greedy(engine, PROMPT, 12)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected, expected]
+
+
+@pytest.mark.real
+def test_a_full_session_and_bad_tokens_are_clear_errors(engine: LlamaCppEngine) -> None:
+    session = engine.session(4)
+    with pytest.raises(ContextOverflowError, match="5 tokens"):
+        session.extend([1] * 5)
+    for bad in ([], [-1], [49152]):
+        with pytest.raises(OptionError):
+            session.extend(bad)
+    with pytest.raises(MemoryBudgetError, match="ctx="):
+        engine.session(10**9)
+
+
+@pytest.mark.real
+def test_plain_and_repacked_weights_give_the_same_text(engine: LlamaCppEngine) -> None:
+    plain = LlamaCppEngine.load(
+        real_model("smollm2"), settings=LlamaCppSettings(repack=False, flash_attention=False)
+    )
+    try:
+        assert greedy(plain, PROMPT, 6) == greedy(engine, PROMPT, 6)
+    finally:
+        plain.close()
+
+
+@pytest.mark.real
+def test_load_reports_progress_and_can_be_cancelled() -> None:
+    seen: list[Progress] = []
+    LlamaCppEngine.load(real_model("smollm2"), progress=seen.append).close()
+    assert seen[-1].done == seen[-1].total == real_model("smollm2").stat().st_size
+
+    def cancel(_progress: Progress) -> None:
+        raise CancelledError("cancelled")
+
+    with pytest.raises(CancelledError):
+        LlamaCppEngine.load(real_model("smollm2"), progress=cancel)
+
+
+@pytest.mark.real
+def test_a_context_that_cannot_fit_fails_at_load() -> None:
+    with pytest.raises(MemoryBudgetError):
+        LlamaCppEngine.load(real_model("smollm2"), ctx=10**9)
+
+
+@pytest.mark.real
+def test_loading_and_running_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = LlamaCppEngine.load(real_model("smollm2"), threads=1)
+    greedy(engine, PROMPT, 2)
+    engine.close()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.real
+def test_closing_a_model_in_use_ends_its_sessions_with_an_error() -> None:
+    engine = LlamaCppEngine.load(real_model("smollm2"), threads=1)
+    session = engine.session(64)
+    logits = session.extend(PROMPT)
+    engine.close()
+    assert np.isfinite(logits).all()  # what was handed out stays readable
+    with pytest.raises(LocalrtError, match="closed"):
+        session.extend([1])
+    with pytest.raises(LocalrtError, match="closed"):
+        engine.session(64)
+    session.close()
+    session.close()
+    engine.close()
+
+
+@pytest.mark.real
+def test_a_device_it_cannot_use() -> None:
+    with pytest.raises(OptionError, match="tpu"):
+        LlamaCppEngine.load(real_model("smollm2"), device="tpu")
+
+
+def test_files_that_are_not_gguf_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedModelError, match="GGUF"):
+        LlamaCppEngine.load(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        LlamaCppEngine.load(tmp_path / "missing.gguf")
+    broken = tmp_path / "broken.gguf"
+    for content in (b"", b"GGUF", b"NOPE" * 100):
+        broken.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"cannot load broken\.gguf") as caught:
+            LlamaCppEngine.load(broken)
+        assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localrt.engine import llamacpp_library
+
+    monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'localrt\[llamacpp\]'"):
+        llamacpp_library.load_library.__wrapped__()
+
+
+TEXTS = [
+    "Hello, world!",
+    "  two  spaces\n\n\ttab",
+    "日本語 and emoji 👩‍🚀🎉",
+    "def f(x): return x**2",
+    "",
+]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_the_tokenizer(tokenizer: LlamaCppTokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text, add_special=False)
+    assert tokenizer.decode(tokens) == text
+    stream = tokenizer.detokenizer()
+    pieces = [stream.push(token) for token in tokens]
+    assert "".join(pieces) + stream.flush() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+
+
+@pytest.mark.real
+def test_special_tokens_are_text_unless_asked_for(tokenizer: LlamaCppTokenizer) -> None:
+    start = tokenizer.token_id("<|im_start|>")
+    end = tokenizer.token_id("<|im_end|>")
+    assert start is not None
+    assert {start, end} <= tokenizer.special_ids
+    assert end in tokenizer.eos_ids
+    assert tokenizer.token_text(start) == "<|im_start|>"
+    parsed = tokenizer.encode("<|im_start|>user", add_special=False, parse_special=True)
+    assert parsed[0] == start
+    assert start not in tokenizer.encode("<|im_start|>user", add_special=False)
+    assert tokenizer.decode(parsed) == "user"
+    assert tokenizer.decode(parsed, skip_special=False) == "<|im_start|>user"
+    assert tokenizer.token_bytes(start) == b"<|im_start|>"
+    assert tokenizer.token_id("no such token, surely") is None
+
+
+@pytest.mark.real
+def test_a_cut_character_is_held_back_and_then_replaced(tokenizer: LlamaCppTokenizer) -> None:
+    tokens = tokenizer.encode("👩‍🚀", add_special=False)
+    stream = tokenizer.detokenizer()
+    pieces = [stream.push(token) for token in tokens[:-1]]
+    assert "\ufffd" not in "".join(pieces)
+    assert stream.flush() == "\ufffd"
+
+
+@pytest.mark.real
+def test_sentencepiece_detokenizer_equals_decode() -> None:
+    path = find_real_model("gemma270m")
+    if path is None:
+        pytest.skip("real model gemma270m is not here")
+    engine = LlamaCppEngine.load(path, settings=LlamaCppSettings(repack=False))
+    tokenizer = LlamaCppTokenizer(engine)
+    for text in TEXTS:
+        tokens = tokenizer.encode(text)
+        stream = tokenizer.detokenizer()
+        joined = "".join(map(stream.push, tokens)) + stream.flush()
+        assert joined == tokenizer.decode(tokens) == text
+    assert tokenizer.bos_id == 2
+    engine.close()

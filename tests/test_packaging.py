@@ -1,0 +1,108 @@
+"""What an install holds, and that the numpy half of localrt works where torch is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
+
+
+def packages_on_disk() -> set[str]:
+    """Every folder that holds Python files, under the name it is imported by."""
+    names = set()
+    for room in ROOMS:
+        for init in (ROOT / room).rglob("*.py"):
+            parts = init.parent.relative_to(ROOT).parts
+            names.add(".".join(parts if parts[0] == "localrt" else ("localrt", *parts)))
+    return names
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(config["tool"]["setuptools"]["packages"]) == packages_on_disk()
+
+
+def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> None:
+    import ast
+
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            assert ast.get_docstring(tree), f"{path} has no docstring"
+
+
+@pytest.mark.timeout(600)
+def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("localrt-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"localrt"}
+    expected = {"localrt/py.typed"}
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*"):
+            if path.suffix in (".py", ".tcss"):
+                inside = path.relative_to(ROOT)
+                expected.add(str(inside if room == "localrt" else Path("localrt") / inside))
+    assert {name for name in names if name.startswith("localrt/")} == expected
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_a_bare_checkout_imports_without_being_installed(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
+        "import localrt.models.registry, localrt.quant.formats, localrt\n"
+        f"assert localrt.__file__.startswith({str(ROOT)!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # any import of it fails
+from pathlib import Path
+from contextlib import closing
+import numpy as np
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.chat_template import PlainTemplate, encode_messages, load_template
+from localrt.models.registry import read_config
+from localrt.models.tokenizers import load_tokenizer
+from localrt.quant.formats import unpack
+from localrt.engine.sampling import Sampling, distribution, draw
+from localrt.engine.loop import common_prefix
+import localrt.engine.native, localrt.engine.pool, localrt.offload.budget, localrt.chat, localrt.api
+
+with closing(open_checkpoint(Path(sys.argv[1]))) as checkpoint:
+    config = read_config(checkpoint)
+    name = next(iter(checkpoint.tensors))
+    assert unpack(checkpoint.read(name)).shape == checkpoint.tensors[name].shape
+    tokenizer = load_tokenizer(checkpoint)
+    template = load_template(checkpoint) or PlainTemplate()
+ids = encode_messages(tokenizer, template, [{"role": "user", "content": "hi"}])
+assert "hi" in tokenizer.decode(ids)
+logits = np.zeros(config.vocab_size, np.float32)
+assert 0 <= draw(distribution(logits, Sampling()), 0.5) < config.vocab_size
+import localrt
+try:
+    localrt.load(sys.argv[1])
+except localrt.MissingExtraError as error:
+    assert "torch" in str(error)
+else:
+    raise AssertionError("the torch implementation loaded without torch")
+"""
+
+
+def test_everything_above_the_compute_room_runs_without_torch(tiny_folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH, tiny_folder], check=True)

@@ -1,0 +1,179 @@
+"""Tokenizers from GGUF key-values, on vocabularies small enough to reason about."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.bytelevel import BYTE_TO_CHAR
+from localrt.models.tokenizers.gguf import gguf_tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
+
+
+def metadata(model: str, tokens: list[tuple[str, int]], **more: Any) -> dict[str, Any]:
+    return {
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.tokens": [text for text, _ in tokens],
+        "tokenizer.ggml.token_type": [kind for _, kind in tokens],
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }
+
+
+def byte_level(**more: Any) -> Tokenizer:
+    tokens = [(char, NORMAL) for char in BYTE_TO_CHAR]
+    tokens += [("he", NORMAL), ("ll", NORMAL), ("hell", NORMAL), ("Ġ<", NORMAL)]
+    tokens += [("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<tool>", USER)]
+    given = {"pre": "qwen2", "merges": ["h e", "l l", "he ll", "Ġ <"], "eos_token_id": 261} | more
+    return gguf_tokenizer(metadata("gpt2", tokens, **given))
+
+
+SPM_WORDS = ["▁", "h", "i", "▁h", "▁hi", "s", "<", ">", "<s", "▁▁", "a", "▁a"]
+
+
+def sentencepiece(**more: Any) -> Tokenizer:
+    tokens = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL)]
+    tokens += [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
+    tokens += [(word, NORMAL) for word in SPM_WORDS] + [("\n\n", USER), ("<end_of_turn>", CONTROL)]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(SPM_WORDS))] + [-1000.0] * 2
+    return gguf_tokenizer(metadata("llama", tokens, **({"scores": scores} | more)))
+
+
+def spelled(tokenizer: Tokenizer, text: str, **options: bool) -> list[str]:
+    return [tokenizer.token_text(token) for token in tokenizer.encode(text, **options)]
+
+
+def test_byte_level_merges_words_and_keeps_added_tokens_whole() -> None:
+    assert spelled(byte_level(), "hello<tool>h") == ["hell", "o", "<tool>", "h"]
+
+
+def test_sentencepiece_prefixes_a_space_after_bos_and_strips_it_again() -> None:
+    tokenizer = sentencepiece()
+    assert spelled(tokenizer, "hi hi") == ["<s>", "▁hi", "▁hi"]
+    assert tokenizer.decode(tokenizer.encode("hi hi")) == "hi hi"
+    assert tokenizer.decode(tokenizer.encode(" hi")) == " hi"
+
+
+def test_sentencepiece_without_prefix() -> None:
+    tokenizer = sentencepiece(add_space_prefix=False, add_bos_token=False)
+    assert spelled(tokenizer, "hi hi") == ["h", "i", "▁hi"]
+    assert tokenizer.decode(tokenizer.encode(" hi")) == " hi"
+
+
+def test_sentencepiece_falls_back_to_bytes_and_matches_user_defined_text() -> None:
+    tokenizer = sentencepiece(add_space_prefix=False)
+    assert spelled(tokenizer, "€\n\na", add_special=False) == [
+        "<0xE2>",
+        "<0x82>",
+        "<0xAC>",
+        "\n\n",
+        "a",
+    ]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_empty_text_has_no_tokens_but_those_around_it(make: Any) -> None:
+    tokenizer = make(add_bos_token=True, add_eos_token=True, bos_token_id=1)
+    assert tokenizer.encode("", add_special=False) == []
+    around = tokenizer.encode("")
+    assert (around[0], len(around)) == (1, 2)
+    assert around[1] in tokenizer.eos_ids
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_typed_control_tokens_stay_text_unless_parsed(make: Any) -> None:
+    tokenizer = make(add_bos_token=False, add_space_prefix=False)
+    for special in tokenizer.special_ids - {0}:
+        name = tokenizer.token_text(special)
+        typed = tokenizer.encode(f"a{name}b")
+        assert tokenizer.special_ids.isdisjoint(typed)
+        assert tokenizer.decode(typed) == f"a{name}b"
+        assert special in tokenizer.encode(f"a{name}b", parse_special=True)
+
+
+def test_a_merge_that_builds_a_control_token_does_not_let_text_reach_it() -> None:
+    tokens = [(char, NORMAL) for char in BYTE_TO_CHAR] + [("<s", NORMAL), ("<s>", CONTROL)]
+    tokenizer = gguf_tokenizer(metadata("gpt2", tokens, pre="bloom", merges=["< s", "<s >"]))
+    assert tokenizer.special_ids == {257}
+    assert 257 not in tokenizer.encode("<s>")
+    assert tokenizer.decode(tokenizer.encode("<s>")) == "<s>"
+    assert tokenizer.encode("<s>", parse_special=True) == [257]
+
+
+def test_phi3_role_tokens_take_the_whitespace_after_them() -> None:
+    tokens = [("<s>", CONTROL), ("<|user|>", CONTROL), ("▁", NORMAL), ("h", NORMAL), ("▁h", NORMAL)]
+    scores = [0.0, 0.0, -2.0, -3.0, -1.0]
+    given = metadata("llama", tokens, scores=scores, add_bos_token=False, eos_token_id=0)
+    tokenizer = gguf_tokenizer(given | {"general.architecture": "phi3"})
+    assert spelled(tokenizer, "<|user|>\n h", parse_special=True) == ["<|user|>", "▁h"]
+    assert spelled(tokenizer, "<s> h", parse_special=True) == ["<s>", "▁", "▁h"]
+
+
+def test_byte_tokens_are_not_reached_by_their_names() -> None:
+    tokenizer = sentencepiece(add_space_prefix=False)
+    assert tokenizer.decode(tokenizer.encode("<0x41>")) == "<0x41>"
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+@given(data=st.binary(max_size=12))
+def test_malformed_utf8_is_encoded_as_its_bytes(make: Any, data: bytes) -> None:
+    tokenizer = make(add_space_prefix=False, pre="gpt-2")
+    ids = tokenizer.encode(data.decode("utf-8", "surrogateescape"), add_special=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == data
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\udfff a", "a\ud83d\ude00", "\udcff\ud800"])
+def test_any_lone_surrogate_is_accepted(text: str) -> None:
+    assert byte_level().encode(text)
+    assert sentencepiece().encode(text)
+
+
+def test_ends_of_generation_come_from_ids_and_names() -> None:
+    assert byte_level(eos_token_id=3, eot_token_id=4).eos_ids == {3, 4, 261}
+    tokenizer = sentencepiece()
+    assert {tokenizer.token_text(token) for token in tokenizer.eos_ids} == {"</s>", "<end_of_turn>"}
+
+
+def test_harmony_end_of_message_does_not_end_the_turn() -> None:
+    tokens = [(char, NORMAL) for char in BYTE_TO_CHAR]
+    tokens += [(name, CONTROL) for name in ("<|end|>", "<|return|>", "<|call|>")]
+    tokenizer = gguf_tokenizer(metadata("gpt2", tokens, pre="gpt-4o", merges=[]))
+    assert {tokenizer.token_text(end) for end in tokenizer.eos_ids} == {"<|return|>", "<|call|>"}
+
+
+def test_ids_outside_the_vocabulary_stand_for_nothing() -> None:
+    tokenizer = byte_level()
+    assert tokenizer.decode([104, 10**6, -1]) == tokenizer.decode([104])
+    assert tokenizer.token_text(10**6) == ""
+
+
+def test_control_tokens_are_left_out_of_text_by_default() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("<|im_start|>he", parse_special=True)
+    assert tokenizer.decode(ids) == "he"
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>he"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({}, TokenizerError, "no tokenizer"),
+        ({"tokenizer.ggml.model": "t5"}, UnsupportedModelError, "known are gpt2, llama"),
+        (metadata("gpt2", [("a", 1)], pre="new-one", merges=[]), UnsupportedModelError, "qwen2"),
+        (metadata("gpt2", [("a", 1)]), TokenizerError, "merges is missing"),
+        (metadata("gpt2", [("a", 1)], merges=["ab"]), TokenizerError, "two pieces"),
+        (metadata("gpt2", [("a", 1)], merges=["x y"]), TokenizerError, "cannot be used"),
+        (metadata("llama", [("a", 1)], scores=[]), TokenizerError, "1 tokens but 0 scores"),
+        (metadata("llama", [("<0xZZ>", 6)], scores=[0.0]), TokenizerError, "malformed"),
+        (metadata("gpt2", [("a", 1)], token_type=[], merges=[]), TokenizerError, "0 token types"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_line(
+    given: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        gguf_tokenizer(given)
+    assert "\n" not in str(caught.value)

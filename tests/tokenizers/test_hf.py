@@ -1,0 +1,175 @@
+"""Hugging Face folders: as transformers reads them, on tokenizers trained here."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.models.tokenizers import load_tokenizer
+from localrt.models.tokenizers.base import Tokenizer
+from tests.tokenizers.varied_text import varied_strings
+
+SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>"]
+CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def folder_checkpoint(folder: Path) -> Any:
+    return SimpleNamespace(kind="safetensors", path=folder, generation_config={}, metadata={})
+
+
+def load(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder_checkpoint(folder))
+
+
+def byte_level() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        varied_strings(300, seed=1),
+        trainers.BpeTrainer(
+            vocab_size=700, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return backend
+
+
+def byte_fallback(prefixed: bool) -> Backend:
+    backend = Backend(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefixed:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = normalizers.Replace(" ", "▁")
+    names = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend.train_from_iterator(
+        [text for text in varied_strings(300, seed=1) if text.isascii()],
+        trainers.BpeTrainer(vocab_size=700, special_tokens=names, show_progress=False),
+    )
+    spec = json.loads(backend.to_str())  # bytes are ordinary pieces, not added tokens
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] in SPECIALS]
+    backend = Backend.from_str(json.dumps(spec))
+    backend.decoder = decoders.Sequence(steps)
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    return backend
+
+
+def save(folder: Path, backend: Backend, config: dict[str, Any] | None = None) -> Path:
+    backend.save(str(folder / "tokenizer.json"))
+    declared = CONFIG | {"tokenizer_class": "PreTrainedTokenizerFast"} | (config or {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(declared))
+    return folder
+
+
+BACKENDS = {
+    "byte-level": byte_level,
+    "prefixed": lambda: byte_fallback(prefixed=True),
+    "gemma-like": lambda: byte_fallback(prefixed=False),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(BACKENDS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(request.param), BACKENDS[request.param]())
+
+
+def test_agrees_with_transformers_on_varied_strings(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    ours = load(folder)
+    for text in varied_strings(1000):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text, parse_special=True) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special=False) == theirs.decode(ids)
+    assert ours.bos_id == theirs.bos_token_id
+    assert theirs.eos_token_id in ours.eos_ids
+    assert ours.special_ids == set(theirs.all_special_ids) | {ours.token_id("<|im_start|>")}
+
+
+def test_typed_control_tokens_stay_text(folder: Path) -> None:
+    tokenizer = load(folder)
+    for name in SPECIALS[1:]:
+        ids = tokenizer.encode(f"a {name} b", add_special=False)
+        assert tokenizer.special_ids.isdisjoint(ids)
+        assert tokenizer.decode(ids) == f"a {name} b"
+        assert tokenizer.token_id(name) in tokenizer.encode(name, parse_special=True)
+
+
+def test_streaming_equals_decoding_at_once(folder: Path) -> None:
+    tokenizer = load(folder)
+    for text in varied_strings(200, seed=2):
+        ids = tokenizer.encode(text)
+        stream = tokenizer.detokenizer()
+        assert "".join([*map(stream.push, ids), stream.flush()]) == tokenizer.decode(ids)
+
+
+def test_malformed_utf8_is_encoded_as_its_bytes(folder: Path) -> None:
+    tokenizer = load(folder)
+    ids = tokenizer.encode(b"a\xff\xfe\xe2\x82".decode("utf-8", "surrogateescape"))
+    assert b"".join(map(tokenizer.token_bytes, ids)).endswith(b"a\xff\xfe\xe2\x82")
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("with_post_processor", [True, False])
+def test_bos_and_eos_flags_count_as_in_transformers(
+    tmp_path: Path, flag: bool, with_post_processor: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    backend = byte_fallback(prefixed=False) if with_post_processor else byte_level()
+    save(tmp_path, backend, {"add_bos_token": flag, "add_eos_token": not flag})
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert load(tmp_path).encode("a") == theirs("a")["input_ids"]
+
+
+def test_generation_config_adds_ends(tmp_path: Path) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert load(tmp_path).eos_ids == {2, 3}
+
+
+def test_truncation_stored_in_the_file_is_ignored(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.enable_truncation(2)
+    save(tmp_path, backend)
+    assert len(load(tmp_path).encode("a 1 b 2 c 3")) > 2
+
+
+def test_no_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="only token_ids can be used"):
+        load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model": 1}', "[]"])
+def test_a_broken_tokenizer_is_one_clear_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match="cannot be read as a tokenizer") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_config_is_one_clear_line(tmp_path: Path) -> None:
+    save(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        load(tmp_path)
+
+
+def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.decoder = decoders.WordPiece()
+    save(tmp_path, backend)
+    with pytest.raises(UnsupportedModelError, match="known are ByteLevel"):
+        load(tmp_path)

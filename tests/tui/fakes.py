@@ -1,0 +1,190 @@
+"""A model and a chat with localrt's public face and no computation: the test decides every step."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from localrt.api import ModelInfo
+from localrt.engine.options import read_options
+from localrt.engine.types import Chunk, FinishReason, Metrics, Progress, ProgressCallback
+from localrt.errors import StorageError
+
+INFO = ModelInfo(
+    name="tiny-model",
+    path=Path("tiny-model.gguf"),
+    architecture="llama",
+    parameters=134_515_008,
+    layers=30,
+    vocab_size=49_152,
+    engine="native",
+    device="cpu",
+    format="q4_1",
+    weight_bytes=91_000_000,
+    context_length=8192,
+    ctx=8192,
+    has_chat_template=True,
+    exactness="bit-exact",
+)
+
+
+class FakeChat:
+    """Answers with ``model.answer``, piece by piece; waits for ``model.step`` where it is set."""
+
+    def __init__(self, model: FakeModel, system: str | None = None, **options: Any) -> None:
+        self.model = model
+        self.messages: list[dict[str, str]] = []
+        self.options: dict[str, Any] = {}
+        self.system = system
+        self.closed = False
+        self._cancel = threading.Event()
+        self.set(**options)
+
+    @property
+    def system(self) -> str | None:
+        if self.messages and self.messages[0]["role"] == "system":
+            return self.messages[0]["content"]
+        return None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        if self.system is not None:
+            del self.messages[0]
+        if text:
+            self.messages.insert(0, {"role": "system", "content": text})
+
+    def set(self, **options: Any) -> None:
+        changed = {**self.options, **options}
+        read_options(self.model.defaults, changed)
+        self.options = {name: value for name, value in changed.items() if value is not None}
+
+    def clear(self) -> None:
+        self.messages = [m for m in self.messages if m["role"] == "system"]
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def stream(
+        self, text: str, *, on_progress: ProgressCallback | None = None, **options: Any
+    ) -> Iterator[Chunk]:
+        self._cancel = threading.Event()
+        return self._answer(text, on_progress)
+
+    def _answer(self, text: str, on_progress: ProgressCallback | None) -> Iterator[Chunk]:
+        model = self.model
+        pieces: list[str] = []
+        prompt = sum(len(m["content"].split()) for m in self.messages) + len(text.split())
+        if on_progress is not None:
+            for done in model.prefill:
+                on_progress(Progress("prefill", done, 100, "tokens"))
+        if model.error is not None and not model.answer:
+            raise model.error
+        reason: FinishReason = model.finish_reason
+        for piece in model.answer:
+            while not self._cancel.is_set() and not model.steps.acquire(timeout=0.005):
+                pass
+            if self._cancel.is_set():
+                reason = "cancelled"
+                break
+            pieces.append(piece)
+            yield Chunk(piece, (0,), _metrics(prompt, len(pieces)))
+        if model.error is not None and reason != "cancelled":
+            raise model.error
+        self.messages += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "".join(pieces)},
+        ]
+        yield Chunk("", (), _metrics(prompt, len(pieces)), reason)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.messages), encoding="utf-8")
+
+
+def _metrics(prompt: int, completion: int) -> Metrics:
+    return Metrics(prompt_tokens=prompt, completion_tokens=completion, decode_tok_s=41.2)
+
+
+class FakeModel:
+    """What the test sets: the answer's pieces, an error, how many pieces may come (``steps``)."""
+
+    def __init__(self, answer: Sequence[str] = ("Hello", " there."), **info: Any) -> None:
+        from dataclasses import replace
+
+        self.info = replace(INFO, **info)
+        self.name = self.info.name
+        self.defaults: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
+        self.answer = list(answer)
+        self.error: Exception | None = None
+        self.finish_reason: FinishReason = "stop"
+        self.prefill: Sequence[int] = ()
+        self.steps = threading.Semaphore(1_000_000)
+        self.closed = False
+        self.chats: list[FakeChat] = []
+
+    def hold(self) -> None:
+        """From now on every piece waits for ``allow``."""
+        self.steps = threading.Semaphore(0)
+
+    def allow(self, pieces: int = 1) -> None:
+        self.steps.release(pieces)
+
+    @property
+    def last_chat(self) -> FakeChat:
+        return self.chats[-1]
+
+    def chat(self, system: str | None = None, **options: Any) -> FakeChat:
+        self.chats.append(FakeChat(self, system, **options))
+        return self.chats[-1]
+
+    def load_chat(self, path: str | Path) -> FakeChat:
+        try:
+            messages = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        chat = self.chat()
+        chat.messages = messages
+        return chat
+
+    def count(self, messages: Sequence[dict[str, str]]) -> int:
+        return sum(len(m["content"].split()) for m in messages)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeLoader:
+    """A ``load`` that reports ``steps`` and ends when the test says so."""
+
+    def __init__(
+        self,
+        model: FakeModel,
+        *,
+        held: bool = False,
+        error: Exception | None = None,
+        steps: Sequence[Progress] = (),
+    ) -> None:
+        self.model = model
+        self.error = error
+        self.steps = steps
+        self.gate = threading.Event()
+        if not held:
+            self.gate.set()
+
+    def __call__(self, progress: ProgressCallback) -> Any:
+        last = Progress("load", 0, None, "bytes")
+        for last in self.steps:
+            progress(last)
+        while not self.gate.wait(0.005):
+            progress(last)
+        if self.error is not None:
+            raise self.error
+        return self.model
+
+
+Load = Callable[[ProgressCallback], Any]

@@ -1,0 +1,218 @@
+"""Slash commands: how they are read, and what each does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from localrt.tui import ChatApp
+from localrt.tui.commands import COMMANDS, Command, completion, help_text, matching, read_line
+from localrt.tui.footer import Phase
+from tests.tui import screen
+from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.fakes import FakeLoader, FakeModel
+
+
+def idle(app: ChatApp) -> bool:
+    return screen.phase(app) is Phase.READY
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("hello /set", "hello /set"),
+        ("//etc/hosts", "/etc/hosts"),
+        ("/help", Command("help", "")),
+        ("/SET  temperature   0.2 ", Command("set", "temperature   0.2")),
+        ("/system Be brief.\nBe kind.", Command("system", "Be brief.\nBe kind.")),
+        ("/", Command("", "")),
+        ("/ ", Command("", "")),
+    ],
+)
+def test_reading(typed: str, read: Command | str) -> None:
+    assert read_line(typed) == read
+
+
+def test_matching_and_completion() -> None:
+    assert len(matching("/")) == len(COMMANDS)
+    assert [entry.name for entry in matching("/s")] == ["system", "set", "save"]
+    assert [entry.name for entry in matching("/save a/b")] == ["save"]
+    assert matching("//s") == matching("s") == matching("/x") == ()
+    assert completion("/cl") == "ear"
+    assert completion("/lo") == "ad "
+    assert completion("/clear") == completion("/") == completion("/set ") == ""
+
+
+def test_help_fits_a_terminal_and_names_everything() -> None:
+    text = help_text()
+    assert all(entry.usage in text for entry in COMMANDS)
+    assert max(map(len, text.splitlines())) <= 56
+
+
+async def test_help_and_an_unknown_command(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model, held=True))
+    async with app.run_test(size=SIZE) as pilot:
+        await screen.say(pilot, "/help")
+        assert help_text() in screen.notices(app)
+        await screen.say(pilot, "/tmp/file is what?")
+        assert screen.notices(app, "error")[0].startswith("No command /tmp/file: /help")
+        assert screen.users(app) == []
+
+
+async def test_a_double_slash_sends_a_slash(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "//etc is what?")
+        assert screen.users(app) == ["/etc is what?"]
+
+
+async def test_clear(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model), system="Be brief.")
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        await screen.say(pilot, "/clear")
+        await until(pilot, lambda: not screen.users(app))
+        assert screen.answers(app) == []
+        assert model.last_chat.messages == [{"role": "system", "content": "Be brief."}]
+        assert "0/8.2k" in screen.footer(app)
+
+
+async def test_system(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "/system")
+        assert screen.notices(app)[-1] == "No system prompt: /system TEXT sets one"
+        await screen.say(pilot, "/system Be brief.\nBe kind.")
+        assert model.last_chat.system == "Be brief.\nBe kind."
+        await screen.say(pilot, "/system")
+        assert (
+            screen.notices(app)[-1]
+            == "System prompt (/system none removes it): Be brief.\nBe kind."
+        )
+        await screen.say(pilot, "/system none")
+        assert model.last_chat.system is None
+
+
+async def test_set(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "/set max-tokens 40")
+        await screen.say(pilot, "/set stop 5")
+        await screen.say(pilot, "/set ignore_eos true")
+        assert model.last_chat.options == {"max_tokens": 40, "stop": "5", "ignore_eos": True}
+        await screen.say(pilot, "/set")
+        listing = screen.notices(app)[-1].splitlines()
+        assert "max_tokens   40" in listing
+        assert "temperature  0.2  (default)" in listing
+        await screen.say(pilot, "/set max_tokens none")
+        await screen.say(pilot, "/set stop none")
+        assert model.last_chat.options == {"ignore_eos": True}
+        assert screen.notices(app, "error") == []
+
+
+@pytest.mark.parametrize("line", ["/set temperature -1", "/set tempertaure 1", "/set top_p"])
+async def test_set_refuses_what_makes_no_sense(model: FakeModel, line: str) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, line)
+        assert len(screen.notices(app, "error")) == 1
+        assert model.last_chat.options == {}
+
+
+async def test_save_and_load(model: FakeModel, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        await screen.say(pilot, f"/save {path}")
+        await until(pilot, path.exists)
+        await screen.say(pilot, "/clear")
+        await screen.say(pilot, f"/load {path}")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."])
+        assert screen.users(app) == ["Hi"]
+        assert "3/8.2k" in screen.footer(app)
+        await screen.say(pilot, "again")
+        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
+        await screen.say(pilot, "/save")  # its own file: no question
+        await until(pilot, lambda: len(json.loads(path.read_text())) == 4)
+        assert screen.notices(app, "error") == []
+    assert model.chats[0].closed
+
+
+async def test_save_asks_before_it_replaces_another_file(model: FakeModel, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, f"/save {path}")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert path.read_text() == "mine"
+        await screen.say(pilot, f"/save {path}")
+        await until(pilot, lambda: path.read_text() == "[]")
+
+
+async def test_save_without_a_path_names_the_file(
+    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "/save")
+        await until(pilot, lambda: list(tmp_path.glob("localrt-chat-*.json")))
+
+
+@pytest.mark.parametrize("line", ["/load nowhere/chat.json", "/load"])
+async def test_load_of_nothing_changes_nothing(model: FakeModel, line: str) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        await screen.say(pilot, line)
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert screen.users(app) == ["Hi"]
+
+
+async def test_commands_wait_for_the_model(model: FakeModel) -> None:
+    model.hold()
+    loader = FakeLoader(model, held=True)
+    app = app_for(loader)
+    async with app.run_test(size=SIZE) as pilot:
+        await screen.say(pilot, "/clear")
+        assert "still loading" in screen.notices(app, "error")[-1]
+        loader.gate.set()
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await screen.say(pilot, "/clear")
+        assert "Esc stops it" in screen.notices(app, "error")[-1]
+
+
+async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps([{"role": "user", "content": "Hi"}]))
+    app = app_for(FakeLoader(model), chat_path=path, system="Be brief.", options={"seed": 1})
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: screen.users(app) == ["Hi"])
+        assert model.last_chat.system == "Be brief."
+        assert model.last_chat.options == {"seed": 1}
+
+
+async def test_a_saved_chat_that_is_missing_is_a_line(model: FakeModel, tmp_path: Path) -> None:
+    app = app_for(FakeLoader(model), chat_path=tmp_path / "none.json")
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert "none.json" in screen.notices(app, "error")[0]
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."])

@@ -1,0 +1,152 @@
+"""Keys of the composer, and when the conversation follows new text."""
+
+from __future__ import annotations
+
+import pytest
+from textual.events import Paste
+
+from localrt.tui import ChatApp
+from localrt.tui.footer import Phase
+from tests.tui import screen
+from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.fakes import FakeLoader, FakeModel
+
+
+def idle(app: ChatApp) -> bool:
+    return screen.phase(app) is Phase.READY
+
+
+@pytest.mark.parametrize("key", ["ctrl+j", "shift+enter", "alt+enter"])
+async def test_newline_keys(model: FakeModel, key: str) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press("a", key, "b")
+        assert screen.composer(app).text == "a\nb"
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.users(app) == ["a\nb"])
+
+
+async def test_blank_text_is_not_sent(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press("enter", "space", "enter")
+        assert screen.users(app) == []
+
+
+async def test_grows_to_eight_lines(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        heights = []
+        for lines in (1, 4, 8, 30):
+            screen.composer(app).put("\n".join(["x"] * lines))
+            await pilot.pause()
+            heights.append(screen.composer(app).content_size.height)
+        assert heights == [1, 4, 8, 8]
+
+
+async def test_up_and_down_walk_the_history(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        for text in ("first", "second\nline", "second\nline"):
+            await screen.say(pilot, text)
+        composer = screen.composer(app)
+        await pilot.press(*"draft", "up")
+        assert composer.text == "second\nline"
+        await pilot.press("up")
+        assert composer.text == "first"
+        await pilot.press("up")
+        assert composer.text == "first"
+        await pilot.press("down")
+        assert composer.text == "second\nline"
+        await pilot.press("up", "up")  # up moves inside the text first
+        assert composer.text == "first"
+        await pilot.press("down", "down")
+        assert composer.text == "draft"
+
+
+async def test_commands_are_completed(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press("/")
+        assert "/help" in screen.hint(app)
+        await pilot.press("s", "e")
+        assert screen.composer(app).suggestion == "t "
+        assert screen.hint(app).startswith("/set [NAME VALUE]  list or set")
+        await pilot.press("tab")
+        assert screen.composer(app).text == "/set "
+        assert screen.hint(app).startswith("/set [NAME VALUE]")
+
+
+async def test_pasted_lines_are_not_sent(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        app.post_message(Paste("one\ntwo\n"))
+        await pilot.pause()
+        assert screen.composer(app).text == "one\ntwo\n"
+        assert screen.users(app) == []
+
+
+# -- following -------------------------------------------------------------------------------------
+
+
+async def test_the_view_follows_only_at_the_bottom() -> None:
+    model = FakeModel([f"line {n}\n\n" for n in range(200)])
+    model.hold()
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        view = screen.conversation(app)
+        model.allow(50)
+        await until(pilot, lambda: "line 49" in screen.answers(app)[0])
+        await until(pilot, lambda: view.follows)
+        assert view.max_scroll_y > 50
+
+        await pilot.press("pageup")
+        place = view.scroll_y
+        assert place < view.max_scroll_y
+        model.allow(50)
+        await until(pilot, lambda: "line 99" in screen.answers(app)[0])
+        assert view.scroll_y == place
+        assert screen.hint(app) == "More below: Ctrl+End"
+
+        await pilot.press("ctrl+end")
+        model.allow(50)
+        await until(pilot, lambda: "line 149" in screen.answers(app)[0])
+        await until(pilot, lambda: view.follows)
+        assert screen.hint(app) == ""
+
+
+async def test_sending_goes_to_the_bottom(model: FakeModel) -> None:
+    model.answer = ["word\n\n"] * 60
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        view = screen.conversation(app)
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: idle(app) and view.max_scroll_y > 20)
+        await pilot.press("ctrl+home")
+        assert view.scroll_y == 0
+        await screen.say(pilot, "more")
+        await until(pilot, lambda: idle(app) and len(screen.answers(app)) == 2)
+        assert view.follows
+
+
+async def test_short_conversations_start_at_the_top(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."])
+        screen.composer(app).put("\n" * 7)
+        await pilot.pause()
+        screen.composer(app).put("")
+        await pilot.pause()
+        assert screen.conversation(app).scroll_y == 0
+        assert screen.conversation(app).children[0].region.y == 1

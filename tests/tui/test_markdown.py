@@ -1,0 +1,179 @@
+"""Markdown as lines: however an answer is cut into pieces, the same lines come out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.color import Color
+from rich.style import Style
+
+from localrt.tui.markdown import Look, MarkdownLines
+
+LOOK = Look(
+    dark=True,
+    heading=Style(bold=True),
+    code=Style(bold=True),
+    code_block=Style(bgcolor="#202020"),
+    quote=Style(italic=True),
+    link=Style(underline=True),
+    muted=Style(dim=True),
+)
+
+DOCUMENT = """# Title
+
+Some **bold** text, `code` and a [link](http://example.org):
+
+- one
+- two with *em*
+  - nested
+
+1. first
+2. second
+
+```python
+def f(x):
+
+    return x + 1
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> quoted
+> twice
+
+Roses are red
+violets are <b>blue</b> ![a cat](cat.png)
+
+---
+
+The end."""
+
+DRAWN = """\
+Title
+
+Some bold text, code and a link:
+
+ • one
+ • two with em
+    • nested
+
+ 1 first
+ 2 second
+
+ def f(x):
+
+     return x + 1
+
+ a  b
+ ────
+ 1  2
+
+▌ quoted
+▌ twice
+
+Roses are red
+violets are <b>blue</b> [image: a cat]
+
+────────────────────────────────────────
+
+The end."""
+
+
+def drawn(lines: MarkdownLines) -> str:
+    return "\n".join(line.text.rstrip() for line in lines.lines)
+
+
+def whole(source: str, width: int = 40) -> str:
+    lines = MarkdownLines(LOOK, width)
+    lines.append(source)
+    lines.finish()
+    return drawn(lines)
+
+
+def test_every_kind_of_block() -> None:
+    assert whole(DOCUMENT) == DRAWN
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
+    chance = random.Random(seed)
+    lines = MarkdownLines(LOOK, 40)
+    place = 0
+    while place < len(DOCUMENT):
+        size = chance.randint(1, 7)
+        lines.append(DOCUMENT[place : place + size])
+        place += size
+    assert drawn(lines) == DRAWN  # even before finish
+    lines.finish()
+    assert drawn(lines) == DRAWN
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(
+            [
+                "a",
+                " ",
+                "\n",
+                "\n\n",
+                "- ",
+                "1. ",
+                "2",
+                "```",
+                "    ",
+                "> ",
+                "|",
+                "---",
+                "*",
+                "`",
+                "#",
+            ]
+        ),
+        max_size=40,
+    )
+)
+def test_any_text_can_be_streamed(pieces: list[str]) -> None:
+    lines = MarkdownLines(LOOK, 40)
+    for piece in pieces:
+        before = [line.text for line in lines.lines]
+        first = lines.append(piece)
+        assert [line.text for line in lines.lines[:first]] == before[:first]
+    lines.finish()
+    assert drawn(lines) == whole("".join(pieces))
+
+
+@pytest.mark.parametrize(
+    ("opening", "line"),
+    [("```python\n", "x = 1\n"), ("", "- an item\n"), ("", "7. an item\n")],
+)
+def test_long_blocks_are_closed_in_slices(opening: str, line: str) -> None:
+    lines = MarkdownLines(LOOK, 40)
+    lines.append(opening)
+    changed = [lines.append(line) for _ in range(200)]
+    assert changed[-1] > 100  # the first lines are no longer touched
+    assert len(lines.lines) == 200
+    streamed = drawn(lines)
+    lines.finish()
+    assert [row.split() for row in streamed.splitlines()] == [
+        row.split() for row in drawn(lines).splitlines()
+    ]
+
+
+def test_lines_wrap_at_the_width() -> None:
+    text = whole("word " * 50 + "\n\n```\n" + "x" * 90 + "\n```", width=30)
+    assert max(map(len, text.splitlines())) <= 30
+    assert text.count("x") == 90
+
+
+def test_code_has_its_background_to_the_edge() -> None:
+    lines = MarkdownLines(LOOK, 40)
+    lines.append("```\na\n```")
+    [row] = lines.lines
+    assert row.cell_length == 40
+    assert {s.style.bgcolor for s in row if s.style} == {Color.parse("#202020")}

@@ -1,0 +1,143 @@
+"""The parts that need no app: footer, loading line, numbers, pace, threads."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from localrt.engine.types import Progress
+from localrt.errors import CancelledError
+from localrt.tui.footer import Phase, Status, footer_line
+from localrt.tui.loading import loading_line
+from localrt.tui.pace import Pace
+from localrt.tui.text import clean, human_bytes, human_count, human_rate, one_line
+from localrt.tui.work import Generation, Loading
+from tests.tui.fakes import FakeLoader, FakeModel
+
+STATUS = Status(
+    model="SmolLM2-135M-Instruct",
+    engine="native q4_1",
+    phase=Phase.GENERATING,
+    rate=41.2,
+    used=312,
+    ctx=8192,
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "dropped"),
+    [
+        (100, ["SmolLM2", "native q4_1", "generating", "41.2 tok/s", "312/8.2k", "Esc"], []),
+        (60, ["SmolLM2", "generating", "41.2 tok/s"], ["Esc", "q4_1"]),
+        (40, ["SmolLM2", "generating"], ["tok/s", "8.2k"]),
+        (12, ["generating"], ["SmolLM2"]),
+    ],
+)
+def test_the_footer_drops_the_less_important(
+    width: int, shown: list[str], dropped: list[str]
+) -> None:
+    line = footer_line(STATUS, width).plain
+    assert all(part in line for part in shown)
+    assert not any(part in line for part in dropped)
+    assert len(line) <= max(width, len(" generating "))
+
+
+@pytest.mark.parametrize("width", [30, 60, 100])
+def test_the_loading_line_fits(width: int) -> None:
+    progress = Progress("download", 1_500_000_000, 4_000_000_000, "bytes", "model-00001-of-00002")
+    line = loading_line(progress, width).plain
+    assert line.startswith("Downloading")
+    assert "38%" in line
+    assert ("1.5 GB of 4.0 GB" in line) == (width > 30)
+    assert ("model-00001" in line) == (width == 100)
+    assert len(line) <= width
+
+
+def test_the_loading_line_without_a_total() -> None:
+    assert loading_line(None, 60).plain.startswith("Opening")
+    assert "12 layers" in loading_line(Progress("load", 12, None, "layers"), 60).plain
+    assert "100%" in loading_line(Progress("load", 9, 8, "layers"), 60).plain
+
+
+def test_numbers() -> None:
+    assert [human_bytes(n) for n in (512, 97_000_000, 4_700_000_000)] == [
+        "512 B",
+        "97 MB",
+        "4.7 GB",
+    ]
+    assert [human_count(n) for n in (0, 312, 8192, 131_072, 7_600_000_000)] == [
+        "0",
+        "312",
+        "8.2k",
+        "131k",
+        "7.6B",
+    ]
+    assert [human_rate(r) for r in (0.456, 44.32, 1156.0)] == ["0.46", "44.3", "1156"]
+
+
+def test_safe_text() -> None:
+    assert clean("a\tb\r\nc\x1b[2J\x7f\x9b") == "a\tb\nc\ufffd[2J\ufffd\ufffd"
+    assert one_line(ValueError("\nfirst\nsecond")) == "first"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
+    wall = cpu = 0.0
+    pace = Pace(wall=lambda: wall, cpu=lambda: cpu)
+    assert pace.due()
+    cpu += 0.02  # a drawing that took 20 ms ...
+    wall += 0.1
+    assert not pace.due()
+    wall += 0.11  # ... allows the next after 200 ms
+    assert pace.due()
+    cpu += 30  # however dear, a second is the longest wait
+    wall += 1.01
+    assert pace.due()
+
+
+def test_an_abandoned_load_ends_and_frees_the_model() -> None:
+    model = FakeModel()
+    loader = FakeLoader(model, held=True)
+    loading = Loading(loader)
+    loading.start()
+    loading.abandon()
+    assert loading.join(5)
+    assert isinstance(loading.error, CancelledError)
+
+    late = Loading(lambda progress: model)  # type: ignore[arg-type, return-value]
+    late.abandon()
+    late.start()
+    assert late.join(5)
+    assert model.closed
+    assert late.model is None
+
+
+def test_a_cancel_before_the_first_token_is_not_lost() -> None:
+    model = FakeModel()
+    model.hold()
+    model.prefill = (10, 20, 30)
+    generation = Generation(model.chat(), "Hi")  # type: ignore[arg-type]
+    generation.cancel()
+    generation.start()
+    assert generation.join(5)
+    news = generation.take()
+    assert news.done
+    assert news.finish_reason == "cancelled"
+
+
+def test_the_news_are_taken_once() -> None:
+    model = FakeModel()
+    generation = Generation(model.chat(), "Hi")  # type: ignore[arg-type]
+    generation.start()
+    text = ""
+    deadline = time.monotonic() + 10
+    while True:
+        news = generation.take()
+        text += news.text
+        if news.done:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert text == "Hello there."
+    assert generation.take().text == ""

@@ -1,0 +1,131 @@
+"""The last line of the screen: model, state, speed, context, keys.
+
+On a narrow terminal the less important parts go first. Knows numbers, not where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from localrt.tui.text import human_count, human_rate
+
+__all__ = ["Footer", "Phase", "Status", "footer_line"]
+
+_GAP = " · "
+_FAINT = "$foreground 60%"
+
+
+class Phase(StrEnum):
+    """What the model is doing."""
+
+    LOADING = "loading"
+    READY = "ready"
+    PREFILL = "prefill"
+    GENERATING = "generating"
+    FAILED = "failed"
+
+
+_KEYS = {
+    Phase.LOADING: "Ctrl+Q quit",
+    Phase.READY: "/help",
+    Phase.PREFILL: "Esc stop",
+    Phase.GENERATING: "Esc stop",
+    Phase.FAILED: "Enter quit",
+}
+_COLORS = {
+    Phase.LOADING: "$text-warning",
+    Phase.READY: "$text-success",
+    Phase.PREFILL: "$text-accent",
+    Phase.GENERATING: "$text-accent",
+    Phase.FAILED: "$text-error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the footer shows. Percent of the prefill, tokens per second, tokens of the context."""
+
+    model: str = ""
+    engine: str = ""
+    phase: Phase = Phase.LOADING
+    percent: int | None = None
+    rate: float | None = None
+    used: int = 0
+    ctx: int | None = None
+
+    @property
+    def state(self) -> str:
+        """``prefill 43 %``, ``generating``."""
+        return self.phase if self.percent is None else f"{self.phase} {self.percent} %"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    text: str
+    style: str
+    rank: int  # the highest goes first when there is no room
+
+
+class Footer(Widget):
+    """One line; assign ``status`` to change it."""
+
+    status: reactive[Status] = reactive(Status())
+
+    def render(self) -> Content:
+        """The line at the present width."""
+        return footer_line(self.status, self.size.width)
+
+
+def footer_line(status: Status, width: int) -> Content:
+    """The status in ``width`` columns."""
+    rate = "" if status.rate is None else f"{human_rate(status.rate)} tok/s"
+    context = ""
+    if status.ctx is not None:
+        context = f"{human_count(status.used)}/{human_count(status.ctx)}"
+    left, right = _fitting(
+        [
+            _Part(status.model, "bold", 1),
+            _Part(status.engine, _FAINT, 4),
+            _Part(status.state, _COLORS[status.phase], 0),
+        ],
+        [
+            _Part(rate, "$foreground", 2),
+            _Part(context, _FAINT, 3),
+            _Part(_KEYS[status.phase], _FAINT, 5),
+        ],
+        width - 2,
+    )
+    line_left, line_right = _joined(left), _joined(right)
+    gap = max(width - 2 - line_left.cell_length - line_right.cell_length, 0)
+    return Content.assemble(" ", line_left, " " * gap, line_right, " ")
+
+
+def _joined(parts: Sequence[_Part]) -> Content:
+    pieces: list[Content | tuple[str, str]] = []
+    for part in parts:
+        if pieces:
+            pieces.append((_GAP, _FAINT))
+        pieces.append((part.text, part.style))
+    return Content.assemble(*pieces)
+
+
+def _fitting(left: Sequence[_Part], right: Sequence[_Part], width: int) -> tuple[list[_Part], ...]:
+    """The parts of both sides that fit ``width`` columns, least important ones dropped."""
+    sides = ([part for part in left if part.text], [part for part in right if part.text])
+    while True:
+        parts = [*sides[0], *sides[1]]
+        need = sum(Content(part.text).cell_length for part in parts)
+        need += len(_GAP) * sum(max(len(side) - 1, 0) for side in sides) + 2 * bool(sides[1])
+        if need <= width or len(parts) <= 1:
+            return sides
+        last = max(parts, key=lambda part: part.rank)
+        for side in sides:
+            if last in side:
+                side.remove(last)
+                break

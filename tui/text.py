@@ -1,0 +1,58 @@
+"""Small words of the app: safe text, sizes, counts and rates as a person reads them.
+
+Knows no widget and no model. Text from a model, a file or the clipboard passes `clean` before it
+reaches the terminal: a control sequence in it must be seen, never obeyed.
+"""
+
+from __future__ import annotations
+
+__all__ = ["clean", "human_bytes", "human_count", "human_rate", "one_line"]
+
+_KEPT = "\n\t"
+_CONTROL = {
+    code: "\N{REPLACEMENT CHARACTER}"
+    for code in (*range(0x20), 0x7F, *range(0x80, 0xA0))
+    if chr(code) not in _KEPT
+}
+_CONTROL[ord("\r")] = ""
+
+
+def clean(text: str) -> str:
+    """The text with every control character but newline and tab made harmless."""
+    return text.translate(_CONTROL)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's type when it has none."""
+    lines = clean(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def human_bytes(count: int) -> str:
+    """``"512 B"``, ``"138 MB"``, ``"4.7 GB"``: powers of 1000, as sizes of files are given."""
+    value = float(count)
+    unit = "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    digits = 1 if value < 9.95 and unit != "B" else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def human_count(count: int) -> str:
+    """A count of tokens or parameters: ``"312"``, ``"8.2k"``, ``"135M"``."""
+    value = float(count)
+    unit = ""
+    for unit in ("", "k", "M", "B"):
+        if value < 999.5 or unit == "B":
+            break
+        value /= 1000
+    digits = 1 if value < 9.95 and unit else 0
+    return f"{value:.{digits}f}{unit}"
+
+
+def human_rate(rate: float) -> str:
+    """A rate with about three digits: ``"1156"``, ``"44.3"``, ``"0.46"``."""
+    digits = 0 if rate >= 100 else 1 if rate >= 10 else 2
+    return f"{rate:.{digits}f}"

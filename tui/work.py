@@ -1,0 +1,152 @@
+"""The two things that take time, each in its own thread: loading the model, and one answer.
+
+The threads only fill these objects; the app looks at them when it draws. So the model never waits
+for the screen, the screen never waits for the model, and quitting never waits for either: the
+threads are daemons, told to stop and given a moment. Knows no widget.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localrt.errors import CancelledError
+
+if TYPE_CHECKING:
+    from localrt import Chat, Metrics, Model
+    from localrt.engine.types import FinishReason, Progress, ProgressCallback
+
+__all__ = ["Generation", "Loading", "News"]
+
+
+class Loading:
+    """Calls ``load`` in a thread. ``progress`` is the latest; ``done`` says that it ended."""
+
+    def __init__(self, load: Callable[[ProgressCallback], Model]) -> None:
+        self.progress: Progress | None = None
+        self.model: Model | None = None
+        self.error: Exception | None = None
+        self._load = load
+        self._abandoned = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="localrt-load", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether ``model`` or ``error`` is set."""
+        return self.model is not None or self.error is not None
+
+    def abandon(self) -> None:
+        """Nobody wants the model any more: the work ends at its next step."""
+        self._abandoned.set()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the thread; whether it ended."""
+        return _join(self._thread, seconds)
+
+    def _run(self) -> None:
+        try:
+            model = self._load(self._on_progress)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
+            self.error = error
+            return
+        if self._abandoned.is_set():
+            model.close()
+        else:
+            self.model = model
+
+    def _on_progress(self, progress: Progress) -> None:
+        if self._abandoned.is_set():
+            raise CancelledError("loading was cancelled")
+        self.progress = progress
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What came since the last look. ``done`` is true once, with the last of it."""
+
+    text: str
+    metrics: Metrics | None
+    prefill: Progress | None
+    finish_reason: FinishReason | None
+    error: Exception | None
+    done: bool
+
+
+class Generation:
+    """Streams one answer of ``chat`` in a thread."""
+
+    def __init__(self, chat: Chat, text: str) -> None:
+        self._chat = chat
+        self._text = text
+        self._lock = threading.Lock()
+        self._pieces: list[str] = []
+        self._metrics: Metrics | None = None
+        self._prefill: Progress | None = None
+        self._finish_reason: FinishReason | None = None
+        self._error: Exception | None = None
+        self._done = False
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="localrt-answer", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended: the next ``take`` has the last of it."""
+        return self._done
+
+    def cancel(self) -> None:
+        """Stop soon; the text so far stays in the chat."""
+        self._cancelled.set()
+        self._chat.cancel()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the thread; whether it ended."""
+        return _join(self._thread, seconds)
+
+    def take(self) -> News:
+        """Everything new since the last call."""
+        with self._lock:
+            text = "".join(self._pieces)
+            self._pieces.clear()
+            return News(
+                text, self._metrics, self._prefill, self._finish_reason, self._error, self._done
+            )
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            for chunk in self._chat.stream(self._text, on_progress=self._on_progress):
+                with self._lock:
+                    self._pieces.append(chunk.text)
+                    self._metrics = chunk.metrics
+                    self._finish_reason = chunk.finish_reason
+                self._cancel_again()
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the app shows it
+            error = caught
+        with self._lock:
+            self._error = error
+            self._done = True
+
+    def _on_progress(self, progress: Progress) -> None:
+        self._prefill = progress
+        self._cancel_again()
+
+    def _cancel_again(self) -> None:
+        # A cancel that came before the chat had begun to answer did not reach it.
+        if self._cancelled.is_set():
+            self._chat.cancel()
+
+
+def _join(thread: threading.Thread, seconds: float) -> bool:
+    if thread.ident is not None:
+        thread.join(seconds)
+    return not thread.is_alive()
