@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from localrt.errors import CancelledError, CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.quant.ops.protocol import Batch, Span
@@ -154,6 +155,21 @@ def test_an_unknown_architecture_lists_what_is_known(tmp_path: Path) -> None:
         pytest.raises(UnsupportedModelError, match=r"BertForMaskedLM.*gemma3, llama, phi3"),
     ):
         read_config(checkpoint)
+
+
+def test_a_gemma3_config_may_leave_out_its_defaults() -> None:
+    """As the published multimodal ones do: their text_config names five keys."""
+    raw = SimpleNamespace(
+        architecture="Gemma3ForConditionalGeneration",
+        kind="safetensors",
+        path=Path("gemma"),
+        tensors={},
+        config={"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240},
+    )
+    config = read_config(cast(Checkpoint, raw))
+    assert config.vocab_size == 262_208
+    assert config.attention[0].heads == 8
+    assert [spec.window for spec in config.attention[:6]] == [4096] * 5 + [None]
 
 
 def test_every_registered_name_has_its_file() -> None:
