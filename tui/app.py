@@ -8,7 +8,6 @@ threads on a timer; it computes nothing itself and knows localrt's public API on
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +20,16 @@ from textual.timer import Timer
 from textual.widgets import Static, TextArea
 
 from localrt.errors import LocalrtError
-from localrt.tui.answer import Answer
-from localrt.tui.commands import Command, help_text, matching, read_line
+from localrt.tui.commands import Command, as_typed, help_text, hint, read_line
 from localrt.tui.composer import Composer
-from localrt.tui.conversation import Conversation, Kind, UserTurn
+from localrt.tui.conversation import Conversation, Kind
 from localrt.tui.footer import Footer, Phase, Status
 from localrt.tui.loading import LoadingLine
-from localrt.tui.pace import FRAME_SECONDS, Pace
+from localrt.tui.pace import FRAME_SECONDS
 from localrt.tui.session import Session
 from localrt.tui.text import one_line
-from localrt.tui.work import Generation, Loading, News
+from localrt.tui.turns import Turns, explained
+from localrt.tui.work import Loading, News
 
 if TYPE_CHECKING:
     from localrt import Model
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["ChatApp", "run_chat"]
 
 _CONFIRM_SECONDS = 2.0  # in which a second Ctrl+C quits
-_GOODBYE_SECONDS = 3.0  # that a thread gets to end when the app does
+_GOODBYE_SECONDS = 2.0  # that a thread gets to end when the app does
 
 
 def run_chat(
@@ -93,15 +92,12 @@ class ChatApp(App[None]):
         self._loading = Loading(load)
         self._session: Session | None = None
         self._failure: str | None = None
-        self._generation: Generation | None = None
-        self._turn: UserTurn | None = None  # the message being answered
-        self._answer: Answer | None = None
-        self._waiting: deque[UserTurn] = deque()
-        self._pace = Pace()
         self._confirming: Timer | None = None
         self._conversation = Conversation()
+        self._turns = Turns(self._conversation)
         self._loading_line = LoadingLine()
         self._hint = Static(id="hint", markup=False)
+        self._hint_shown = ""
         self._composer = Composer()
         self._footer = Footer()
         self._footer.status = Status(model=_short_name(model_name))
@@ -126,12 +122,11 @@ class ChatApp(App[None]):
     async def on_unmount(self) -> None:
         """End the threads, then free the model."""
         self._loading.abandon()
-        if self._generation is not None:
-            self._generation.cancel()
+        self._turns.cancel()
         await asyncio.to_thread(self._end_work)
 
     def _end_work(self) -> None:
-        ended = self._generation is None or self._generation.join(_GOODBYE_SECONDS)
+        ended = self._turns.join(_GOODBYE_SECONDS)
         loaded = self._loading.join(_GOODBYE_SECONDS)
         if ended and loaded and self._loading.model is not None:
             self._loading.model.close()
@@ -146,13 +141,13 @@ class ChatApp(App[None]):
 
     @property
     def _busy(self) -> bool:
-        return self._session is None or self._generation is not None
+        return self._session is None or self._turns.answering
 
     # -- the timer -------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        if self._generation is not None:
-            self._watch_answer(self._generation)
+        if self._turns.answering:
+            self._watch_answer()
         elif self._session is None and self._failure is None:
             await self._watch_loading()
         else:
@@ -171,7 +166,7 @@ class ChatApp(App[None]):
                 await self._open(session)
 
     def _fail(self, error: Exception) -> None:
-        self._failure = _explained(error)
+        self._failure = explained(error)
         self._loading_line.display = False
         self._conversation.add_notice(self._failure, "error")
         self._conversation.add_notice("Press Enter or Ctrl+Q to leave.")
@@ -181,9 +176,13 @@ class ChatApp(App[None]):
     async def _open(self, session: Session) -> None:
         info = session.model.info
         self._loading_line.display = False
-        self._conversation.add_notice(session.describe(), before=0)
-        for place, note in enumerate(info.notes, start=1):
-            self._conversation.add_notice(note, before=place)
+        waiting = self._turns.take_back()  # they come below what the model says of itself
+        if self._chat_path is not None:
+            await self._open_saved(session, self._chat_path)
+        for line in (session.describe(), *info.notes):
+            self._conversation.add_notice(line)
+        for message in waiting:
+            self._turns.add(message, waiting=True)
         self._update_status(
             model=_short_name(info.name),
             engine=f"{info.engine} {info.format}".strip(),
@@ -192,31 +191,27 @@ class ChatApp(App[None]):
         )
         self._composer.placeholder = "Message (/help for commands and keys)"
         self._session = session
-        if self._chat_path is not None:
-            await self._open_saved(session, self._chat_path)
         self._send_next()
 
     async def _open_saved(self, session: Session, path: Path) -> None:
         try:
             await asyncio.to_thread(session.load, path)
             session.chat.set(**self._options)
+            if self._system is not None:
+                session.chat.system = self._system
+            await self._show_messages(session)
         except LocalrtError as error:
             self._conversation.add_notice(one_line(error), "error")
-            return
-        if self._system is not None:
-            session.chat.system = self._system
-        await self._show_messages(session)
 
-    def _watch_answer(self, generation: Generation) -> None:
-        if not generation.done and not self._pace.due():
+    def _watch_answer(self) -> None:
+        news = self._turns.look()
+        if news is None:
             return
-        news = generation.take()
-        assert self._answer is not None
-        if news.text:
-            self._answer.write(news.text)
         self._show_metrics(news)
         if news.done:
-            self._end_answer(news)
+            self._update_status(phase=Phase.READY, percent=None)
+            self._give_back(self._turns.end(news, cut_off=self._cut_off()))
+            self._send_next()
         self._show_hint()
 
     def _show_metrics(self, news: News) -> None:
@@ -243,7 +238,7 @@ class ChatApp(App[None]):
         if isinstance(line, Command):
             await self._run_command(line)
         else:
-            self._waiting.append(self._conversation.add_user(line, waiting=self._busy))
+            self._turns.add(line, waiting=self._busy)
             self._send_next()
         self._show_hint()
 
@@ -253,55 +248,20 @@ class ChatApp(App[None]):
             self._leave()
 
     def _send_next(self) -> None:
-        if self._session is None or self._generation is not None or not self._waiting:
-            return
-        self._turn = self._waiting.popleft()
-        self._turn.sent()
-        self._answer = self._conversation.add_answer(after=self._turn)
-        self._generation = Generation(self._session.chat, self._turn.message)
-        self._update_status(phase=Phase.PREFILL, percent=None, rate=None)
-        self._pace = Pace()
-        self._generation.start()
-        self._ticker.resume()
+        if self._session is not None and self._turns.send_next(self._session.chat):
+            self._update_status(phase=Phase.PREFILL, percent=None, rate=None)
+            self._ticker.resume()
 
-    def _end_answer(self, news: News) -> None:
-        assert self._answer is not None
-        assert self._turn is not None
-        answer, turn = self._answer, self._turn
-        self._generation = self._turn = self._answer = None
-        self._update_status(phase=Phase.READY, percent=None)
-        if answer.source:
-            answer.finish()
-        else:
-            answer.remove()
-        last = answer if answer.source else turn
-        if news.error is not None:
-            if answer.source:
-                self._conversation.add_notice(_explained(news.error), "error", after=last)
-            else:
-                turn.remove()
-                self._take_back(turn)
-                self._conversation.add_notice(_explained(news.error), "error")
-        elif news.finish_reason == "cancelled":
-            self._conversation.add_notice("stopped", "mark", after=last)
-        elif news.finish_reason == "length":
-            self._conversation.add_notice(self._length_mark(), "mark", after=last)
-        self._send_next()
-
-    def _length_mark(self) -> str:
+    def _cut_off(self) -> str:
         status = self._footer.status
         if status.ctx is not None and status.used >= status.ctx - 1:
             return "cut off: the context is full; /clear begins anew"
         return "cut off at max_tokens; /set max_tokens changes it"
 
-    def _take_back(self, *unsent: UserTurn) -> None:
-        """Give messages that were not answered, and those waiting, back to the composer."""
-        turns = [*unsent, *self._waiting]
-        for turn in self._waiting:
-            turn.remove()
-        self._waiting.clear()
-        if turns:
-            self._composer.put_back("\n\n".join(_as_typed(turn.message) for turn in turns))
+    def _give_back(self, messages: list[str]) -> None:
+        """Return messages to the composer, as they were typed."""
+        if messages:
+            self._composer.put_back("\n\n".join(map(as_typed, messages)))
 
     # -- commands --------------------------------------------------------------------------------
 
@@ -312,7 +272,7 @@ class ChatApp(App[None]):
             self._say(help_text())
         elif not command.known:
             self._say(f"No command /{command.name}: /help lists them, // sends a slash", "error")
-        elif self._session is None or self._generation is not None:
+        elif self._session is None or self._turns.answering:
             why = "is still loading" if self._session is None else "is answering: Esc stops it"
             self._say(f"/{command.name} has to wait: the model {why}", "error")
         else:
@@ -345,8 +305,10 @@ class ChatApp(App[None]):
             content = str(message["content"])
             if message["role"] == "user":
                 self._conversation.add_user(content)
-            elif message["role"] == "assistant":
+            elif message["role"] == "assistant" and content:
                 self._conversation.add_answer(content)
+            elif message["role"] == "assistant":
+                self._conversation.add_notice("stopped", "mark")
             else:
                 self._say(f"{message['role']}: {content}")
         used = await asyncio.to_thread(session.tokens)
@@ -356,9 +318,8 @@ class ChatApp(App[None]):
 
     def action_stop(self) -> None:
         """Stop the answer; messages that wait come back to the composer."""
-        if self._generation is not None:
-            self._generation.cancel()
-        self._take_back()
+        self._turns.cancel()
+        self._give_back(self._turns.take_back())
         self._show_hint()
 
     async def action_interrupt(self) -> None:
@@ -371,8 +332,7 @@ class ChatApp(App[None]):
             self.copy_to_clipboard(selected)
             self.screen.clear_selection()
             return
-        if self._generation is not None:
-            self._generation.cancel()
+        self._turns.cancel()
         self._confirming = self.set_timer(_CONFIRM_SECONDS, self._stop_confirming)
         self._show_hint()
 
@@ -402,21 +362,21 @@ class ChatApp(App[None]):
         self._show_hint()
 
     def _show_hint(self) -> None:
-        self._hint.update(self._hint_text())
+        text = self._hint_text()
+        if text != self._hint_shown:  # an update lays the whole screen out again
+            self._hint_shown = text
+            self._hint.update(text)
 
     def _hint_text(self) -> str:
         if self._confirming is not None:
             return "Ctrl+C again quits"
-        entries = matching(self._composer.text)
-        if len(entries) == 1:
-            return f"{entries[0].usage}  {entries[0].does}"
-        if entries:
-            return "  ".join(entry.usage for entry in entries)
-        if self._waiting:
-            if len(self._waiting) == 1:
-                return "1 message waits: Esc takes it back"
-            return f"{len(self._waiting)} messages wait: Esc takes them back"
-        if self._generation is not None and not self._conversation.follows:
+        if command := hint(self._composer.text):
+            return command
+        if self._turns.waiting == 1:
+            return "1 message waits: Esc takes it back"
+        if self._turns.waiting:
+            return f"{self._turns.waiting} messages wait: Esc takes them back"
+        if self._turns.answering and not self._conversation.follows:
             return "More below: Ctrl+End"
         return ""
 
@@ -426,17 +386,6 @@ class ChatApp(App[None]):
 
     def _update_status(self, **changes: Any) -> None:
         self._footer.status = replace(self._footer.status, **changes)
-
-
-def _explained(error: Exception) -> str:
-    """One line for the user; anything but localrt's own errors is a bug, and says so."""
-    if isinstance(error, LocalrtError):
-        return one_line(error)
-    return f"{type(error).__name__}: {one_line(error)} (a bug in localrt: please report it)"
-
-
-def _as_typed(message: str) -> str:
-    return f"/{message}" if message.startswith("/") else message
 
 
 def _short_name(name: str) -> str:

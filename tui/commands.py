@@ -1,4 +1,4 @@
-"""The slash commands as data: how a line is read, which commands match, what /help says.
+"""The slash commands as data: how a line is read, completed and explained.
 
 Pure functions. What a command does is in the app; ``//`` sends a message that begins with a slash.
 """
@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COMMANDS", "Command", "Entry", "completion", "help_text", "matching", "read_line"]
+__all__ = [
+    "COMMANDS",
+    "OPTIONS",
+    "Command",
+    "Entry",
+    "as_typed",
+    "completion",
+    "help_text",
+    "hint",
+    "read_line",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,24 @@ COMMANDS = (
     Entry("save", "[PATH]", "save the conversation"),
     Entry("load", "PATH", "open a saved conversation"),
     Entry("quit", "", "leave"),
+)
+
+OPTIONS = (
+    "draft",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "max_tokens",
+    "min_p",
+    "overflow",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
 )
 
 _REST = (
@@ -72,23 +100,44 @@ def read_line(text: str) -> Command | str:
     return Command(name.lower(), rest[0].strip() if rest else "")
 
 
-def matching(text: str) -> tuple[Entry, ...]:
-    """Commands that the text may become, or the one whose argument is being written."""
+def as_typed(message: str) -> str:
+    """The line that ``read_line`` takes for this message."""
+    return f"/{message}" if message.startswith("/") else message
+
+
+def hint(text: str) -> str:
+    """What may be meant by a command that is being written, in one line; empty for a message."""
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
-        return ()
-    name, space, _ = text[1:].partition(" ")
-    if space:
-        return tuple(entry for entry in COMMANDS if entry.name == name)
-    return tuple(entry for entry in COMMANDS if entry.name.startswith(name))
+        return ""
+    name, space, argument = text[1:].partition(" ")
+    if not space:
+        entries = [entry for entry in COMMANDS if entry.name.startswith(name)]
+        if len(entries) > 1:
+            return "  ".join(entry.usage for entry in entries)
+    else:
+        entries = [entry for entry in COMMANDS if entry.name == name]
+        if name == "set" and argument and len(names := _options(argument)) > 1:
+            return "  ".join(names)
+    return f"{entries[0].usage}  {entries[0].does}" if entries else ""
 
 
 def completion(text: str) -> str:
-    """What would complete a command that is being written, such as ``"ear"`` for ``"/cl"``."""
-    entries = matching(text)
-    if not entries or " " in text or len(text) < 2:
+    """What would complete a command or option that is being written: ``"ear"`` for ``"/cl"``."""
+    name, space, argument = text[1:].partition(" ")
+    if not text.startswith("/") or not name:
         return ""
-    rest = entries[0].name[len(text) - 1 :]
-    return rest + (" " if entries[0].argument else "") if rest else ""
+    if not space:
+        entries = [entry for entry in COMMANDS if entry.name.startswith(name)]
+        if not entries or entries[0].name == name:
+            return ""
+        return entries[0].name[len(name) :] + (" " if entries[0].argument else "")
+    if name == "set" and argument and (names := _options(argument)) and names[0] != argument:
+        return names[0][len(argument) :] + " "
+    return ""
+
+
+def _options(start: str) -> list[str]:
+    return [name for name in OPTIONS if name.startswith(start)]
 
 
 def help_text() -> str:

@@ -88,13 +88,10 @@ class Conversation(VerticalScroll, can_focus=False, can_focus_children=False):
         text: str,
         kind: Kind = "info",
         *,
-        before: int | None = None,
         after: Answer | UserTurn | None = None,
     ) -> None:
         """A line of the app, at the end unless a place is given."""
-        if before is not None and before >= len(self.children):
-            before = None
-        self.mount(Notice(text, kind), before=before, after=after)
+        self.mount(Notice(text, kind), after=after)
 
     async def clear(self) -> None:
         """Remove everything."""

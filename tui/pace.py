@@ -12,8 +12,8 @@ from collections.abc import Callable
 __all__ = ["FRAME_SECONDS", "Pace"]
 
 FRAME_SECONDS = 0.05
-_SHARE = 0.1  # of one core, for drawing
-_LONGEST = 1.0  # seconds between two drawings, whatever they cost
+_SHARE = 0.05  # of one core, for drawing
+_LONGEST = 0.5  # seconds between two drawings, whatever they cost
 
 
 class Pace:

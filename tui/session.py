@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.errors import OptionError, StorageError
+from localrt.tui.commands import OPTIONS
 from localrt.tui.text import human_count
 
 if TYPE_CHECKING:
@@ -65,15 +66,16 @@ class Session:
         return f"{name} = {_shown(value)}" if value is not None else f"{name} is the default again"
 
     def _options(self) -> str:
-        defaults = {k: v for k, v in self.model.defaults.items() if v is not None}
-        merged = {**defaults, **self.chat.options}
-        if not merged:
-            return "No options are set"
-        width = max(map(len, merged))
-        return "\n".join(
-            f"{name:<{width}}  {_shown(value)}{'' if name in self.chat.options else '  (default)'}"
-            for name, value in sorted(merged.items())
-        )
+        chosen, defaults = self.chat.options, self.model.defaults
+        width = max(map(len, OPTIONS))
+        lines = []
+        for name in OPTIONS:
+            if name in chosen:
+                value = _shown(chosen[name])
+            else:
+                value = "-" if defaults.get(name) is None else f"{_shown(defaults[name])} (default)"
+            lines.append(f"{name:<{width}}  {value}")
+        return "\n".join(lines)
 
     # -- files -----------------------------------------------------------------------------------
 

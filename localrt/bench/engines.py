@@ -79,10 +79,9 @@ def load_engine(launch: Launch) -> BenchEngine:
 class _LocalrtEngine:
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.info: Mapping[str, Any] = {
-            **asdict(model.info),
-            "path": str(model.info.path),
-        }
+        # File names only: results are made to be passed on.
+        path = model.info.path
+        self.info: Mapping[str, Any] = {**asdict(model.info), "name": path.name, "path": path.name}
 
     def encode(self, text: str) -> list[int]:
         return self._model.tokenize(text, add_special=False)

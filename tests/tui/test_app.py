@@ -142,6 +142,15 @@ async def test_an_answer_cut_off_says_so(model: FakeModel) -> None:
         assert "max_tokens" in screen.notices(app, "mark")[0]
 
 
+async def test_an_answer_without_text_says_so(model: FakeModel) -> None:
+    model.answer = []
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.notices(app, "mark") == ["no answer"])
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from localrt.engine.options import OPTION_NAMES
 from localrt.tui import ChatApp
-from localrt.tui.commands import COMMANDS, Command, completion, help_text, matching, read_line
+from localrt.tui.commands import COMMANDS, OPTIONS, Command, completion, help_text, hint, read_line
 from localrt.tui.footer import Phase
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
@@ -35,14 +36,24 @@ def test_reading(typed: str, read: Command | str) -> None:
     assert read_line(typed) == read
 
 
-def test_matching_and_completion() -> None:
-    assert len(matching("/")) == len(COMMANDS)
-    assert [entry.name for entry in matching("/s")] == ["system", "set", "save"]
-    assert [entry.name for entry in matching("/save a/b")] == ["save"]
-    assert matching("//s") == matching("s") == matching("/x") == ()
+def test_hints() -> None:
+    assert all(entry.usage in hint("/") for entry in COMMANDS)
+    assert hint("/s") == "/system [TEXT]  /set [NAME VALUE]  /save [PATH]"
+    assert hint("/save a/b") == "/save [PATH]  save the conversation"
+    assert hint("/set top") == "top_k  top_p"
+    assert hint("//s") == hint("s") == hint("/x") == hint("/system a\nb") == ""
+
+
+def test_completion() -> None:
     assert completion("/cl") == "ear"
     assert completion("/lo") == "ad "
+    assert completion("/set te") == "mperature "
     assert completion("/clear") == completion("/") == completion("/set ") == ""
+    assert completion("cl") == completion("") == completion("//cl") == ""
+
+
+def test_every_option_that_a_chat_can_use_is_listed() -> None:
+    assert set(OPTIONS) == set(OPTION_NAMES) - {"logprobs"}
 
 
 def test_help_fits_a_terminal_and_names_everything() -> None:
@@ -109,8 +120,9 @@ async def test_set(model: FakeModel) -> None:
         assert model.last_chat.options == {"max_tokens": 40, "stop": "5", "ignore_eos": True}
         await screen.say(pilot, "/set")
         listing = screen.notices(app)[-1].splitlines()
-        assert "max_tokens   40" in listing
-        assert "temperature  0.2  (default)" in listing
+        assert "max_tokens          40" in listing
+        assert "temperature         0.2 (default)" in listing
+        assert "seed                -" in listing
         await screen.say(pilot, "/set max_tokens none")
         await screen.say(pilot, "/set stop none")
         assert model.last_chat.options == {"ignore_eos": True}
@@ -202,9 +214,13 @@ async def test_commands_wait_for_the_model(model: FakeModel) -> None:
 async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     path.write_text(json.dumps([{"role": "user", "content": "Hi"}]))
-    app = app_for(FakeLoader(model), chat_path=path, system="Be brief.", options={"seed": 1})
+    loader = FakeLoader(model, held=True)
+    app = app_for(loader, chat_path=path, system="Be brief.", options={"seed": 1})
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: screen.users(app) == ["Hi"])
+        await screen.say(pilot, "written while it loads")
+        loader.gate.set()
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."])
+        assert screen.users(app) == ["Hi", "written while it loads"]
         assert model.last_chat.system == "Be brief."
         assert model.last_chat.options == {"seed": 1}
 

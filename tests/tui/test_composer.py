@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from textual.events import Paste
+from textual.events import MouseScrollUp, Paste
 
 from localrt.tui import ChatApp
+from localrt.tui.answer import Answer
 from localrt.tui.footer import Phase
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
@@ -150,3 +151,47 @@ async def test_short_conversations_start_at_the_top(model: FakeModel) -> None:
         await pilot.pause()
         assert screen.conversation(app).scroll_y == 0
         assert screen.conversation(app).children[0].region.y == 1
+
+
+# -- mouse and window ------------------------------------------------------------------------------
+
+
+async def test_the_mouse_selects_and_ctrl_c_copies() -> None:
+    app = app_for(FakeLoader(FakeModel(["Some **bold** words\n\n雨 rain"])))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        # Columns count from the answer's edge, which lies two left of its text.
+        await pilot.mouse_down(Answer, offset=(7, 0))
+        await pilot.hover(Answer, offset=(6, 2))
+        await pilot.mouse_up(Answer, offset=(6, 2))
+        await pilot.press("ctrl+c")
+        assert app.clipboard == "bold words\n\n雨 ra"
+        assert screen.composer(app).has_focus
+
+
+async def test_the_wheel_scrolls_and_releases_the_view() -> None:
+    model = FakeModel(["word\n\n"] * 60)
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        view = screen.conversation(app)
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: idle(app) and view.max_scroll_y > 20)
+        view.post_message(MouseScrollUp(view, 5, 5, 0, -1, 0, False, False, False))
+        await until(pilot, lambda: not view.follows)
+
+
+async def test_answers_wrap_again_when_the_window_changes() -> None:
+    app = app_for(FakeLoader(FakeModel(["word " * 30])))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        heights = []
+        for width in (80, 40, 80):
+            await pilot.resize_terminal(width, 24)
+            await pilot.pause()
+            heights.append(app.query_one(Answer).size.height)
+        assert heights[0] == heights[2] < heights[1]

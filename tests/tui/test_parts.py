@@ -86,13 +86,13 @@ def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
     wall = cpu = 0.0
     pace = Pace(wall=lambda: wall, cpu=lambda: cpu)
     assert pace.due()
-    cpu += 0.02  # a drawing that took 20 ms ...
-    wall += 0.1
+    cpu += 0.01  # a drawing that took 10 ms ...
+    wall += 0.15
     assert not pace.due()
-    wall += 0.11  # ... allows the next after 200 ms
+    wall += 0.06  # ... allows the next after 200 ms
     assert pace.due()
-    cpu += 30  # however dear, a second is the longest wait
-    wall += 1.01
+    cpu += 30  # however dear, half a second is the longest wait
+    wall += 0.51
     assert pace.due()
 
 

@@ -1,0 +1,32 @@
+"""The GPU check runs from a bare checkout with torch and numpy alone; here on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# What a machine with nothing but torch has: other imports fail.
+BARE = """
+import runpy, sys
+for name in ("safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf", "textual", "psutil"):
+    sys.modules[name] = None
+sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    script = ROOT / "benchmarks" / "gpu_check.py"
+    command = [sys.executable, "-c", BARE, script, "--device", "cpu", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    names = [result["name"] for result in record["results"]]
+    assert "logits LlamaForCausalLM f32" in names
+    assert all(result["ok"] for result in record["results"])
