@@ -8,6 +8,7 @@ threads on a timer; it computes nothing itself and knows localrt's public API on
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,9 @@ def run_chat(
     """
     app = ChatApp(load, model_name=model_name, system=system, options=options, chat_path=chat_path)
     app.run()
+    if app.failure is not None:
+        print(f"localrt: {app.failure}", file=sys.stderr)
+        return 1
     return app.return_code or 0
 
 
@@ -91,7 +95,8 @@ class ChatApp(App[None]):
         self._chat_path = chat_path
         self._loading = Loading(load)
         self._session: Session | None = None
-        self._failure: str | None = None
+        # Why the model could not be loaded, in one line.
+        self.failure: str | None = None
         self._confirming: Timer | None = None
         self._conversation = Conversation()
         self._turns = Turns(self._conversation)
@@ -148,7 +153,7 @@ class ChatApp(App[None]):
     async def _tick(self) -> None:
         if self._turns.answering:
             self._watch_answer()
-        elif self._session is None and self._failure is None:
+        elif self._session is None and self.failure is None:
             await self._watch_loading()
         else:
             self._ticker.pause()
@@ -166,9 +171,9 @@ class ChatApp(App[None]):
                 await self._open(session)
 
     def _fail(self, error: Exception) -> None:
-        self._failure = explained(error)
+        self.failure = explained(error)
         self._loading_line.display = False
-        self._conversation.add_notice(self._failure, "error")
+        self._conversation.add_notice(self.failure, "error")
         self._conversation.add_notice("Press Enter or Ctrl+Q to leave.")
         self._composer.placeholder = ""
         self._update_status(phase=Phase.FAILED)
@@ -231,7 +236,7 @@ class ChatApp(App[None]):
 
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
         """A command runs now, a message when the model is free."""
-        if self._failure is not None:
+        if self.failure is not None:
             self._leave()
             return
         line = read_line(event.text)
@@ -244,7 +249,7 @@ class ChatApp(App[None]):
 
     def on_composer_enter_on_empty(self) -> None:
         """After a failure Enter leaves; otherwise there is nothing to send."""
-        if self._failure is not None:
+        if self.failure is not None:
             self._leave()
 
     def _send_next(self) -> None:
@@ -350,10 +355,10 @@ class ChatApp(App[None]):
         self._leave()
 
     def _leave(self) -> None:
-        if self._failure is None:
+        if self.failure is None:
             self.exit()
         else:
-            self.exit(return_code=1, message=Text(f"localrt: {self._failure}"))
+            self.exit(return_code=1)
 
     # -- small lines -----------------------------------------------------------------------------
 
