@@ -20,6 +20,7 @@ from localrt.bench.engines import Launch
 from localrt.bench.memory_limit import MemoryLimit
 from localrt.bench.process import ChildError, ChildProcess, child_command
 from localrt.bench.workload import Workload, make_prompts
+from localrt.errors import OptionError
 from localrt.offload.budget import memory_state
 
 __all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
@@ -171,6 +172,12 @@ class _Bench:
         except ChildError as error:
             self._skip(engine, candidate.setting, error)
             return None
+        trained = info.get("context_length")
+        if trained and candidate.launch.ctx > trained:
+            raise OptionError(
+                f"{options.workload.prompt_tokens} prompt and {options.workload.tokens} answer "
+                f"tokens do not fit the model's context of {trained}"
+            )
         return _Running(candidate, child, info, time.perf_counter() - started)
 
     def _warm_up(self, running: _Running) -> None:

@@ -44,6 +44,7 @@ def test_json_is_the_only_thing_on_stdout() -> None:
         (["--runs", "0"], 2, "runs must be at least 1"),
         (["--memory-limit", "lots"], 2, "not a size"),
         (["no/such/file.gguf"], 1, "no/such/file.gguf"),
+        (["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
     ],
 )
 def test_bad_usage_is_one_line(arguments: list[str], status: int, words: str) -> None:
