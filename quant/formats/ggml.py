@@ -70,6 +70,7 @@ GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
 
 GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
     {
+        9: Format("q8_1", 32, 40),
         10: Format("q2_k", 256, 84),
         11: Format("q3_k", 256, 110),
         15: Format("q8_k", 256, 292),
