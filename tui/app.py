@@ -8,6 +8,7 @@ threads on a timer; it computes nothing itself and knows localrt's public API on
 from __future__ import annotations
 
 import asyncio
+import select
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,7 +62,14 @@ def run_chat(
     Returns:
         0, or 1 when the model could not be loaded (the reason is on stderr then).
     """
-    app = ChatApp(load, model_name=model_name, system=system, options=options, chat_path=chat_path)
+    app = ChatApp(
+        load,
+        model_name=model_name,
+        system=system,
+        options=options,
+        chat_path=chat_path,
+        type_ahead=_line_waiting(),
+    )
     app.run()
     if app.failure is not None:
         print(f"localrt: {app.failure}", file=sys.stderr)
@@ -69,8 +77,19 @@ def run_chat(
     return app.return_code or 0
 
 
+def _line_waiting() -> bool:
+    """Whether a line was typed before the app started: the terminal made its Enter a line feed."""
+    try:
+        return bool(select.select([sys.stdin], [], [], 0)[0])
+    except (OSError, ValueError):  # Windows selects on sockets only
+        return False
+
+
 class ChatApp(App[None]):
-    """The app behind ``run_chat``, with the same arguments."""
+    """The app behind ``run_chat``, with the same arguments.
+
+    ``type_ahead`` says that lines typed before the start are waiting on the terminal.
+    """
 
     TITLE = "localrt"
     CSS_PATH = Path(__file__).with_name("app.tcss")
@@ -87,6 +106,7 @@ class ChatApp(App[None]):
         system: str | None,
         options: dict[str, Any],
         chat_path: Path | None = None,
+        type_ahead: bool = False,
     ) -> None:
         super().__init__()
         self._system = system
@@ -102,7 +122,7 @@ class ChatApp(App[None]):
         self._loading_line = LoadingLine()
         self._hint = Static(id="hint", markup=False)
         self._hint_shown = ""
-        self._composer = Composer()
+        self._composer = Composer(type_ahead=type_ahead)
         self._footer = Footer()
         self._footer.status = Status(model=_short_name(model_name))
 

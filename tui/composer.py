@@ -18,6 +18,7 @@ from localrt.tui.commands import completion
 __all__ = ["Composer"]
 
 _NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
+_TYPE_AHEAD_SECONDS = 0.3
 
 
 class Composer(TextArea):
@@ -39,11 +40,19 @@ class Composer(TextArea):
     class EnterOnEmpty(Message):
         """Enter was pressed with nothing written."""
 
-    def __init__(self, *, id: str | None = None) -> None:
+    def __init__(self, *, id: str | None = None, type_ahead: bool = False) -> None:
         super().__init__(id=id, soft_wrap=True, tab_behavior="focus", highlight_cursor_line=False)
         self._sent: list[str] = []
         self._place = 0  # index into the history; its length means "what is being written"
         self._draft = ""
+        self._type_ahead = type_ahead
+
+    def on_mount(self) -> None:
+        """Lines typed before the app had the terminal come at once, their Enter as Ctrl+J."""
+        self.set_timer(_TYPE_AHEAD_SECONDS, self._end_type_ahead)
+
+    def _end_type_ahead(self) -> None:
+        self._type_ahead = False
 
     def put(self, text: str) -> None:
         """Replace the text, with the cursor at its end."""
@@ -58,7 +67,7 @@ class Composer(TextArea):
 
     def on_key(self, event: Key) -> None:
         """Keys that differ from a plain text area's."""
-        if event.key == "enter":
+        if event.key == "enter" or (event.key == "ctrl+j" and self._type_ahead):
             self._submit()
         elif event.key in _NEWLINE_KEYS:
             self.insert("\n")

@@ -195,3 +195,10 @@ async def test_answers_wrap_again_when_the_window_changes() -> None:
             await pilot.pause()
             heights.append(app.query_one(Answer).size.height)
         assert heights[0] == heights[2] < heights[1]
+
+
+async def test_a_line_typed_before_the_start_is_sent(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model), type_ahead=True)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("h", "i", "ctrl+j")  # how the terminal hands over that Enter
+        await until(pilot, lambda: screen.users(app) == ["hi"])
