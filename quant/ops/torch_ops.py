@@ -126,7 +126,7 @@ class TorchOps:
     ) -> Tensor:
         """(R, H, E); keys and values are written to the caches."""
         heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
-        qkv = F.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
+        qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
         qkv = qkv.view(-1, heads + 2 * groups, size)
         q, k, v = torch.split(qkv, [heads, groups, groups], dim=1)  # (R, heads, E)
         if weights.q_norm is not None:
@@ -155,14 +155,14 @@ class TorchOps:
             outputs.append(_attend(rows, _torch_cache(span), layer, mask, spec))
             row += span.rows
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        y = F.linear(joined, weights.out, weights.out_bias)
+        y = self.linear(joined, weights.out, weights.out_bias)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
     def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D)."""
-        gate, up = F.linear(self._norm(x, weights.norm, spec.eps), weights.gate_up).chunk(2, -1)
+        gate, up = self.linear(self._norm(x, weights.norm, spec.eps), weights.gate_up).chunk(2, -1)
         gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        y = F.linear(gate * up, weights.down)
+        y = self.linear(gate * up, weights.down)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -181,11 +181,15 @@ class TorchOps:
         """(len(rows), V) float32 on the host."""
         if len(rows) < x.shape[0]:
             x = x[torch.from_numpy(rows).to(self._device)]
-        logits = F.linear(self._norm(x, norm, eps), weight).float()
+        logits = self.linear(self._norm(x, norm, eps), weight).float()
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         host: npt.NDArray[np.float32] = logits.cpu().numpy()
         return host
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The one matrix product that every step goes through, so that calibration can watch it."""
+        return F.linear(x, weight, bias)
 
     # -- parts -----------------------------------------------------------------------------------
 
