@@ -122,9 +122,8 @@ def check_decode(device: str) -> list[Result]:
     model = decoder("Qwen2ForCausalLM", config, "bf16", device)
     ops, spec = model.ops, model.config.attention
     checkpoint = RandomCheckpoint("Qwen2ForCausalLM", config)
-    weights = sum(
-        ops.weight_nbytes(i.shape) for i in checkpoint.tensors.values() if len(i.shape) == 2
-    )
+    matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
+    weights = sum(ops.weight_nbytes(info.shape, info.format) for info in matrices)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     cache = model.cache(1024)

@@ -24,7 +24,7 @@ from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.chat import Chat, Message
-    from localrt.engine.base import EngineSession
+    from localrt.engine.base import EngineSession, Logits
     from localrt.models.tokenizers import Tokenizer
 
 __all__ = ["Model", "ModelInfo", "in_thread", "joined", "load"]
@@ -226,6 +226,31 @@ class Model:
         if isinstance(prompt, str):
             return len(self.tokenize(prompt))
         return len(self._render(prompt, None))
+
+    def logits(self, token_ids: Sequence[int], *, first: int = 0) -> Iterator[Logits]:
+        """Logits after each token from index ``first`` on, for measuring a model.
+
+        Float32 pieces (n, vocab) in order, n at most 64, each the caller's own.
+
+        Raises:
+            ContextOverflowError: more tokens than the context holds.
+            OptionError: an id outside the vocabulary, or an engine that keeps logits of the last
+                token only.
+        """
+        from localrt.engine.native import NativeEngine
+
+        engine, ctx = self._parts.engine, self.info.ctx
+        if not isinstance(engine, NativeEngine):
+            raise OptionError(
+                f"{self.name} runs on {self.info.engine}, which gives logits of the last token "
+                "only: use --engine native"
+            )
+        ids = [int(token) for token in token_ids]
+        if len(ids) > ctx:
+            raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {ctx}")
+        if ids and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:
+            raise OptionError(f"token ids must be from 0 to {self.info.vocab_size - 1}")
+        return engine.logits(ids, first=first)
 
     # -- life ------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ prompts or sessions.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +178,10 @@ def _load_native(
 
     config = read_config(checkpoint, context=options.ctx)
     ops = make_ops(
-        device=options.device, compute_format=options.format or "bf16", threads=options.threads
+        config.attention,
+        device=options.device,
+        compute_format=options.format,
+        threads=options.threads,
     )
     ctx = _fit_context(checkpoint, config, ops, options, notes)
     if options.ctx != ctx:
@@ -189,7 +193,7 @@ def _load_native(
         engine="native",
         architecture=config.architecture,
         device=ops.device,
-        format=ops.compute_format,
+        format=_format_name(checkpoint, ops),
         parameters=sum(_elements(i.shape) for i in infos),
         layers=config.layers,
         vocab_size=config.vocab_size,
@@ -252,8 +256,19 @@ def _budget(ops: Ops, options: LoadOptions) -> tuple[int, str]:
 
 
 def _weight_bytes(checkpoint: Checkpoint, ops: Ops) -> int:
-    matrices = [i.shape for i in checkpoint.tensors.values() if len(i.shape) == 2]
-    return sum(ops.weight_nbytes((shape[0], shape[1])) for shape in matrices)
+    matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
+    return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
+
+
+def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:
+    """The format that most weights are computed in."""
+    if ops.compute_format != "packed":
+        return ops.compute_format
+    bytes_of: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        if len(info.shape) == 2 and "embed_tokens" not in info.name:
+            bytes_of[info.format.name] += info.nbytes
+    return bytes_of.most_common(1)[0][0] if bytes_of else "packed"
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -14,7 +14,7 @@ from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.decoder import Decoder, DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 from localrt.models.weights import WeightLoader
-from localrt.quant.formats import FORMATS
+from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
 __all__ = [
@@ -90,8 +90,8 @@ def require_readable(checkpoint: Checkpoint) -> None:
         UnsupportedModelError: names the first that is not, and what could be used instead.
     """
     for info in checkpoint.tensors.values():
-        if info.format.name not in FORMATS:
-            readable = ", ".join(name.upper() for name in FORMATS)
+        if FORMATS.get(info.format.name) != info.format:
+            readable = ", ".join(known.name.upper() for known in GGML_FORMATS.values())
             raise UnsupportedModelError(
                 f"{checkpoint.path}: tensor {info.name!r} is {info.format.name.upper()}, which the "
                 f"native engine cannot read: use a file with one of {readable}, "

@@ -53,12 +53,21 @@ def test_missing_packages_say_how_to_get_them(
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     text = _doctor(capsys, as_json=False)
     assert "pip install 'localrt[llamacpp]'" in text
-    assert "pip install torch" in text
+    assert "torch" not in text.partition("To do")[2]  # the kernels compute without it
     assert "localrt[gpu]" not in text  # there is no GPU here
     monkeypatch.setattr(
         hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("Imaginary 8000"),)
     )
     assert "localrt[gpu]" in _doctor(capsys, as_json=False)
+
+
+def test_missing_kernels_say_what_they_cost_and_how_to_get_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "best_isa", lambda: None)
+    assert "C++ compiler" in _doctor(capsys, as_json=False)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert "pip install 'torch" in _doctor(capsys, as_json=False)
 
 
 def test_a_cpu_build_of_torch_beside_a_gpu_is_pointed_out(

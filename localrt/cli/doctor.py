@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from localrt.formatting import format_bytes, table
+from localrt.quant.ops.native_abi import best_isa
 from localrt.settings import Settings
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -23,7 +24,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "show what this machine has, what is installed and what is missing"
 
 _PACKAGES = (
-    ("torch", "quantize", "computes the native engine's passes"),
+    ("torch", "gpu", "NVIDIA cards, and computing in bf16 or f32"),
     ("triton", "gpu", "kernels on NVIDIA cards"),
     ("bitsandbytes", "gpu", "kernels on NVIDIA cards without Triton"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
@@ -87,17 +88,17 @@ def _examine(*, quick: bool) -> dict[str, Any]:
     ]
     demo = _demo_model(settings)
     gpu = bool(machine.gpus)
-    torch = next(package.version for package in packages if package.name == "torch")
+    isa = best_isa()
     notes += [f"{folder.path} is not writable" for folder in folders if not folder.writable]
     return {
         "localrt": __version__,
         "quick": quick,
         "machine": machine.to_dict(),
-        "kernels": torch and f"torch {torch}",
+        "kernels": isa and f"compiled, {isa}",
         "packages": [asdict(package) for package in packages],
         "folders": [asdict(folder) for folder in folders],
         "demo_model": str(demo) if demo else None,
-        "advice": [*notes, *_advice(packages, demo=demo, gpu=gpu)],
+        "advice": [*notes, *_advice(packages, demo=demo, gpu=gpu, isa=isa)],
     }
 
 
@@ -145,15 +146,24 @@ def _demo_model(settings: Settings) -> Path | None:
         return None
 
 
-def _advice(packages: list[_Package], *, demo: Path | None, gpu: bool) -> Iterator[str]:
+def _advice(
+    packages: list[_Package], *, demo: Path | None, gpu: bool, isa: str | None
+) -> Iterator[str]:
     """What would help most first."""
     versions = {package.name: package.version for package in packages}
     if demo is None:
         yield "the demo model is not here: localrt pull smollm2"
     torch = versions["torch"]
-    if torch is None:
-        yield "the native engine needs torch: pip install torch"
-    elif gpu and "+cpu" in torch:
+    if isa is None:
+        yield (
+            "the CPU kernels were not built, and torch is several times slower in their place: "
+            "install a C++ compiler (apt install g++), then localrt again"
+        )
+        if torch is None:
+            yield "without them the native engine needs torch: pip install 'torch>=2.11'"
+    if torch is None and gpu:
+        yield "there is a GPU: to use it, pip install 'localrt[gpu]'"
+    elif torch is not None and gpu and "+cpu" in torch:
         yield f"there is a GPU, but torch {torch} cannot use it: install a CUDA build of torch"
     missing = {package.extra for package in packages if package.version is None}
     uses = {

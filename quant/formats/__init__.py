@@ -1,10 +1,13 @@
-"""What a packed weight is: formats, packed tensors, and their unpacking to float32."""
+"""What a packed weight is: formats, packed tensors, packing, and unpacking to float32."""
 
+from localrt.quant.formats.affine import AFFINE, AffineCodec
+from localrt.quant.formats.catalog import CODECS, FORMATS
+from localrt.quant.formats.codec import Codec
+from localrt.quant.formats.fp4 import NVFP4
 from localrt.quant.formats.ggml import (
     BF16,
     F16,
     F32,
-    FORMATS,
     GGML_FORMATS,
     GGML_UNREAD,
     MXFP4,
@@ -17,17 +20,23 @@ from localrt.quant.formats.ggml import (
     Q6_K,
     Q8_0,
 )
+from localrt.quant.formats.nf4 import NF4
+from localrt.quant.formats.pack import assemble, codec_of, pack
 from localrt.quant.formats.packed import Exactness, Format, PackedTensor
 from localrt.quant.formats.unpack import unpack
 
 __all__ = [
+    "AFFINE",
     "BF16",
+    "CODECS",
     "F16",
     "F32",
     "FORMATS",
     "GGML_FORMATS",
     "GGML_UNREAD",
     "MXFP4",
+    "NF4",
+    "NVFP4",
     "Q4_0",
     "Q4_1",
     "Q4_K",
@@ -36,8 +45,13 @@ __all__ = [
     "Q5_K",
     "Q6_K",
     "Q8_0",
+    "AffineCodec",
+    "Codec",
     "Exactness",
     "Format",
     "PackedTensor",
+    "assemble",
+    "codec_of",
+    "pack",
     "unpack",
 ]

@@ -15,7 +15,6 @@ __all__ = [
     "BF16",
     "F16",
     "F32",
-    "FORMATS",
     "GGML_FORMATS",
     "GGML_UNREAD",
     "MXFP4",
@@ -41,14 +40,6 @@ Q4_K = Format("q4_k", 256, 144)  # two f16, 8 six-bit scales and minima, nibbles
 Q5_K = Format("q5_k", 256, 176)  # as Q4_K, and 256 high bits
 Q6_K = Format("q6_k", 256, 210)  # low nibbles, high pairs of bits, 16 int8 scales, f16
 MXFP4 = Format("mxfp4", 32, 17)  # power-of-two scale e8m0, 32 e2m1
-
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        format_.name: format_
-        for format_ in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4)
-    }
-)
-"""Every format above by its name."""
 
 GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
     {

@@ -6,7 +6,7 @@ from (checkpoints), nor how they are multiplied (``quant/ops``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -47,13 +47,14 @@ class PackedTensor:
 
     ``shape`` is logical and row-major: ``(rows, columns)`` for a linear layer (out, in), ``(n,)``
     for a vector. ``data`` is ``uint8`` of shape ``(rows, row_bytes)``, a row being one step along
-    the first axis; a vector has one row.
+    the first axis; a vector has one row. ``scale`` multiplies every value (NVFP4's second level).
     """
 
     name: str
     format: Format
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8]
+    scale: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -62,4 +63,4 @@ class PackedTensor:
 
     def take_rows(self, index: npt.NDArray[np.intp]) -> PackedTensor:
         """Rows in the order of ``index``: blocks run along a row, so no value changes."""
-        return PackedTensor(self.name, self.format, (len(index), *self.shape[1:]), self.data[index])
+        return replace(self, shape=(len(index), *self.shape[1:]), data=self.data[index])

@@ -1,8 +1,8 @@
 """Packed bytes to float32: the plain reference that kernels on packed weights are checked against.
 
-Follows ggml's block layouts and its order of operations, so results are bitwise ggml's own. Works
-through a tensor in pieces that stay in the CPU cache; nothing but the result is ever large. Knows
-nothing of shapes beyond rows of whole blocks.
+Follows ggml's block layouts and its order of operations, so results are bitwise ggml's own; our own
+formats are decoded by their codecs. Works through a tensor in pieces that stay in the CPU cache;
+nothing but the result is ever large. Knows nothing of shapes beyond rows of whole blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from localrt.quant.formats.catalog import CODECS
+from localrt.quant.formats.codec import unpack_blocks_of
 from localrt.quant.formats.packed import PackedTensor
 
 __all__ = ["unpack"]
@@ -45,13 +47,16 @@ def unpack(tensor: PackedTensor) -> Floats:
         )
     packed = np.ascontiguousarray(tensor.data)
     if unpack_blocks is None:
-        return packed.reshape(-1).view("<f4").reshape(tensor.shape)
+        whole = packed.reshape(-1).view("<f4").reshape(tensor.shape)
+        return whole if tensor.scale == 1.0 else whole * np.float32(tensor.scale)
     blocks = packed.reshape(-1, format_.block_bytes)
     values = np.empty((len(blocks), format_.block), np.float32)
     step = _PIECE // format_.block
     with np.errstate(all="ignore"):  # scales of a damaged file may be infinite or not numbers
         for start in range(0, len(blocks), step):
             unpack_blocks(blocks[start : start + step], values[start : start + step])
+        if tensor.scale != 1.0:
+            values *= np.float32(tensor.scale)
     return values.reshape(tensor.shape)
 
 
@@ -174,6 +179,7 @@ def _unpack_mxfp4(blocks: Bytes, out: Floats) -> None:
 
 _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
     {
+        **{name: unpack_blocks_of(codec) for name, codec in CODECS.items()},
         "bf16": _unpack_bf16,
         "f16": _unpack_half,
         "mxfp4": _unpack_mxfp4,

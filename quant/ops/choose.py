@@ -2,35 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
+
 from localrt.errors import MissingExtraError, OptionError
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import AttentionSpec, Ops
 
 __all__ = ["make_ops"]
 
 
 def make_ops(
-    *, device: str = "auto", compute_format: str = "bf16", threads: int | None = None
+    attention: Sequence[AttentionSpec],
+    *,
+    device: str = "auto",
+    compute_format: str | None = None,
+    threads: int | None = None,
 ) -> Ops:
     """The implementation for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``.
 
+    ``compute_format=None`` keeps weights as published where the compiled kernels run, and unpacks
+    them to bf16 elsewhere. ``attention`` is what the kernels must be able to do.
+
     Raises:
         OptionError: the device is not on this machine.
-        MissingExtraError: torch is not installed.
+        MissingExtraError: neither the compiled kernels nor torch can do it.
     """
+    if device == "auto":
+        device = _default_device()
+    if device == "cpu" and compute_format is None and _kernels_fit(attention):
+        from localrt.quant.ops.native_ops import NativeOps
+
+        return NativeOps(threads=threads)
     try:
         import torch
     except ImportError as error:
-        raise MissingExtraError(
-            "the native engine computes with torch: pip install 'torch>=2.11'"
-        ) from error
+        raise MissingExtraError(_advice(device, compute_format)) from error
     from localrt.quant.ops.torch_ops import TorchOps
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise OptionError(f"torch finds no CUDA GPU for device {device!r}: use device 'cpu'")
         index = device.removeprefix("cuda").removeprefix(":") or "0"
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
-    return TorchOps(compute_format=compute_format, device=device, threads=threads)
+    return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
+
+
+def _default_device() -> str:
+    """``"cuda"`` where a GPU can be used; torch is only asked where a driver is installed."""
+    from pathlib import Path
+
+    driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    if not driver or find_spec("torch") is None:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
+    from localrt.quant.ops.native_abi import find_library
+
+    return find_library() is not None and all(
+        spec.head_dim % 16 == 0 and spec.head_dim <= 512 for spec in attention
+    )
+
+
+def _advice(device: str, compute_format: str | None) -> str:
+    from localrt.quant.ops.native_abi import find_library
+
+    if device.startswith("cuda"):
+        return "a GPU needs torch: pip install 'localrt[gpu]'"
+    if compute_format is not None:
+        return f"format {compute_format} computes with torch: pip install 'torch>=2.11'"
+    if find_library() is None:
+        return (
+            "the compiled CPU kernels are missing, and so is torch: install a C++ compiler and "
+            "localrt again, or pip install 'torch>=2.11'"
+        )
+    return "this model's head size needs torch: pip install 'torch>=2.11'"

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.formats.packed import Format, PackedTensor
 
 __all__ = [
     "Activation",
@@ -174,7 +174,7 @@ class Ops(Protocol):
 
     @property
     def name(self) -> str:
-        """``"torch"``."""
+        """``"native"`` or ``"torch"``."""
 
     @property
     def device(self) -> str:
@@ -182,7 +182,7 @@ class Ops(Protocol):
 
     @property
     def compute_format(self) -> str:
-        """How matrices are kept and multiplied: ``"f32"``, ``"bf16"``."""
+        """How matrices are kept and multiplied: ``"f32"``, ``"bf16"``, ``"packed"`` (as stored)."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Held around every pass and around loading (torch: inference mode)."""
@@ -198,8 +198,8 @@ class Ops(Protocol):
     def vector(self, values: npt.NDArray[np.float32]) -> Vector:
         """A norm weight or bias, (n,)."""
 
-    def weight_nbytes(self, shape: tuple[int, int]) -> int:
-        """Bytes that a matrix of ``shape`` takes once loaded: for estimates before loading."""
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
+        """Bytes that a matrix stored in ``format`` takes once loaded: for estimates before."""
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of a cache that has grown to ``length`` tokens."""

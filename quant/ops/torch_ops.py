@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.formats import unpack
-from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -91,7 +91,7 @@ class TorchOps:
         """A norm weight or bias in the compute dtype."""
         return torch.tensor(values, dtype=self._dtype, device=self._device)
 
-    def weight_nbytes(self, shape: tuple[int, int]) -> int:
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Bytes of an unpacked matrix."""
         return shape[0] * shape[1] * self._dtype.itemsize
 

@@ -52,7 +52,8 @@ def test_every_type_of_gguf_can_be_placed():
 
 def test_formats_are_found_by_name():
     assert FORMATS["q4_k"] is Q4_K
-    assert set(FORMATS.values()) == set(GGML_FORMATS.values())
+    assert set(FORMATS.values()) >= set(GGML_FORMATS.values())
+    assert all(format_.name == name for name, format_ in FORMATS.items())
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 32), (2, 5, 64)])
@@ -93,5 +94,5 @@ def test_wrong_amount_of_data_is_refused():
 
 
 def test_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="no way to unpack format nf4"):
-        unpack(PackedTensor("t", Format("nf4", 64, 36), (64,), np.zeros((1, 36), np.uint8)))
+    with pytest.raises(ValueError, match="no way to unpack format nf3"):
+        unpack(PackedTensor("t", Format("nf3", 64, 26), (64,), np.zeros((1, 26), np.uint8)))

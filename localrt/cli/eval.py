@@ -1,0 +1,114 @@
+"""``localrt eval MODEL --text FILE``: perplexity of a text, and the distance to another model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localrt.cli.model_options import DEMO_MODEL, add_load_arguments, load_options
+from localrt.errors import OptionError
+from localrt.formatting import format_rate
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+    from localrt.engine.types import Progress
+    from localrt.evaluate import Evaluation
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "measure how well a model predicts a text"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
+    )
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text")
+    parser.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between windows (default: --ctx)"
+    )
+    parser.add_argument(
+        "--limit-tokens", type=int, metavar="N", help="use the first N tokens of the text"
+    )
+    parser.add_argument(
+        "--against", metavar="MODEL", help="a reference: KL divergence and top-1 agreement"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_load_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print."""
+    from localrt.evaluate import evaluate
+
+    text = _read(args.text)
+    with ExitStack() as models:
+        model = models.enter_context(_load(args, args.model))
+        against = None
+        if args.against is not None:
+            against = models.enter_context(_load(args, args.against))
+        try:
+            found = evaluate(
+                model,
+                text,
+                ctx=args.ctx,
+                stride=args.stride,
+                limit_tokens=args.limit_tokens,
+                against=against,
+                progress=_show if sys.stderr.isatty() else None,
+            )
+        finally:
+            if sys.stderr.isatty():
+                sys.stderr.write("\r\x1b[K")
+    print(json.dumps(found.to_dict(), indent=2) if args.json else _describe(found))
+    return 0
+
+
+def _read(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
+        ) from error
+
+
+def _load(args: argparse.Namespace, name: str) -> Model:
+    import localrt
+    from localrt.cli.pull import ProgressLine
+
+    line = ProgressLine(sys.stderr)
+    try:
+        return localrt.load(name, progress=line, **load_options(args))
+    finally:
+        line.close()
+
+
+def _show(progress: Progress) -> None:
+    sys.stderr.write(f"\r\x1b[Kwindow {progress.done} of {progress.total}")
+    sys.stderr.flush()
+
+
+def _describe(found: Evaluation) -> str:
+    stride = "" if found.stride == found.ctx else f", one every {found.stride}"
+    lines = [
+        f"{found.model}: {found.windows} windows of {found.ctx} tokens{stride}, "
+        f"{found.scored_tokens} tokens scored",
+        f"perplexity     {found.perplexity:.4f} ± {found.perplexity_error:.4f}",
+        f"bits per byte  {found.bits_per_byte:.4f}",
+        f"speed          {format_rate(found.tok_s)} tok/s",
+    ]
+    if found.against is not None:
+        other = found.against
+        lines += [
+            f"against {other.model}: its perplexity {other.perplexity:.4f}",
+            f"KL divergence  {other.kl_divergence:.5f}",
+            f"same top token {100 * other.top1_agreement:.2f} %",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,13 @@
+// The functions that every instruction set provides.
+#pragma once
+#include "abi.h"
+#include "pool.h"
+
+struct Kernels {
+    void (*norm_qkv_rope_append)(Context&, const AttentionArgs&);
+    void (*attention_output)(Context&, const AttentionArgs&);
+    void (*norm_gated_mlp)(Context&, const MlpArgs&);
+    void (*head)(Context&, const HeadArgs&);
+    void (*linear)(Context&, const Stack&, const float* x, int rows, float* out);
+    void (*read_rows)(const Matrix&, const int64_t* rows, int count, float factor, float* out);
+};

@@ -1,0 +1,15 @@
+// x86-64 with AVX2, FMA and F16C.
+#if defined(__x86_64__)
+// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+#include <cmath>
+#include <immintrin.h>
+#include <type_traits>
+#include "kernels.h"
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define LRT_VNNI 0
+#include "vec_avx2.h"
+#define KERNELS kernels_avx2
+#include "steps.h"
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,14 @@
+// x86-64 with AVX-512 VNNI.
+#if defined(__x86_64__)
+// Standard headers first: nothing of theirs may be compiled for this instruction set alone.
+#include <cmath>
+#include <immintrin.h>
+#include <type_traits>
+#include "kernels.h"
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+#include "vec_avx512.h"
+#define KERNELS kernels_avx512
+#include "steps.h"
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,77 @@
+// The C interface: chooses the kernels by what the processor can do, and nothing else.
+#include "abi.h"
+#include "kernels.h"
+#include <cstring>
+
+extern const Kernels kernels_portable;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512;
+#endif
+
+namespace {
+
+struct Choice {
+    const char* name;
+    const Kernels* kernels;
+    bool usable;
+};
+
+// Best first.
+const Choice* choices(int* count) {
+    static const Choice list[] = {
+#if defined(__x86_64__)
+        {"avx512", &kernels_avx512,
+         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")},
+#if __GNUC__ >= 12 && !defined(__clang__)
+        {"avxvnni", &kernels_avxvnni, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni")},
+#endif
+        {"avx2", &kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+#endif
+        {"portable", &kernels_portable, true},
+    };
+    *count = (int)(sizeof list / sizeof *list);
+    return list;
+}
+
+}  // namespace
+
+void tile_rows(Context& context, int format, const uint8_t* from, int rows, int cols, uint8_t* to);
+
+struct Runtime {
+    Runtime(int threads, const Choice& choice) : context(threads), kernels(*choice.kernels), name(choice.name) {}
+    Context context;
+    const Kernels& kernels;
+    const char* name;
+};
+
+LRT_API int lrt_abi_version() { return 1; }
+
+// `isa` is a name of the list above, or empty for the best; null when it cannot run here.
+LRT_API Runtime* lrt_create(int threads, const char* isa) {
+    int count;
+    const Choice* list = choices(&count);
+    for (int i = 0; i < count; i++)
+        if (list[i].usable && (!*isa || !std::strcmp(isa, list[i].name))) return new Runtime(threads, list[i]);
+    return nullptr;
+}
+LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }
+LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->name; }
+
+LRT_API void lrt_norm_qkv_rope_append(Runtime* r, const AttentionArgs* args) { r->kernels.norm_qkv_rope_append(r->context, *args); }
+LRT_API void lrt_attention_output(Runtime* r, const AttentionArgs* args) { r->kernels.attention_output(r->context, *args); }
+LRT_API void lrt_norm_gated_mlp(Runtime* r, const MlpArgs* args) { r->kernels.norm_gated_mlp(r->context, *args); }
+LRT_API void lrt_head(Runtime* r, const HeadArgs* args) { r->kernels.head(r->context, *args); }
+LRT_API void lrt_linear(Runtime* r, const Stack* stack, const float* x, int rows, float* out) {
+    r->kernels.linear(r->context, *stack, x, rows, out);
+}
+LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows, int count, float factor, float* out) {
+    r->kernels.read_rows(*matrix, rows, count, factor, out);
+}
+// Rows of GGUF blocks (rows, cols) to tiles; `to` has room for the rows rounded up to 16.
+LRT_API void lrt_tile(Runtime* r, int format, const uint8_t* from, int rows, int cols, uint8_t* to) {
+    tile_rows(r->context, format, from, rows, cols, to);
+}
+LRT_API void lrt_add(float* x, const float* y, int64_t count) {
+    for (int64_t i = 0; i < count; i++) x[i] += y[i];
+}

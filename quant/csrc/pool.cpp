@@ -1,0 +1,133 @@
+// The thread pool and the scratch memory, compiled once for every processor.
+#include "pool.h"
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// A pass is a burst of short jobs: workers spin through it, then sleep until the next one.
+constexpr int SPINS = 20000, SPINS_BEFORE_YIELD = 4096;
+
+void pause(int spins) {
+    if (spins > SPINS_BEFORE_YIELD) {
+        std::this_thread::yield();
+        return;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+struct Pool::State {
+    explicit State(int count) : threads(count < 1 ? 1 : count) {
+        for (int i = 1; i < threads; i++) workers.emplace_back([this] { work(); });
+    }
+    ~State() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stop.store(true, std::memory_order_release);
+            ticket.store((uint64_t)(job() + 1) << 32, std::memory_order_release);
+        }
+        wake.notify_all();
+        for (auto& worker : workers) worker.join();
+    }
+
+    // Runs tasks of one job until none are left to start. `ticket` holds the job's number above the
+    // next task's: taking a task fails once the job is over, so a worker that comes late, because
+    // its core was busy with something else, keeps nobody waiting.
+    void take(uint32_t job) {
+        uint64_t seen = ticket.load(std::memory_order_acquire);
+        while ((uint32_t)(seen >> 32) == job) {
+            const int task = (int)(uint32_t)seen, last = count.load(std::memory_order_relaxed);
+            auto fn = call.load(std::memory_order_relaxed);
+            void* argument = context.load(std::memory_order_relaxed);
+            if (task >= last) return;
+            if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+            fn(argument, task);
+            done.fetch_add(1, std::memory_order_release);
+            seen = ticket.load(std::memory_order_acquire);
+        }
+    }
+
+    uint32_t job() const { return (uint32_t)(ticket.load(std::memory_order_acquire) >> 32); }
+
+    void work() {
+        uint32_t seen = 0;
+        for (;;) {
+            uint32_t now = seen;
+            for (int spins = 0; spins < SPINS && (now = job()) == seen; spins++) pause(spins % SPINS_BEFORE_YIELD);
+            if (now == seen) {
+                std::unique_lock<std::mutex> lock(mutex);
+                sleeping++;
+                wake.wait(lock, [&] { return job() != seen; });
+                sleeping--;
+                now = job();
+            }
+            seen = now;
+            if (stop.load(std::memory_order_acquire)) return;
+            take(now);
+        }
+    }
+
+    const int threads;
+    std::vector<std::thread> workers;
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::atomic<uint64_t> ticket{0};
+    std::atomic<int> done{0}, count{0};
+    std::atomic<void (*)(void*, int)> call{nullptr};
+    std::atomic<void*> context{nullptr};
+    std::atomic<bool> stop{false};
+    int sleeping = 0;  // under the mutex
+};
+
+Pool::Pool(int threads) : state_(new State(threads)) {}
+Pool::~Pool() { delete state_; }
+int Pool::threads() const { return state_->threads; }
+
+void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
+    State& s = *state_;
+    if (s.threads == 1 || count <= 1) {
+        for (int task = 0; task < count; task++) call(context, task);
+        return;
+    }
+    s.call.store(call, std::memory_order_relaxed);
+    s.context.store(context, std::memory_order_relaxed);
+    s.count.store(count, std::memory_order_relaxed);
+    s.done.store(0, std::memory_order_relaxed);
+    const uint32_t job = s.job() + 1;
+    bool wake;
+    {
+        std::lock_guard<std::mutex> lock(s.mutex);
+        s.ticket.store((uint64_t)job << 32, std::memory_order_release);
+        wake = s.sleeping > 0;
+    }
+    if (wake) s.wake.notify_all();
+    s.take(job);
+    for (int spins = 0; s.done.load(std::memory_order_acquire) < count; spins++) pause(spins);
+}
+
+Scratch::~Scratch() { std::free(data_); }
+
+void* Scratch::bytes(size_t count) {
+    count = (count + 63) / 64 * 64;
+    if (count > size_) {
+        std::free(data_);
+#if defined(_WIN32)
+        data_ = _aligned_malloc(count, 64);
+#else
+        data_ = std::aligned_alloc(64, count);
+#endif
+        size_ = data_ ? count : 0;
+    }
+    return data_;
+}

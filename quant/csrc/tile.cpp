@@ -1,0 +1,181 @@
+// Rows of GGUF blocks into tiles of 16 rows, losslessly: quant/formats/tiled.py is the specification.
+#include "abi.h"
+#include "pool.h"
+#include <cstring>
+
+namespace {
+
+struct Layout {
+    int block, row_bytes;
+};
+
+Layout layout(int format) {
+    switch (format) {
+        case F32: return {1, 4};
+        case F16: case BF16: return {1, 2};
+        case Q4_0: return {32, 18};
+        case Q4_1: return {32, 20};
+        case Q5_0: return {32, 22};
+        case Q5_1: return {32, 24};
+        case Q8_0: return {32, 34};
+        case Q4_K: return {256, 144};
+        case Q5_K: return {256, 176};
+        case Q6_K: return {256, 210};
+        case MXFP4: return {32, 17};
+    }
+    return {0, 0};
+}
+
+uint32_t word(const uint8_t* p) {
+    uint32_t w;
+    std::memcpy(&w, p, 4);
+    return w;
+}
+
+// The nibbles and higher bits of 32 columns of 16 rows; codes (16, stride) hold one code a byte.
+uint8_t* pack_step(const uint8_t* codes, size_t stride, int bits, uint8_t* out) {
+    if (bits == 8) {
+        for (int v = 0; v < 8; v++)
+            for (int r = 0; r < 16; r++, out += 4) std::memcpy(out, codes + r * stride + 4 * v, 4);
+        return out;
+    }
+    for (int v = 0; v < 4; v++)
+        for (int r = 0; r < 16; r++, out += 4) {
+            const uint32_t w = (word(codes + r * stride + 4 * v) & 0x0F0F0F0F) | (word(codes + r * stride + 16 + 4 * v) & 0x0F0F0F0F) << 4;
+            std::memcpy(out, &w, 4);
+        }
+    if (bits == 5)
+        for (int v = 0; v < 8; v++, out += 8) {
+            uint64_t mask = 0;
+            for (int r = 0; r < 16; r++) {
+                const uint32_t fifth = word(codes + r * stride + 4 * v) >> 4 & 0x01010101;
+                mask |= (uint64_t)((fifth * 0x01020408u >> 24) & 15) << 4 * r;
+            }
+            for (int i = 0; i < 8; i++) out[i] = (uint8_t)(mask >> 8 * i);
+        }
+    if (bits == 6)
+        for (int half = 0; half < 2; half++)
+            for (int r = 0; r < 16; r++, out += 4) {
+                uint32_t w = 0;
+                for (int j = 0; j < 4; j++) w |= (word(codes + r * stride + 16 * half + 4 * j) >> 4 & 0x03030303) << 2 * j;
+                std::memcpy(out, &w, 4);
+            }
+    return out;
+}
+
+// A bit of h for each of the bytes, at position 4.
+void fifth(const uint8_t* h, uint8_t* codes) {
+    const uint32_t bits = word(h);
+    for (int j = 0; j < 32; j++) codes[j] |= (bits >> j & 1) << 4;
+}
+
+void low_high(const uint8_t* p, int half, uint8_t* codes) {
+    for (int j = 0; j < half; j++) {
+        codes[j] = p[j] & 15;
+        codes[j + half] = p[j] >> 4;
+    }
+}
+
+// One block of 16 rows; rows[r] points at the block, or at zeros beyond the matrix.
+uint8_t* tile_block(int format, const uint8_t* const* rows, uint8_t* out) {
+    uint8_t codes[16][256];
+    auto field = [&](int at, int bytes) {
+        for (int r = 0; r < 16; r++, out += bytes) std::memcpy(out, rows[r] + at, bytes);
+    };
+    switch (format) {
+        case F32: field(0, 4); return out;
+        case F16: case BF16: field(0, 2); return out;
+        case Q4_0:
+            field(0, 2);
+            for (int r = 0; r < 16; r++) low_high(rows[r] + 2, 16, codes[r]);
+            return pack_step(codes[0], 256, 4, out);
+        case Q4_1:
+            field(0, 2);
+            field(2, 2);
+            for (int r = 0; r < 16; r++) low_high(rows[r] + 4, 16, codes[r]);
+            return pack_step(codes[0], 256, 4, out);
+        case Q5_0: case Q5_1: {
+            const int head = format == Q5_0 ? 2 : 4;
+            field(0, 2);
+            if (format == Q5_1) field(2, 2);
+            for (int r = 0; r < 16; r++) {
+                low_high(rows[r] + head + 4, 16, codes[r]);
+                fifth(rows[r] + head, codes[r]);
+            }
+            return pack_step(codes[0], 256, 5, out);
+        }
+        case Q8_0:
+            field(0, 2);
+            for (int r = 0; r < 16; r++)
+                for (int j = 0; j < 32; j++) codes[r][j] = rows[r][2 + j] ^ 0x80;
+            return pack_step(codes[0], 256, 8, out);
+        case MXFP4:
+            field(0, 1);
+            for (int r = 0; r < 16; r++) low_high(rows[r] + 1, 16, codes[r]);
+            return pack_step(codes[0], 256, 4, out);
+        case Q4_K: case Q5_K: {
+            field(0, 2);
+            field(2, 2);
+            uint32_t words[3][16];
+            for (int r = 0; r < 16; r++) {
+                const uint8_t* p = rows[r] + 4;
+                uint8_t six[16];  // eight scales, eight minima
+                for (int j = 0; j < 4; j++) {
+                    six[j] = p[j] & 63;
+                    six[j + 8] = p[j + 4] & 63;
+                    six[j + 4] = (p[j + 8] & 15) | (p[j] >> 6) << 4;
+                    six[j + 12] = (p[j + 8] >> 4) | (p[j + 4] >> 6) << 4;
+                }
+                for (int w = 0; w < 3; w++) {
+                    words[w][r] = (uint32_t)(six[15] >> 2 * w & 3) << 30;
+                    for (int i = 0; i < 5; i++) words[w][r] |= (uint32_t)six[5 * w + i] << 6 * i;
+                }
+                const uint8_t* q = rows[r] + (format == Q4_K ? 16 : 48);
+                for (int c = 0; c < 4; c++) low_high(q + 32 * c, 32, codes[r] + 64 * c);
+                if (format == Q5_K)
+                    for (int j = 0; j < 256; j++) codes[r][j] |= (rows[r][16 + j % 32] >> j / 32 & 1) << 4;
+            }
+            std::memcpy(out, words, sizeof words);
+            out += sizeof words;
+            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, format == Q4_K ? 4 : 5, out);
+            return out;
+        }
+        case Q6_K:
+            field(208, 2);
+            for (int sub = 0; sub < 16; sub++)
+                for (int r = 0; r < 16; r++) *out++ = rows[r][192 + sub];
+            for (int r = 0; r < 16; r++)
+                for (int half = 0; half < 2; half++) {
+                    const uint8_t *low = rows[r] + 64 * half, *high = rows[r] + 128 + 32 * half;
+                    uint8_t* c = codes[r] + 128 * half;
+                    for (int j = 0; j < 32; j++) {
+                        c[j] = (low[j] & 15) | (high[j] & 3) << 4;
+                        c[j + 32] = (low[j + 32] & 15) | (high[j] >> 2 & 3) << 4;
+                        c[j + 64] = low[j] >> 4 | (high[j] >> 4 & 3) << 4;
+                        c[j + 96] = low[j + 32] >> 4 | (high[j] >> 6) << 4;
+                    }
+                }
+            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, 6, out);
+            return out;
+    }
+    return out;
+}
+
+}  // namespace
+
+void tile_rows(Context& context, int format, const uint8_t* from, int rows, int cols, uint8_t* to) {
+    static const uint8_t zeros[256] = {};
+    const Layout shape = layout(format);
+    const size_t row_bytes = (size_t)cols / shape.block * shape.row_bytes;
+    parallel(context, (rows + 15) / 16, [&](int tile) {
+        uint8_t* out = to + (size_t)tile * 16 * row_bytes;
+        const uint8_t* lines[16];
+        for (int block = 0; block < cols / shape.block; block++) {
+            for (int r = 0; r < 16; r++) {
+                const int row = tile * 16 + r;
+                lines[r] = row < rows ? from + row * row_bytes + (size_t)block * shape.row_bytes : zeros;
+            }
+            out = tile_block(format, lines, out);
+        }
+    });
+}

@@ -1,0 +1,116 @@
+// Sixteen lanes in two 256-bit registers. Needs AVX2, FMA, F16C; AVX-VNNI where LRT_VNNI is set.
+#pragma once
+#include <immintrin.h>
+#include <cstdint>
+
+namespace {
+
+constexpr int MAX_ROWS = 4;
+
+struct I16 {
+    __m256i a, b;
+    static I16 zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+    static I16 set1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+    static I16 load(const void* p) {
+        return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+    }
+    static I16 load_i8(const void* p) {
+        return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+                _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)p + 8)))};
+    }
+    static I16 load_u8(const void* p) {
+        return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+                _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)p + 8)))};
+    }
+    I16 operator+(I16 o) const { return {_mm256_add_epi32(a, o.a), _mm256_add_epi32(b, o.b)}; }
+    I16 operator&(I16 o) const { return {_mm256_and_si256(a, o.a), _mm256_and_si256(b, o.b)}; }
+    I16 operator|(I16 o) const { return {_mm256_or_si256(a, o.a), _mm256_or_si256(b, o.b)}; }
+    I16 shl(int n) const {
+        __m128i c = _mm_cvtsi32_si128(n);
+        return {_mm256_sll_epi32(a, c), _mm256_sll_epi32(b, c)};
+    }
+    I16 shr(int n) const {
+        __m128i c = _mm_cvtsi32_si128(n);
+        return {_mm256_srl_epi32(a, c), _mm256_srl_epi32(b, c)};
+    }
+};
+
+struct F16L {
+    __m256 a, b;
+    static F16L zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+    static F16L set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+    static F16L load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    static F16L load_f16(const void* p) {
+        return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+    }
+    static F16L load_bf16(const void* p) {
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16)),
+                _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + 1)), 16))};
+    }
+    static F16L from(I16 i) { return {_mm256_cvtepi32_ps(i.a), _mm256_cvtepi32_ps(i.b)}; }
+    static F16L bits(I16 i) { return {_mm256_castsi256_ps(i.a), _mm256_castsi256_ps(i.b)}; }
+    I16 as_bits() const { return {_mm256_castps_si256(a), _mm256_castps_si256(b)}; }
+    I16 rounded() const { return {_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)}; }
+    void store(float* p) const {
+        _mm256_storeu_ps(p, a);
+        _mm256_storeu_ps(p + 8, b);
+    }
+    F16L operator+(F16L o) const { return {_mm256_add_ps(a, o.a), _mm256_add_ps(b, o.b)}; }
+    F16L operator-(F16L o) const { return {_mm256_sub_ps(a, o.a), _mm256_sub_ps(b, o.b)}; }
+    F16L operator*(F16L o) const { return {_mm256_mul_ps(a, o.a), _mm256_mul_ps(b, o.b)}; }
+    F16L operator/(F16L o) const { return {_mm256_div_ps(a, o.a), _mm256_div_ps(b, o.b)}; }
+    F16L max(F16L o) const { return {_mm256_max_ps(a, o.a), _mm256_max_ps(b, o.b)}; }
+    F16L min(F16L o) const { return {_mm256_min_ps(a, o.a), _mm256_min_ps(b, o.b)}; }
+    F16L fma(F16L m, F16L c) const { return {_mm256_fmadd_ps(a, m.a, c.a), _mm256_fmadd_ps(b, m.b, c.b)}; }
+};
+
+struct B64 {
+    __m256i a, b;
+    static B64 load(const void* p) {
+        return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+    }
+    static B64 set1(int x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
+    static B64 table(const uint8_t* t) {
+        __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)t));
+        return {v, v};
+    }
+    B64 operator&(B64 o) const { return {_mm256_and_si256(a, o.a), _mm256_and_si256(b, o.b)}; }
+    B64 operator|(B64 o) const { return {_mm256_or_si256(a, o.a), _mm256_or_si256(b, o.b)}; }
+    template <int N> B64 shr() const { return {_mm256_srli_epi16(a, N), _mm256_srli_epi16(b, N)}; }
+    template <int N> B64 shl() const { return {_mm256_slli_epi16(a, N), _mm256_slli_epi16(b, N)}; }
+    B64 lookup(B64 i) const { return {_mm256_shuffle_epi8(a, i.a), _mm256_shuffle_epi8(b, i.b)}; }
+    B64 with_bits(uint64_t mask, int bit) const {
+        return {_mm256_or_si256(a, spread((uint32_t)mask, bit)), _mm256_or_si256(b, spread((uint32_t)(mask >> 32), bit))};
+    }
+    // Byte i becomes `bit` where bit i of the mask is set.
+    static __m256i spread(uint32_t mask, int bit) {
+        const __m256i which = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i select = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+        __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)mask), which);
+        __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, select), select);
+        return _mm256_and_si256(set, _mm256_set1_epi8((char)bit));
+    }
+};
+
+template <int BITS> inline __m256i dot4_half(__m256i acc, __m256i u, __m256i s) {
+#if LRT_VNNI
+    return _mm256_dpbusd_avx_epi32(acc, u, s);
+#else
+    if (BITS <= 6) {  // pairs of products fit 16 bits
+        __m256i pairs = _mm256_maddubs_epi16(u, s);
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+#endif
+}
+
+template <int BITS> inline I16 dot4(I16 acc, B64 codes, const int8_t* a) {
+    int32_t four;
+    __builtin_memcpy(&four, a, 4);
+    __m256i s = _mm256_set1_epi32(four);
+    return {dot4_half<BITS>(acc.a, codes.a, s), dot4_half<BITS>(acc.b, codes.b, s)};
+}
+
+}  // namespace

@@ -1,0 +1,72 @@
+// Sixteen lanes in one 512-bit register. Needs AVX-512 F, BW, VL, VNNI.
+#pragma once
+#include <immintrin.h>
+#include <cstdint>
+
+namespace {
+
+constexpr int MAX_ROWS = 16;  // activation rows that one unpacked step of weights serves
+
+struct I16 {
+    __m512i v;
+    static I16 zero() { return {_mm512_setzero_si512()}; }
+    static I16 set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+    static I16 load(const void* p) { return {_mm512_loadu_si512(p)}; }
+    static I16 load_i8(const void* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+    static I16 load_u8(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+    I16 operator+(I16 o) const { return {_mm512_add_epi32(v, o.v)}; }
+    I16 operator&(I16 o) const { return {_mm512_and_si512(v, o.v)}; }
+    I16 operator|(I16 o) const { return {_mm512_or_si512(v, o.v)}; }
+    I16 shl(int n) const { return {_mm512_sll_epi32(v, _mm_cvtsi32_si128(n))}; }
+    I16 shr(int n) const { return {_mm512_srl_epi32(v, _mm_cvtsi32_si128(n))}; }
+};
+
+struct F16L {
+    __m512 v;
+    static F16L zero() { return {_mm512_setzero_ps()}; }
+    static F16L set1(float x) { return {_mm512_set1_ps(x)}; }
+    static F16L load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static F16L load_f16(const void* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+    static F16L load_bf16(const void* p) {
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+    }
+    static F16L from(I16 i) { return {_mm512_cvtepi32_ps(i.v)}; }
+    static F16L bits(I16 i) { return {_mm512_castsi512_ps(i.v)}; }
+    I16 as_bits() const { return {_mm512_castps_si512(v)}; }
+    I16 rounded() const { return {_mm512_cvtps_epi32(v)}; }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+    F16L operator+(F16L o) const { return {_mm512_add_ps(v, o.v)}; }
+    F16L operator-(F16L o) const { return {_mm512_sub_ps(v, o.v)}; }
+    F16L operator*(F16L o) const { return {_mm512_mul_ps(v, o.v)}; }
+    F16L operator/(F16L o) const { return {_mm512_div_ps(v, o.v)}; }
+    F16L max(F16L o) const { return {_mm512_max_ps(v, o.v)}; }
+    F16L min(F16L o) const { return {_mm512_min_ps(v, o.v)}; }
+    F16L fma(F16L b, F16L c) const { return {_mm512_fmadd_ps(v, b.v, c.v)}; }  // this * b + c
+};
+
+// 64 bytes: lane r holds four consecutive codes of row r.
+struct B64 {
+    __m512i v;
+    static B64 load(const void* p) { return {_mm512_loadu_si512(p)}; }
+    static B64 set1(int x) { return {_mm512_set1_epi8((char)x)}; }
+    static B64 table(const uint8_t* t) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)t))}; }
+    B64 operator&(B64 o) const { return {_mm512_and_si512(v, o.v)}; }
+    B64 operator|(B64 o) const { return {_mm512_or_si512(v, o.v)}; }
+    // Within 16-bit words: mask afterwards.
+    template <int N> B64 shr() const { return {_mm512_srli_epi16(v, N)}; }
+    template <int N> B64 shl() const { return {_mm512_slli_epi16(v, N)}; }
+    B64 lookup(B64 index) const { return {_mm512_shuffle_epi8(v, index.v)}; }
+    // bit where the mask's bit of this byte is set
+    B64 with_bits(uint64_t mask, int bit) const {
+        return {_mm512_or_si512(v, _mm512_maskz_set1_epi8(mask, (char)bit))};
+    }
+};
+
+// acc + the four products of each lane; codes unsigned, activations signed and shared by all lanes.
+template <int BITS> inline I16 dot4(I16 acc, B64 codes, const int8_t* a) {
+    int32_t four;
+    __builtin_memcpy(&four, a, 4);
+    return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(four))};
+}
+
+}  // namespace

@@ -1,0 +1,121 @@
+// Sixteen lanes as plain arrays: any C++17 compiler, any processor.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int MAX_ROWS = 4;
+constexpr int LANES = 16;
+
+inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023, bits;
+    if (exponent == 31) {
+        bits = sign | 0x7F800000 | fraction << 13;
+    } else if (exponent) {
+        bits = sign | (exponent + 112) << 23 | fraction << 13;
+    } else {
+        float value = (float)fraction * 5.9604644775390625e-8f;  // 2^-24
+        std::memcpy(&bits, &value, 4);
+        bits |= sign;
+    }
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+struct I16 {
+    int32_t v[LANES];
+    template <class Fn> static I16 each(Fn fn) {
+        I16 r;
+        for (int i = 0; i < LANES; i++) r.v[i] = fn(i);
+        return r;
+    }
+    static I16 zero() { return set1(0); }
+    static I16 set1(int32_t x) { return each([=](int) { return x; }); }
+    static I16 load(const void* p) {
+        I16 r;
+        std::memcpy(r.v, p, sizeof r.v);
+        return r;
+    }
+    static I16 load_i8(const void* p) { return each([=](int i) { return ((const int8_t*)p)[i]; }); }
+    static I16 load_u8(const void* p) { return each([=](int i) { return ((const uint8_t*)p)[i]; }); }
+    I16 operator+(I16 o) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] + (uint32_t)o.v[i]); }); }
+    I16 operator&(I16 o) const { return each([&](int i) { return v[i] & o.v[i]; }); }
+    I16 operator|(I16 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
+    I16 shl(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] << n); }); }
+    I16 shr(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] >> n); }); }
+};
+
+struct F16L {
+    float v[LANES];
+    template <class Fn> static F16L each(Fn fn) {
+        F16L r;
+        for (int i = 0; i < LANES; i++) r.v[i] = fn(i);
+        return r;
+    }
+    static F16L zero() { return set1(0); }
+    static F16L set1(float x) { return each([=](int) { return x; }); }
+    static F16L load(const float* p) { return each([=](int i) { return p[i]; }); }
+    static F16L load_f16(const void* p) {
+        return each([=](int i) {
+            uint16_t h;
+            std::memcpy(&h, (const char*)p + 2 * i, 2);
+            return half_to_float(h);
+        });
+    }
+    static F16L load_bf16(const void* p) {
+        return bits(I16::each([=](int i) {
+            uint16_t h;
+            std::memcpy(&h, (const char*)p + 2 * i, 2);
+            return (int32_t)((uint32_t)h << 16);
+        }));
+    }
+    static F16L from(I16 x) { return each([&](int i) { return (float)x.v[i]; }); }
+    static F16L bits(I16 x) {
+        F16L r;
+        std::memcpy(r.v, x.v, sizeof r.v);
+        return r;
+    }
+    I16 as_bits() const {
+        I16 r;
+        std::memcpy(r.v, v, sizeof v);
+        return r;
+    }
+    I16 rounded() const { return I16::each([&](int i) { return (int32_t)std::nearbyintf(v[i]); }); }
+    void store(float* p) const { std::memcpy(p, v, sizeof v); }
+    F16L operator+(F16L o) const { return each([&](int i) { return v[i] + o.v[i]; }); }
+    F16L operator-(F16L o) const { return each([&](int i) { return v[i] - o.v[i]; }); }
+    F16L operator*(F16L o) const { return each([&](int i) { return v[i] * o.v[i]; }); }
+    F16L operator/(F16L o) const { return each([&](int i) { return v[i] / o.v[i]; }); }
+    F16L max(F16L o) const { return each([&](int i) { return v[i] > o.v[i] ? v[i] : o.v[i]; }); }
+    F16L min(F16L o) const { return each([&](int i) { return v[i] < o.v[i] ? v[i] : o.v[i]; }); }
+    F16L fma(F16L b, F16L c) const { return each([&](int i) { return std::fma(v[i], b.v[i], c.v[i]); }); }
+};
+
+struct B64 {
+    uint8_t v[64];
+    template <class Fn> static B64 each(Fn fn) {
+        B64 r;
+        for (int i = 0; i < 64; i++) r.v[i] = (uint8_t)fn(i);
+        return r;
+    }
+    static B64 load(const void* p) { return each([=](int i) { return ((const uint8_t*)p)[i]; }); }
+    static B64 set1(int x) { return each([=](int) { return x; }); }
+    static B64 table(const uint8_t* t) { return each([=](int i) { return t[i & 15]; }); }
+    B64 operator&(B64 o) const { return each([&](int i) { return v[i] & o.v[i]; }); }
+    B64 operator|(B64 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
+    template <int N> B64 shr() const { return each([&](int i) { return v[i] >> N; }); }
+    template <int N> B64 shl() const { return each([&](int i) { return v[i] << N; }); }
+    B64 lookup(B64 index) const { return each([&](int i) { return v[index.v[i] & 15]; }); }
+    B64 with_bits(uint64_t mask, int bit) const { return each([&](int i) { return v[i] | (mask >> i & 1 ? bit : 0); }); }
+};
+
+template <int BITS> inline I16 dot4(I16 acc, B64 codes, const int8_t* a) {
+    for (int r = 0; r < LANES; r++)
+        for (int i = 0; i < 4; i++) acc.v[r] += codes.v[4 * r + i] * a[i];
+    return acc;
+}
+
+}  // namespace

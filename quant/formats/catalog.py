@@ -1,0 +1,31 @@
+"""Every format by its name, and the codecs of those that localrt packs itself.
+
+Tables only. ggml's types that localrt reads are among the formats; its quantizers are not ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from localrt.quant.formats.affine import AFFINE
+from localrt.quant.formats.codec import Codec
+from localrt.quant.formats.fp4 import MXFP4_CODEC, NVFP4_CODEC
+from localrt.quant.formats.ggml import GGML_FORMATS
+from localrt.quant.formats.nf4 import NF4_CODEC
+from localrt.quant.formats.packed import Format
+
+__all__ = ["CODECS", "FORMATS"]
+
+CODECS: Mapping[str, Codec] = MappingProxyType(
+    {**AFFINE, "nf4": NF4_CODEC, "mxfp4": MXFP4_CODEC, "nvfp4": NVFP4_CODEC}
+)
+"""The codec of every format that localrt packs itself, by the format's name."""
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        format_.name: format_
+        for format_ in (*GGML_FORMATS.values(), *(codec.format for codec in CODECS.values()))
+    }
+)
+"""Every format that localrt can unpack, by its name."""

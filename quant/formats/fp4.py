@@ -1,0 +1,140 @@
+"""FP4 weights (E2M1): MXFP4 with power-of-two scales, NVFP4 with E4M3 scales.
+
+MXFP4 (OCP microscaling, groups of 32) has ggml's block: an E8M0 exponent and 16 bytes of nibbles.
+NVFP4 (groups of 16) has an E4M3 scale and 8 bytes of nibbles, and one float32 factor per tensor,
+``PackedTensor.scale``. ggml's own type of that name has other blocks and is not read here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from localrt.quant.formats.codec import (
+    Bytes,
+    Floats,
+    join_nibbles,
+    nearest,
+    over,
+    split_nibbles,
+)
+from localrt.quant.formats.ggml import MXFP4
+from localrt.quant.formats.packed import Format
+
+__all__ = ["E2M1", "E4M3", "MXFP4_CODEC", "NVFP4", "NVFP4_CODEC"]
+
+NVFP4 = Format("nvfp4", 16, 9)
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E2M1.flags.writeable = False
+"""The value of each E2M1 code; bit 3 is the sign."""
+
+
+def _e4m3_table() -> Floats:
+    code = np.arange(256)
+    exponent, fraction = (code >> 3) & 15, code & 7
+    normal = np.ldexp(1 + fraction / 8, exponent - 7)
+    magnitude = np.where(exponent == 0, np.ldexp(fraction / 8, -6), normal)
+    magnitude[(code & 127) == 127] = np.nan
+    return np.where(code < 128, magnitude, -magnitude).astype(np.float32)
+
+
+E4M3 = _e4m3_table()
+E4M3.flags.writeable = False
+"""The value of each E4M3 byte (the variant without infinities)."""
+
+_LARGEST = float(E2M1[7])
+_LARGEST_SCALE = float(E4M3[126])
+_nearest_magnitude = nearest(E2M1[:8])
+_nearest_e4m3 = nearest(E4M3[:127])
+
+
+def _encode(values: Floats, scales: Floats) -> Bytes:
+    """Nearest E2M1 codes; ties go towards zero, and zero is code 0."""
+    codes = _nearest_magnitude(over(np.abs(values), scales))
+    codes |= ((values < 0) & (codes > 0)).view(np.uint8) << 3
+    return codes
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Codec:
+    """See the ``Codec`` protocol. Scales are (n, 1) powers of two."""
+
+    format: Format = MXFP4
+    shrinks: tuple[float, ...] = (2.0, 1.0, 0.5)  # neighbouring exponents: there is nothing between
+
+    def tensor_scale(self, largest: float) -> float:
+        """None: the format has no place for one."""
+        return 1.0
+
+    def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
+        """The extreme between 4 and 8, as OCP has it: what lies above 6 is clipped."""
+        extreme = np.abs(groups).max(axis=1, keepdims=True) * np.float64(shrink)
+        _, exponent = np.frexp(extreme)
+        exponent = np.where(extreme > 0, exponent - 3, -127)
+        scales: Floats = np.ldexp(np.float32(1), np.clip(exponent, -127, 127))
+        return scales.astype(np.float32, copy=False)
+
+    def encode(self, values: Floats, scales: Floats) -> Bytes:
+        """Nearest codes."""
+        return _encode(values, scales)
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """E2M1 times scale: exact."""
+        return E2M1[codes] * scales
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Exponent, nibbles."""
+        exponents = (np.frexp(scales)[1] + 126).astype(np.uint8)
+        return np.concatenate([exponents, join_nibbles(codes)], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127)
+        return split_nibbles(blocks[:, 1:]), scales.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Codec:
+    """See the ``Codec`` protocol. Scales are (n, 1), before the tensor's own factor."""
+
+    format: Format = NVFP4
+
+    @property
+    def shrinks(self) -> tuple[float, ...]:
+        """Beyond 1 too: an extreme on 4 instead of 6 meets finer neighbours.
+
+        E4M3 has eight steps an octave: sixteen tries an octave miss none.
+        """
+        return tuple(np.geomspace(1.6, 0.4, 33).tolist())
+
+    def tensor_scale(self, largest: float) -> float:
+        """The tensor's extreme gets the largest scale and the largest code."""
+        scale = float(np.float32(largest / (_LARGEST * _LARGEST_SCALE)))
+        return scale if scale > 0 else 1.0
+
+    def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
+        """The extreme on 6."""
+        extreme = np.abs(groups).max(axis=1, keepdims=True)
+        return E4M3[_nearest_e4m3(extreme * np.float32(shrink / _LARGEST))]
+
+    def encode(self, values: Floats, scales: Floats) -> Bytes:
+        """Nearest codes."""
+        return _encode(values, scales)
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """E2M1 times scale: exact."""
+        return E2M1[codes] * scales
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Scale, nibbles."""
+        return np.concatenate([_nearest_e4m3(scales), join_nibbles(codes)], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        return split_nibbles(blocks[:, 1:]), E4M3[blocks[:, :1]]
+
+
+MXFP4_CODEC = Mxfp4Codec()
+NVFP4_CODEC = Nvfp4Codec()

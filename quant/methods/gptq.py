@@ -1,0 +1,98 @@
+"""GPTQ (Frantar et al. 2023): round one input at a time, later inputs make up for the error.
+
+Columns go in falling order of H's diagonal. Each keeps the group it had before (static groups), and
+codes come back in the weight's own order, so the result needs no permutation to be used.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import LocalrtError
+from localrt.quant.formats.codec import Bytes, Codec, Floats
+from localrt.quant.methods.hessian import require_finite_hessian
+
+__all__ = ["gptq_codes"]
+
+_BLOCK = 128  # columns whose errors are carried to all later ones in one product
+_ROWS = 1024  # weight rows at a time: a block of their errors stays in the cache
+_DAMPING = 0.01
+
+
+def gptq_codes(
+    values: Floats, scales: Floats, codec: Codec, hessian: Floats, *, name: str = ""
+) -> Bytes:
+    """Codes (rows, columns) of ``values`` under ``scales`` (rows, groups, k).
+
+    ``hessian`` is H of the inputs, (columns, columns).
+
+    Raises:
+        LocalrtError: H holds NaN or infinity, or is not positive definite even when damped.
+    """
+    rows, columns = values.shape
+    if hessian.shape != (columns, columns):
+        raise ValueError(f"{name}: H is {hessian.shape}, the weight has {columns} columns")
+    require_finite_hessian(hessian, name)
+    order = np.argsort(-np.diagonal(hessian), kind="stable")
+    factor = _inverse_factor(hessian, order, name)
+    group_of = order // codec.format.block
+    codes = np.empty((rows, columns), np.uint8)
+    for start in range(0, rows, _ROWS):
+        part = slice(start, start + _ROWS)
+        by_group = np.ascontiguousarray(scales[part].transpose(1, 0, 2))  # (groups, rows, k)
+        work = values[part].T[order]  # (columns, rows)
+        ordered = _round_columns(work, by_group, group_of, codec, factor)
+        codes[part, order] = ordered.T
+    return codes
+
+
+def _round_columns(
+    work: Floats,
+    scales: Floats,
+    group_of: npt.NDArray[np.intp],
+    codec: Codec,
+    factor: Floats,
+) -> Bytes:
+    """Codes (columns, rows) of ``work`` (columns, rows), which is used up."""
+    columns, rows = work.shape
+    codes = np.empty((columns, rows), np.uint8)
+    errors = np.empty((_BLOCK, rows), np.float32)
+    for start in range(0, columns, _BLOCK):
+        stop = min(start + _BLOCK, columns)
+        for column in range(start, stop):
+            done = column - start
+            value = work[column] - factor[start:column, column] @ errors[:done]
+            scale = scales[group_of[column]]
+            code = codec.encode(value[:, None], scale)
+            codes[column] = code[:, 0]
+            errors[done] = (value - codec.decode(code, scale)[:, 0]) / factor[column, column]
+        work[stop:] -= factor[start:stop, stop:].T @ errors[: stop - start]
+    return codes
+
+
+def _inverse_factor(hessian: Floats, order: npt.NDArray[np.intp], name: str) -> Floats:
+    """The upper U of H^-1 = U^T U, for H damped and in ``order``.
+
+    With the order reversed, H = L L^T, and U is L^-1 reversed back: H itself is never inverted.
+    """
+    from scipy.linalg import LinAlgError, cholesky, lapack
+
+    backwards = order[::-1]
+    mean = float(np.diagonal(hessian).mean())
+    damping = _DAMPING
+    while damping <= 1:
+        damped = hessian[np.ix_(backwards, backwards)].astype(np.float64, order="F")
+        # Inputs that calibration never saw have nothing but the damping: they are just rounded.
+        damped[np.diag_indices_from(damped)] += damping * mean if mean > 0 else 1.0
+        try:
+            lower = cholesky(damped, lower=True, overwrite_a=True, check_finite=False)
+        except LinAlgError:
+            damping *= 10
+            continue
+        inverse, _ = lapack.dtrtri(lower, lower=1, overwrite_c=1)
+        return np.ascontiguousarray(inverse[::-1, ::-1], np.float32)
+    raise LocalrtError(
+        f"{name or 'a tensor'}: the calibration statistics are not positive definite: "
+        "calibrate with more text, or use method rtn"
+    )

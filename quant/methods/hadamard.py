@@ -1,0 +1,38 @@
+"""The block Hadamard rotation: spreads an outlier over its block of 2^k inputs.
+
+Orthogonal and symmetric, so it is its own inverse: W x = (W H) (H x). It does not know weights from
+activations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localrt.quant.formats.codec import Floats
+
+__all__ = ["block_hadamard"]
+
+
+def block_hadamard(values: Floats, size: int) -> Floats:
+    """Every ``size`` consecutive values of the last axis times the Hadamard matrix / sqrt(size).
+
+    Fast Walsh-Hadamard transform, natural (Sylvester) order, float32: a new array.
+
+    Raises:
+        ValueError: ``size`` is not a power of two that divides the last axis.
+    """
+    if size < 1 or size & (size - 1) or values.shape[-1] % size:
+        raise ValueError(
+            f"a block Hadamard of {size} needs a power of two that divides {values.shape[-1]}"
+        )
+    out = values.reshape(-1, size).astype(np.float32, copy=True)
+    half = 1
+    while half < size:
+        pairs = out.reshape(-1, size // (2 * half), 2, half)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        difference = low - high
+        low += high
+        high[...] = difference
+        half *= 2
+    out *= np.float32(size**-0.5)
+    return out.reshape(values.shape)

@@ -1,0 +1,109 @@
+"""One weight, one format, one method: rtn, gptq or mr-gptq.
+
+All search for the scales of least error first. ``gptq`` then chooses codes by the statistics of the
+inputs, and ``mr-gptq`` rotates the inputs by a block Hadamard before (MR-GPTQ, Egiazarian et al.
+2025). Layers, models and calibration text are the driver's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from localrt.errors import OptionError
+from localrt.quant.formats import NVFP4, Codec, Format, PackedTensor, assemble, codec_of, unpack
+from localrt.quant.formats.codec import Floats
+from localrt.quant.formats.pack import require_finite, require_whole_groups
+from localrt.quant.methods.gptq import gptq_codes
+from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.methods.search import best_scales
+
+__all__ = ["METHODS", "Quantized", "quantize", "restore", "rotation", "tensor_scale"]
+
+METHODS = ("rtn", "gptq", "mr-gptq")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A packed weight. With ``hadamard`` n > 0 it holds W H: its inputs need the same rotation.
+
+    H is ``block_hadamard`` with blocks of n inputs.
+    """
+
+    tensor: PackedTensor
+    hadamard: int = 0
+
+
+def quantize(
+    values: Floats,
+    format_: Format,
+    *,
+    method: str = "rtn",
+    hessian: Floats | None = None,
+    name: str = "",
+    scale: float | None = None,
+    hadamard: int | None = None,
+) -> Quantized:
+    """``values`` (rows, columns), float32, in ``format_``. Deterministic.
+
+    Args:
+        values: the weight, (out, in).
+        format_: one of localrt's own formats.
+        method: one of ``METHODS``.
+        hessian: H of the inputs, (columns, columns): for all methods but rtn.
+        name: the weight's name, for messages and the result.
+        scale: the tensor's factor (NVFP4), from ``tensor_scale``, where matrices share one.
+        hadamard: block size of the rotation; 0 for none; None leaves it to the method.
+
+    Raises:
+        CheckpointError: the weights hold NaN or infinity.
+        LocalrtError: H does.
+        OptionError: unknown method, a format that localrt does not quantize to, columns that are
+            not whole groups, or a method without the statistics that it needs.
+    """
+    if method not in METHODS:
+        raise OptionError(f"method must be one of {', '.join(METHODS)}, is {method!r}")
+    if method != "rtn" and hessian is None:
+        raise OptionError(f"method {method} needs calibration text: give --calibration")
+    codec = codec_of(format_)
+    require_finite(values, name)
+    require_whole_groups(values.shape[1], codec, name)
+    if hadamard is None:
+        hadamard = rotation(format_) if method == "mr-gptq" else 0
+    if hadamard:
+        values = block_hadamard(values, hadamard)
+        if hessian is not None:
+            hessian = block_hadamard(block_hadamard(hessian, hadamard).T, hadamard)
+    if scale is None:
+        scale = tensor_scale(codec, values)
+    if scale != 1.0:
+        values = values / np.float32(scale)
+    groups = values.reshape(-1, format_.block)
+    scales = best_scales(codec, groups)
+    if method == "rtn" or hessian is None:
+        codes = codec.encode(groups, scales)
+    else:
+        by_row = scales.reshape(len(values), -1, scales.shape[1])  # (rows, groups, k)
+        codes = gptq_codes(values, by_row, codec, hessian, name=name).reshape(groups.shape)
+    tensor = assemble(codec, codes, scales, values.shape, name=name, scale=scale)
+    return Quantized(tensor, hadamard)
+
+
+def rotation(format_: Format) -> int:
+    """Block size of mr-gptq's rotation: the format's group; 0 for NVFP4.
+
+    NVFP4's small groups keep an outlier to themselves already; a rotation would spread it.
+    """
+    return 0 if format_ == NVFP4 else format_.block
+
+
+def tensor_scale(codec: Codec, *matrices: Floats) -> float:
+    """The factor that ``matrices`` would share: 1 for all formats but NVFP4."""
+    return codec.tensor_scale(max(float(np.abs(m).max(initial=0)) for m in matrices))
+
+
+def restore(quantized: Quantized) -> Floats:
+    """The weight that computing with ``quantized`` amounts to, float32, without the rotation."""
+    values = unpack(quantized.tensor)
+    return block_hadamard(values, quantized.hadamard) if quantized.hadamard else values

@@ -1,0 +1,211 @@
+"""The compiled kernels' C interface, as ctypes: structs that mirror ``quant/csrc/abi.h``.
+
+Importing it loads nothing; ``load_library`` finds the shared library beside this package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from localrt.errors import MissingExtraError
+
+__all__ = [
+    "FORMAT_IDS",
+    "AttentionArgs",
+    "HeadArgs",
+    "Matrix",
+    "MlpArgs",
+    "SpanArgs",
+    "Stack",
+    "best_isa",
+    "find_library",
+    "load_library",
+]
+
+_ABI_VERSION = 1
+
+# In the order of abi.h's enum.
+FORMAT_IDS = {
+    name: number
+    for number, name in enumerate(
+        (
+            "f32",
+            "f16",
+            "bf16",
+            "q4_0",
+            "q4_1",
+            "q5_0",
+            "q5_1",
+            "q8_0",
+            "q4_k",
+            "q5_k",
+            "q6_k",
+            "mxfp4",
+        )
+    )
+}
+
+
+class Matrix(Structure):
+    """A tiled weight matrix."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("format", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Stack(Structure):
+    """Row-stacked matrices of one input."""
+
+    _fields_ = (
+        ("parts", POINTER(Matrix)),
+        ("count", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class SpanArgs(Structure):
+    """One sequence of a pass in one layer."""
+
+    _fields_ = (
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("mask", c_void_p),
+        ("allocated", c_int64),
+        ("held", c_int32),
+        ("rows", c_int32),
+    )
+
+
+class AttentionArgs(Structure):
+    """Both attention steps of a layer."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("q", c_void_p),
+        ("out", c_void_p),
+        ("norm", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("out_bias", c_void_p),
+        ("post_norm", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("positions", c_void_p),
+        ("spans", POINTER(SpanArgs)),
+        ("qkv", Stack),
+        ("proj", Stack),
+        ("rows", c_int32),
+        ("span_count", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotary", c_int32),
+        ("window", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class MlpArgs(Structure):
+    """The gated MLP step."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("gate_up", Stack),
+        ("down", Stack),
+        ("rows", c_int32),
+        ("activation", c_int32),
+        ("eps", c_float),
+    )
+
+
+class HeadArgs(Structure):
+    """The final norm and vocabulary projection."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("wanted", c_void_p),
+        ("logits", c_void_p),
+        ("norm", c_void_p),
+        ("weight", Stack),
+        ("count", c_int32),
+        ("eps", c_float),
+        ("softcap", c_float),
+    )
+
+
+_SIGNATURES = {
+    "lrt_abi_version": (c_int, ()),
+    "lrt_create": (c_void_p, (c_int, c_char_p)),
+    "lrt_destroy": (None, (c_void_p,)),
+    "lrt_isa": (c_char_p, (c_void_p,)),
+    "lrt_norm_qkv_rope_append": (None, (c_void_p, POINTER(AttentionArgs))),
+    "lrt_attention_output": (None, (c_void_p, POINTER(AttentionArgs))),
+    "lrt_norm_gated_mlp": (None, (c_void_p, POINTER(MlpArgs))),
+    "lrt_head": (None, (c_void_p, POINTER(HeadArgs))),
+    "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
+    "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),
+    "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
+    "lrt_add": (None, (c_void_p, c_void_p, c_int64)),
+}
+
+
+def find_library() -> Path | None:
+    """The compiled kernels, or None where they were not built."""
+    folder = Path(__file__).parent
+    names = [f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]
+    return next((path for name in names if (path := folder / name).is_file()), None)
+
+
+@cache
+def load_library(path: Path) -> ctypes.CDLL:
+    """The library at ``path``, with its functions typed.
+
+    Raises:
+        MissingExtraError: it cannot be loaded, or belongs to another version of localrt.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, list(arguments)
+    except (OSError, AttributeError) as error:
+        raise MissingExtraError(
+            f"the compiled kernels cannot be loaded ({error}): install localrt again"
+        ) from error
+    if library.lrt_abi_version() != _ABI_VERSION:
+        raise MissingExtraError(
+            "the compiled kernels are of another version: install localrt again"
+        )
+    return library
+
+
+def best_isa() -> str | None:
+    """The code path that the kernels choose on this processor; None where they cannot be used."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        library = load_library(path)
+    except MissingExtraError:
+        return None
+    handle = library.lrt_create(1, b"")
+    name: bytes = library.lrt_isa(handle)
+    library.lrt_destroy(handle)
+    return name.decode()

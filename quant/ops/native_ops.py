@@ -1,0 +1,330 @@
+"""``Ops`` on the CPU through our own compiled kernels, on numpy buffers; torch is not needed.
+
+Weights stay packed: rows are put into tiles once, on loading, and computed on as they are. What the
+kernels do is in ``quant/csrc``; this file allocates, fills their structs and calls them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import MissingExtraError, OptionError
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.ops.native_abi import (
+    FORMAT_IDS,
+    AttentionArgs,
+    HeadArgs,
+    Matrix,
+    MlpArgs,
+    SpanArgs,
+    Stack,
+    find_library,
+    load_library,
+)
+from localrt.quant.ops.native_kv import NativeKVCache, grown_capacity
+from localrt.quant.ops.protocol import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    MlpSpec,
+    MlpWeights,
+    Rope,
+)
+
+__all__ = ["NativeOps", "NativeWeight"]
+
+Floats = npt.NDArray[np.float32]
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_TILE = 16
+
+
+@dataclass(slots=True)
+class NativeWeight:
+    """Tiled matrices stacked by rows. ``arrays`` keep alive what ``stack`` points at."""
+
+    stack: Stack
+    parts: ctypes.Array[Matrix]
+    arrays: list[npt.NDArray[np.uint8]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(slots=True)
+class _Pass:
+    batch: Batch
+    rows: int
+    spans: dict[int, ctypes.Array[SpanArgs]] = field(default_factory=dict)
+    masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
+    tables: dict[Rope, tuple[Floats, Floats]] = field(default_factory=dict)
+
+
+class NativeOps:
+    """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...)."""
+
+    name = "native"
+    device = "cpu"
+    compute_format = "packed"
+
+    def __init__(self, *, threads: int | None = None, isa: str = "") -> None:
+        path = find_library()
+        if path is None:
+            raise MissingExtraError(
+                "the compiled kernels are missing: install a C++ compiler, then localrt again"
+            )
+        self._api = load_library(path)
+        self._handle = self._api.lrt_create(threads or _usable_cores(), isa.encode())
+        if not self._handle:
+            raise OptionError(f"this processor cannot run the {isa!r} kernels")
+        self.isa: str = self._api.lrt_isa(self._handle).decode()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._api.lrt_destroy(self._handle)
+            self._handle = None
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Nothing to hold."""
+        return nullcontext()
+
+    def free_memory(self) -> int | None:
+        """It computes in RAM."""
+        return None
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight(self, shape: tuple[int, int], blocks: Iterable[PackedTensor]) -> NativeWeight:
+        """Tile row blocks as they come; neighbours of one format become one matrix."""
+        matrices: list[tuple[int, int, npt.NDArray[np.uint8]]] = []  # format, rows, tiles
+        for format_id, rows, data in _tensors(shape[1], blocks):
+            tiled = np.empty(_padded(rows) * data.shape[1], np.uint8)
+            self._api.lrt_tile(
+                self._handle, format_id, data.ctypes.data, rows, shape[1], tiled.ctypes.data
+            )
+            matrices.append((format_id, rows, tiled))
+        total = sum(rows for _, rows, _ in matrices)
+        if total != shape[0]:
+            raise ValueError(f"blocks hold {total} rows, the matrix has {shape[0]}")
+        parts = (Matrix * len(matrices))(
+            *(Matrix(t.ctypes.data, f, rows, shape[1], 0) for f, rows, t in matrices)
+        )
+        stack = Stack(parts, len(matrices), shape[0], shape[1], 0)
+        return NativeWeight(stack, parts, [tiles for _, _, tiles in matrices])
+
+    def vector(self, values: npt.NDArray[np.float32]) -> Floats:
+        """A norm weight or bias."""
+        return np.ascontiguousarray(values, np.float32)
+
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
+        """Packed bytes, rows rounded up to whole tiles."""
+        return _padded(shape[0]) * format.row_bytes(shape[1])
+
+    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
+        """Bytes of keys and values once grown to ``length`` tokens."""
+        row = sum(2 * spec.kv_heads * spec.head_dim for spec in layers)
+        return row * grown_capacity(length) * 2
+
+    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> NativeKVCache:
+        """An empty cache."""
+        return NativeKVCache([(spec.kv_heads, spec.head_dim) for spec in layers], capacity)
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> _Pass:
+        """Reserve room in every cache."""
+        step = _Pass(batch, len(batch.tokens))
+        for span in batch.spans:
+            span.cache.reserve(span.cache.length + span.rows)
+            mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
+            step.masks.append(mask)
+        return step
+
+    def embed(self, table: NativeWeight, step: _Pass, scale: float = 1.0) -> Floats:
+        """(R, D)."""
+        out = np.empty((step.rows, table.stack.cols), np.float32)
+        tokens = np.ascontiguousarray(step.batch.tokens)
+        assert len(table.arrays) == 1, "an embedding is one matrix"
+        self._api.lrt_read_rows(
+            self._handle, table.parts, tokens.ctypes.data, step.rows, scale, out.ctypes.data
+        )
+        return out
+
+    def norm_qkv_rope_append(
+        self, x: Floats, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> Floats:
+        """(R, H, E), already scaled; keys and values are written to the caches."""
+        q = np.empty((step.rows, spec.heads * spec.head_dim), np.float32)
+        args = self._attention_args(weights, spec, step, layer)
+        args.x, args.q = x.ctypes.data, q.ctypes.data
+        self._api.lrt_norm_qkv_rope_append(self._handle, args)
+        return q
+
+    def attention_output(
+        self, q: Floats, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> Floats:
+        """(R, D)."""
+        out = np.empty((step.rows, weights.out.stack.rows), np.float32)
+        args = self._attention_args(weights, spec, step, layer)
+        args.q, args.out = q.ctypes.data, out.ctypes.data
+        self._api.lrt_attention_output(self._handle, args)
+        return out
+
+    def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
+        """(R, D)."""
+        out = np.empty((x.shape[0], weights.down.stack.rows), np.float32)
+        args = MlpArgs(
+            x=x.ctypes.data,
+            out=out.ctypes.data,
+            norm=_address(weights.norm),
+            post_norm=_address(weights.post_norm),
+            gate_up=weights.gate_up.stack,
+            down=weights.down.stack,
+            rows=x.shape[0],
+            activation=_ACTIVATIONS[spec.activation],
+            eps=spec.eps,
+        )
+        self._api.lrt_norm_gated_mlp(self._handle, args)
+        return out
+
+    def add(self, x: Floats, y: Floats) -> Floats:
+        """Residual sum in place of ``x``."""
+        x += y
+        return x
+
+    def head(
+        self,
+        x: Floats,
+        rows: npt.NDArray[np.intp],
+        norm: Floats,
+        eps: float,
+        weight: NativeWeight,
+        softcap: float | None = None,
+    ) -> Floats:
+        """(len(rows), V)."""
+        logits = np.empty((len(rows), weight.stack.rows), np.float32)
+        wanted = np.ascontiguousarray(rows, np.int64)
+        args = HeadArgs(
+            x=x.ctypes.data,
+            wanted=wanted.ctypes.data,
+            logits=logits.ctypes.data,
+            norm=_address(norm),
+            weight=weight.stack,
+            count=len(rows),
+            eps=eps,
+            softcap=softcap or 0.0,
+        )
+        self._api.lrt_head(self._handle, args)
+        return logits
+
+    def linear(self, x: Floats, weight: NativeWeight) -> Floats:
+        """x (R, K) times the weight's rows: (R, out). For tests and benchmarks."""
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty((x.shape[0], weight.stack.rows), np.float32)
+        self._api.lrt_linear(self._handle, weight.stack, x.ctypes.data, x.shape[0], out.ctypes.data)
+        return out
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _attention_args(
+        self, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> AttentionArgs:
+        cos, sin = self._rope_tables(spec.rope, step)
+        spans = self._spans(step, layer)
+        return AttentionArgs(
+            norm=_address(weights.norm),
+            qkv_bias=_address(weights.qkv_bias),
+            q_norm=_address(weights.q_norm),
+            k_norm=_address(weights.k_norm),
+            out_bias=_address(weights.out_bias),
+            post_norm=_address(weights.post_norm),
+            cos=_address(cos),
+            sin=_address(sin),
+            positions=step.batch.positions.ctypes.data,
+            spans=spans,
+            qkv=weights.qkv.stack,
+            proj=weights.out.stack,
+            rows=step.rows,
+            span_count=len(spans),
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            rotary=0 if cos is None else 2 * cos.shape[1],
+            window=spec.window or 0,
+            eps=spec.eps,
+            scale=spec.scale,
+            softcap=spec.softcap or 0.0,
+        )
+
+    def _spans(self, step: _Pass, layer: int) -> ctypes.Array[SpanArgs]:
+        found = step.spans.get(layer)
+        if found is None:
+            spans = []
+            for span, mask in zip(step.batch.spans, step.masks, strict=True):
+                cache = span.cache
+                assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
+                k, v = cache.k[layer].ctypes.data, cache.v[layer].ctypes.data
+                spans.append(
+                    SpanArgs(k, v, _address(mask), cache.allocated, cache.length, span.rows)
+                )
+            found = step.spans[layer] = (SpanArgs * len(spans))(*spans)
+        return found
+
+    def _rope_tables(
+        self, rope: Rope | None, step: _Pass
+    ) -> tuple[Floats, Floats] | tuple[None, None]:
+        if rope is None:
+            return None, None
+        if rope not in step.tables:
+            frequencies = np.asarray(rope.inv_freq, np.float32)
+            angles = step.batch.positions.astype(np.float32)[:, None] * frequencies
+            scale = np.float32(rope.scale)
+            step.tables[rope] = np.cos(angles) * scale, np.sin(angles) * scale
+        return step.tables[rope]
+
+
+def _tensors(
+    cols: int, blocks: Iterable[PackedTensor]
+) -> Iterable[tuple[int, int, npt.NDArray[np.uint8]]]:
+    """Blocks of one tensor joined, as (format, rows, packed rows): no tile straddles two."""
+    held: list[PackedTensor] = []
+    for block in blocks:
+        if held and block.name != held[0].name:
+            yield _joined(cols, held)
+            held = []
+        held.append(block)
+    if held:
+        yield _joined(cols, held)
+
+
+def _joined(cols: int, blocks: list[PackedTensor]) -> tuple[int, int, npt.NDArray[np.uint8]]:
+    first = blocks[0]
+    if first.format.name not in FORMAT_IDS:
+        raise OptionError(f"{first.name}: the CPU kernels do not know {first.format.name} yet")
+    data = first.data if len(blocks) == 1 else np.concatenate([block.data for block in blocks])
+    rows = data.reshape(-1, first.format.row_bytes(cols))
+    return FORMAT_IDS[first.format.name], len(rows), np.ascontiguousarray(rows)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // _TILE) * _TILE
+
+
+def _address(array: npt.NDArray[Any] | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,203 @@
+"""What every format that localrt packs itself promises, whatever the weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from localrt.errors import CheckpointError, OptionError
+from localrt.quant.formats import (
+    BF16,
+    CODECS,
+    F16,
+    F32,
+    FORMATS,
+    Q4_K,
+    Codec,
+    Format,
+    PackedTensor,
+    codec_of,
+    pack,
+    unpack,
+)
+from localrt.quant.formats.unpack import unpack as unpack_tensor
+
+# Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format
+# with a minimum: over its range), with room for the rounding of the scale itself.
+GAPS = {
+    "int4": 1 / 8,  # the other end has one code less
+    "int5": 1 / 16,
+    "int6": 1 / 32,
+    "int8": 1 / 128,
+    "nf4": 0.16,
+    "mxfp4": 0.26,  # what lies above 6 is clipped: 8 becomes 6
+    "nvfp4": 0.18,
+}
+names = st.sampled_from(list(CODECS))
+
+
+def weights(name: str, seed: int, rows: int, groups: int, spread: float = 1.0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    shape = (rows, groups * CODECS[name].format.block)
+    values = rng.standard_normal(shape) * np.exp(spread * rng.standard_normal((rows, 1)))
+    return values.astype(np.float32)
+
+
+def gap(codec: Codec, values: np.ndarray) -> np.ndarray:
+    """The largest error allowed in each group, (rows, groups, 1)."""
+    groups = values.reshape(len(values), -1, codec.format.block).astype(np.float64)
+    size = np.abs(groups).max(axis=-1, keepdims=True)
+    base, _, tail = codec.format.name.partition("-")
+    if tail.endswith("m"):
+        span = groups.max(axis=-1, keepdims=True) - groups.min(axis=-1, keepdims=True)
+        # The minimum is a half too: its rounding shifts the whole group.
+        return span * GAPS[base] / 2 + size * 2**-10
+    return size * GAPS[base]
+
+
+@given(names, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 5))
+def test_values_come_back_within_a_step_and_the_same_ever_after(name, seed, rows, groups):
+    codec, values = CODECS[name], weights(name, seed, rows, groups)
+    packed = pack(values, codec.format, name="w")
+    assert packed.data.shape == (rows, codec.format.row_bytes(values.shape[1]))
+    once = unpack(packed)
+    assert once.shape == values.shape
+    assert once.dtype == np.float32
+    error = np.abs(once - values).reshape(rows, groups, -1)
+    assert (error <= gap(codec, values)).all()
+    again = pack(once, codec.format, name="w", scale=packed.scale)
+    assert np.array_equal(again.data, packed.data)
+
+
+@given(
+    names,
+    arrays(
+        np.float32,
+        (2, 128),
+        elements=st.floats(-1000, 1000, width=32) | st.sampled_from([0.0, -0.0, 1e-40, -1e-30]),
+        fill=st.just(0.0),
+    ),
+)
+@settings(max_examples=200)
+def test_any_finite_values_stay_finite_and_no_larger(name, values):
+    packed = pack(values, CODECS[name].format)
+    once = unpack(packed)
+    assert np.isfinite(once).all()
+    # An asymmetric or rounded scale may overshoot by less than one step.
+    assert np.abs(once).max() <= np.abs(values).max() * 1.26 + 1e-6
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_zeros_stay_zeros(name):
+    codec = CODECS[name]
+    packed = pack(np.zeros((2, 128), np.float32), codec.format)
+    assert not unpack(packed).any()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_an_outlier_harms_its_own_group_only(name):
+    codec = CODECS[name]
+    values = weights(name, 5, 1, 4, spread=0.0)
+    plain = unpack(pack(values, codec.format, scale=1.0))
+    values[0, 0] = 300.0
+    spoilt = unpack(pack(values, codec.format, scale=1.0))
+    block = codec.format.block
+    assert np.array_equal(spoilt[:, block:], plain[:, block:])
+    assert abs(spoilt[0, 0] / 300 - 1) < 0.15
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_a_number_is_refused_by_the_tensors_name(name, bad):
+    values = weights(name, 1, 2, 1)
+    values[1, 3] = bad
+    with pytest.raises(CheckpointError, match=r"layer\.3: the weights hold NaN or infinity"):
+        pack(values, CODECS[name].format, name="layer.3")
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int8-g16m", "nf4"])
+def test_values_beyond_the_scales_are_refused(name):
+    values = np.full((1, 128), 1e30, np.float32)
+    with pytest.raises(OptionError, match="w: the weights are too large for the scales"):
+        pack(values, CODECS[name].format, name="w")
+
+
+@given(names, st.integers(0, 2**32 - 1))
+def test_codes_and_scales_survive_the_bytes(name, seed):
+    codec = CODECS[name]
+    groups = weights(name, seed, 3, 2).reshape(-1, codec.format.block)
+    scales = codec.fit(groups)
+    codes = codec.encode(groups, scales)
+    read_codes, read_scales = codec.split(codec.join(codes, scales))
+    assert np.array_equal(read_codes, codes)
+    assert np.array_equal(read_scales, scales)
+    assert np.array_equal(codec.encode(codec.decode(codes, scales), scales), codes)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_code_is_the_nearest_one(name):
+    codec = CODECS[name]
+    groups = weights(name, 2, 4, 1).reshape(-1, codec.format.block)
+    scales = codec.fit(groups)
+    codes = codec.encode(groups, scales)
+    error = np.abs(codec.decode(codes, scales) - groups)
+    largest = int(codes.max())
+    for code in range(largest + 1):
+        other = np.abs(codec.decode(np.full_like(codes, code), scales) - groups)
+        assert (error <= other + 1e-6 * np.abs(groups)).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_rows_can_be_taken_and_pieces_do_not_show(name):
+    codec = CODECS[name]
+    values = weights(name, 3, 700, 2)
+    packed = pack(values, codec.format)
+    order = np.array([650, 3, 3])
+    assert np.array_equal(unpack(packed.take_rows(order)), unpack(packed)[order])
+    alone = pack(values[650:651], codec.format, scale=packed.scale)
+    assert np.array_equal(alone.data, packed.data[650:651])
+
+
+def test_the_registry_is_consistent():
+    assert len(CODECS) == 4 * 4 * 2 + 3
+    for name, codec in CODECS.items():
+        assert codec.format.name == name
+        assert FORMATS[name] == codec.format
+        assert codec_of(codec.format) is codec
+    assert CODECS["int4-g32"].format.bits_per_weight == 4.5
+    assert CODECS["int4-g128m"].format.bits_per_weight == 4.25
+    assert CODECS["int6-g64"].format.bits_per_weight == 6.25
+    assert CODECS["nf4"].format.bits_per_weight == 4.25
+    assert CODECS["mxfp4"].format.bits_per_weight == 4.25
+    assert CODECS["nvfp4"].format.bits_per_weight == 4.5
+
+
+def test_formats_that_are_only_read_are_refused():
+    values = np.zeros((1, 256), np.float32)
+    with pytest.raises(OptionError, match="does not quantize to q4_k"):
+        pack(values, Q4_K)
+    with pytest.raises(OptionError, match="does not quantize to nvfp4"):
+        pack(values, Format("nvfp4", 64, 36))  # ggml's own
+
+
+def test_rows_of_broken_groups_are_refused():
+    with pytest.raises(OptionError, match="w: 48 columns are not whole groups of 32"):
+        pack(np.zeros((2, 48), np.float32), CODECS["int4-g32"].format, name="w")
+
+
+@pytest.mark.parametrize("format_", [F32, F16, BF16], ids=lambda f: f.name)
+def test_plain_floats_round_to_nearest(format_):
+    values = np.array([[1.0, -2.00390625, 3.14159, 0.0], [1e-3, 65504.0, -7.7, 0.1]], np.float32)
+    packed = pack(values, format_)
+    assert isinstance(packed, PackedTensor)
+    step = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8}[format_.name]
+    assert (np.abs(unpack_tensor(packed) - values) <= np.abs(values) * step).all()
+    assert np.array_equal(pack(unpack_tensor(packed), format_).data, packed.data)
+
+
+def test_plain_halves_that_overflow_are_refused():
+    with pytest.raises(OptionError, match="w: the weights are too large for f16"):
+        pack(np.full((1, 2), 1e6, np.float32), F16, name="w")

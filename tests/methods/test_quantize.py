@@ -1,0 +1,155 @@
+import numpy as np
+import pytest
+
+from localrt.errors import CheckpointError, LocalrtError, OptionError
+from localrt.quant.formats import AFFINE, CODECS, F16, MXFP4, NVFP4, Codec, pack, unpack
+from localrt.quant.methods import METHODS, HessianSum, quantize, restore, tensor_scale
+from localrt.quant.methods.gptq import gptq_codes
+from localrt.quant.methods.search import best_scales
+from tests.methods.data import activations, hessian_of, output_error, weight
+
+INT4 = AFFINE["int4-g32"].format
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CODECS)
+def test_every_method_serves_every_format(name: str, method: str) -> None:
+    values, inputs = weight(24, 128), activations(256, 128)
+    hessian = hessian_of(inputs)
+    found = quantize(values, CODECS[name].format, method=method, hessian=hessian, name="w")
+    tensor = found.tensor
+    assert (tensor.name, tensor.format, tensor.shape) == ("w", CODECS[name].format, (24, 128))
+    rotated = method == "mr-gptq" and name != "nvfp4"
+    assert found.hadamard == (tensor.format.block if rotated else 0)
+    plain = output_error(inputs, values, unpack(pack(values, tensor.format)))
+    # The search looks at weights, not at outputs, so that it may lose a little of the latter.
+    assert output_error(inputs, values, restore(found)) < plain * (1.2 if method == "rtn" else 1)
+    again = quantize(values, tensor.format, method=method, hessian=hessian, name="w")
+    assert np.array_equal(again.tensor.data, tensor.data)
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g128m", "nf4", "mxfp4", "nvfp4"])
+def test_gptq_loses_far_less_of_the_output_than_rounding(name: str) -> None:
+    values, inputs = weight(64, 256), activations(1024, 256)
+    hessian = hessian_of(inputs)
+    errors = {
+        method: output_error(
+            inputs,
+            values,
+            restore(quantize(values, CODECS[name].format, method=method, hessian=hessian)),
+        )
+        for method in METHODS
+    }
+    assert errors["gptq"] < 0.7 * errors["rtn"]
+    assert errors["mr-gptq"] < 0.7 * errors["rtn"]
+
+
+def naive_gptq(
+    values: np.ndarray, scales: np.ndarray, codec: Codec, hessian: np.ndarray
+) -> np.ndarray:
+    """The textbook loop in float64: invert H, remove a column from it after each step."""
+    work = values.astype(np.float64)
+    columns = work.shape[1]
+    damped = hessian.astype(np.float64)
+    damped[np.diag_indices(columns)] += 0.01 * np.diagonal(hessian).astype(np.float64).mean()
+    codes = np.zeros(work.shape, np.uint8)
+    inverse = np.linalg.inv(damped)
+    for column in range(columns):
+        scale = scales[:, column // codec.format.block]
+        code = codec.encode(work[:, column : column + 1].astype(np.float32), scale)
+        codes[:, column] = code[:, 0]
+        error = work[:, column] - codec.decode(code, scale)[:, 0]
+        later = slice(column + 1, columns)
+        work[:, later] -= np.outer(error / inverse[0, 0], inverse[0, 1:])
+        inverse = (inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:]
+    return codes
+
+
+@pytest.mark.parametrize("name", ["int4-g16", "int4-g32m", "nvfp4"])
+@pytest.mark.parametrize("columns", [32, 160])
+def test_the_blocked_loop_is_the_textbooks(name: str, columns: int) -> None:
+    codec = CODECS[name]
+    values, inputs = weight(8, columns) * 20, activations(400, columns)
+    # Falling diagonal: the order of columns is the natural one.
+    inputs = inputs[:, np.argsort(-(inputs**2).sum(axis=0))]
+    hessian = hessian_of(inputs)
+    groups = values.reshape(-1, codec.format.block)
+    scales = best_scales(codec, groups)
+    by_row = scales.reshape(8, -1, scales.shape[1])
+    ours = gptq_codes(values, by_row, codec, hessian)
+    textbook = naive_gptq(values, by_row, codec, hessian)
+    # A value half-way between two codes may fall to either side in float32.
+    assert (ours != textbook).mean() < 0.02
+
+
+def test_columns_are_taken_in_order_of_their_weight_in_the_hessian() -> None:
+    values, inputs = weight(16, 96), activations(400, 96)
+    shuffle = np.random.default_rng(3).permutation(96)
+    codec = CODECS["int4-g32"]
+    # One scale for all groups, so that moving columns between groups changes nothing else.
+    scales = np.full((16, 3, 1), 0.02, np.float32)
+    straight = gptq_codes(values, scales, codec, hessian_of(inputs))
+    shuffled = gptq_codes(values[:, shuffle], scales, codec, hessian_of(inputs[:, shuffle]))
+    assert (shuffled != straight[:, shuffle]).mean() < 0.01
+
+
+def test_inputs_that_were_never_active_are_just_rounded() -> None:
+    values, inputs = weight(16, 64), activations(400, 64)
+    inputs[:, 10] = 0
+    hessian = hessian_of(inputs)
+    found = restore(quantize(values, INT4, method="gptq", hessian=hessian))
+    rounded = restore(quantize(values, INT4))
+    assert np.array_equal(found[:, 10], rounded[:, 10])
+    nothing = quantize(values, INT4, method="gptq", hessian=np.zeros((64, 64), np.float32))
+    assert np.array_equal(restore(nothing), rounded)
+
+
+def test_fewer_activations_than_inputs_are_enough() -> None:
+    values, inputs = weight(16, 128), activations(20, 128)
+    found = quantize(values, INT4, method="gptq", hessian=hessian_of(inputs))
+    better = output_error(inputs, values, restore(found))
+    assert better < output_error(inputs, values, restore(quantize(values, INT4)))
+
+
+def test_a_hessian_is_the_mean_over_all_batches() -> None:
+    inputs = activations(100, 32)
+    total = HessianSum(32)
+    total.add(inputs[:30])
+    total.add(inputs[30:])
+    assert total.rows == 100
+    np.testing.assert_allclose(total.matrix(), 2 * inputs.T @ inputs / 100, rtol=1e-4, atol=1e-4)
+
+
+def test_matrices_that_are_stacked_can_share_a_factor() -> None:
+    a, b = weight(8, 64, 1), weight(8, 64, 2) * 3
+    shared = tensor_scale(CODECS["nvfp4"], a, b)
+    assert quantize(a, NVFP4, scale=shared).tensor.scale == shared
+    assert quantize(b, NVFP4).tensor.scale == shared  # b has the extreme
+    assert tensor_scale(CODECS["mxfp4"], a, b) == 1.0
+
+
+def test_what_cannot_be_done_is_said_in_one_line() -> None:
+    values = weight(4, 64)
+    hessian = np.eye(64, dtype=np.float32)
+    with pytest.raises(OptionError, match="method must be one of rtn, gptq, mr-gptq, is 'awq'"):
+        quantize(values, INT4, method="awq")
+    with pytest.raises(OptionError, match="gptq needs calibration text"):
+        quantize(values, INT4, method="gptq")
+    with pytest.raises(OptionError, match="does not quantize to f16"):
+        quantize(values, F16)
+    with pytest.raises(OptionError, match="w: 48 columns are not whole groups"):
+        quantize(weight(4, 48), MXFP4, name="w")
+    hessian[3, 5] = np.nan
+    for method in ("gptq", "mr-gptq"):
+        with pytest.raises(LocalrtError, match="w: the calibration activations hold NaN"):
+            quantize(values, INT4, method=method, hessian=hessian, name="w")
+    values[1, 1] = np.inf
+    with pytest.raises(CheckpointError, match="w: the weights hold NaN or infinity"):
+        quantize(values, INT4, name="w")
+
+
+def test_a_hessian_that_cannot_be_repaired_is_named() -> None:
+    hessian = -np.eye(64, dtype=np.float32)
+    hessian[0, 0] = 65
+    with pytest.raises(LocalrtError, match="w: the calibration statistics are not positive"):
+        quantize(weight(4, 64), INT4, method="gptq", hessian=hessian, name="w")

@@ -1,0 +1,33 @@
+"""Random packed tensors with sane scales, for every format that the kernels read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from localrt.quant.formats import FORMATS, PackedTensor
+
+
+def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> PackedTensor:
+    """(rows, cols) in the format called ``name``: random codes, scales near 0.01."""
+    rng = np.random.default_rng(seed)
+    format_ = FORMATS[name]
+    values = rng.standard_normal((rows, cols), np.float32)
+    if name == "f32":
+        data = values.view(np.uint8)
+    elif name == "f16":
+        data = values.astype(np.float16).view(np.uint8)
+    elif name == "bf16":
+        data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    else:
+        data = rng.integers(0, 256, (rows, format_.row_bytes(cols)), dtype=np.uint8)
+        blocks = data.reshape(rows, cols // format_.block, format_.block_bytes)
+        scales = rng.uniform(0.002, 0.02, (*blocks.shape[:2], 2)).astype(np.float16)
+        if name == "mxfp4":
+            blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
+        elif name == "q6_k":
+            blocks[:, :, 208:] = scales[:, :, :1].view(np.uint8)
+        else:
+            blocks[:, :, :2] = scales[:, :, :1].view(np.uint8)
+            if name in ("q4_1", "q5_1", "q4_k", "q5_k"):
+                blocks[:, :, 2:4] = scales[:, :, 1:].copy().view(np.uint8)
+    return PackedTensor(name, format_, (rows, cols), np.ascontiguousarray(data))

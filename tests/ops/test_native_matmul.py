@@ -1,0 +1,167 @@
+"""The compiled products: exact codes, small errors, the same result in any batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import OptionError
+from localrt.quant.formats import FORMATS, unpack
+from localrt.quant.formats.tiled import TILE_ROWS, tile
+from localrt.quant.ops.native_abi import FORMAT_IDS, find_library
+from localrt.quant.ops.native_ops import NativeOps
+from tests.ops.packed import random_tensor
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+PACKED = [name for name in FORMAT_IDS if name not in ("f32", "f16", "bf16")]
+
+
+def usable(isa: str) -> bool:
+    try:
+        return NativeOps(threads=1, isa=isa).isa == isa
+    except OptionError:
+        return False
+
+
+ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "portable") if find_library() and usable(isa)]
+
+
+def quantized(x: np.ndarray) -> np.ndarray:
+    """What the kernels make of activations: int8 per 32 columns, in float64."""
+    groups = x.reshape(len(x), -1, 32).astype(np.float32)
+    peak = np.abs(groups).max(-1, keepdims=True)
+    scale = peak / np.float32(127)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(peak > 0, np.float32(127) / peak, 0).astype(np.float32)
+    return (np.rint(groups * inverse) * scale).astype(np.float64).reshape(x.shape)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+def test_products_equal_float64_on_the_same_activations(name: str, isa: str) -> None:
+    rows, cols = 75, 768  # a last tile of eleven rows
+    tensor = random_tensor(name, rows, cols)
+    ops = NativeOps(threads=2, isa=isa)
+    weight = ops.weight((rows, cols), [tensor])
+    x = np.random.default_rng(1).standard_normal((21, cols)).astype(np.float32)
+    seen = quantized(x) if name in PACKED else x.astype(np.float64)
+    expected = seen @ unpack(tensor).astype(np.float64).T
+    error = np.abs(ops.linear(x, weight) - expected).max() / np.abs(expected).max()
+    assert error < 2e-6
+
+
+@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+def test_every_path_gives_the_same_numbers_within_the_bound(name: str) -> None:
+    tensor = random_tensor(name, 48, 512, seed=2)
+    x = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32)
+    results = []
+    for isa in ISAS:
+        ops = NativeOps(threads=1, isa=isa)
+        results.append(ops.linear(x, ops.weight((48, 512), [tensor])))
+    for result in results[1:]:
+        assert np.abs(result - results[0]).max() <= 2e-6 * np.abs(results[0]).max()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+def test_a_row_is_bitwise_the_same_in_any_batch_and_thread_count(name: str, isa: str) -> None:
+    rows, cols = 80, 512
+    tensor = random_tensor(name, rows, cols, seed=3)
+    x = np.random.default_rng(3).standard_normal((64, cols)).astype(np.float32)
+    one, two = NativeOps(threads=1, isa=isa), NativeOps(threads=2, isa=isa)
+    weights = [(ops, ops.weight((rows, cols), [tensor])) for ops in (one, two)]
+    alone = np.concatenate([one.linear(x[i : i + 1], weights[0][1]) for i in range(64)])
+    for count in (1, 2, 3, 5, 8, 15, 16, 17, 31, 64):
+        for ops, weight in weights:
+            assert np.array_equal(ops.linear(x[:count], weight), alone[:count])
+
+
+@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+def test_rows_of_an_embedding_equal_the_reference(name: str) -> None:
+    from localrt.quant.ops.protocol import Batch
+
+    tensor = random_tensor(name, 50, 256, seed=4)
+    ops = NativeOps(threads=1)
+    table = ops.weight((50, 256), [tensor])
+    tokens = np.array([0, 49, 17, 17, 33])
+    cache = ops.kv_cache([], 64)
+    step = ops.begin(Batch.extend([(cache, tokens.tolist())]))
+    found = ops.embed(table, step, 2.0)
+    np.testing.assert_allclose(found, unpack(tensor)[tokens] * np.float32(2), rtol=1e-6)
+
+
+def test_stacked_matrices_of_different_formats() -> None:
+    parts = [
+        random_tensor("q4_k", 32, 256),
+        random_tensor("q6_k", 20, 256),
+        random_tensor("f32", 7, 256),
+    ]
+    ops = NativeOps(threads=2)
+    for index, part in enumerate(parts):
+        object.__setattr__(part, "name", f"part{index}")
+    weight = ops.weight((59, 256), parts)
+    x = np.random.default_rng(5).standard_normal((3, 256)).astype(np.float32)
+    separate = [ops.linear(x, ops.weight((part.shape[0], 256), [part])) for part in parts]
+    assert np.array_equal(ops.linear(x, weight), np.concatenate(separate, axis=1))
+
+
+def test_blocks_of_one_tensor_are_joined_before_tiling() -> None:
+    tensor = random_tensor("q4_0", 50, 256)
+    pieces = [
+        tensor.take_rows(np.arange(50)[s]) for s in (slice(0, 7), slice(7, 30), slice(30, 50))
+    ]
+    ops = NativeOps(threads=1)
+    x = np.random.default_rng(6).standard_normal((2, 256)).astype(np.float32)
+    whole = ops.linear(x, ops.weight((50, 256), [tensor]))
+    assert np.array_equal(ops.linear(x, ops.weight((50, 256), pieces)), whole)
+    with pytest.raises(ValueError, match="50 rows"):
+        ops.weight((51, 256), [tensor])
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["zero", "tiny", "outlier", "plain"]))
+@settings(max_examples=25, deadline=None)
+def test_activations_of_any_size_stay_close(seed: int, kind: str) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+    if kind == "zero":
+        x[:] = 0
+    elif kind == "tiny":
+        x *= np.float32(1e-30)
+    elif kind == "outlier":
+        x[0, 5] = 1e4
+    tensor = random_tensor("q4_1", 16, 64, seed=seed % 1000)
+    ops = NativeOps(threads=1)
+    expected = quantized(x) @ unpack(tensor).astype(np.float64).T
+    got = ops.linear(x, ops.weight((16, 64), [tensor]))
+    assert np.abs(got - expected).max() <= 1e-5 * max(np.abs(expected).max(), 1e-30)
+
+
+@pytest.mark.parametrize("rows", [16, 37])
+@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+def test_tiles_are_as_specified_and_as_large_as_the_rows(name: str, rows: int) -> None:
+    tensor = random_tensor(name, rows, 512, seed=8)
+    specified = tile(tensor)
+    built = NativeOps(threads=2).weight((rows, 512), [tensor]).arrays[0]
+    assert np.array_equal(built, specified)
+    padded = -(-rows // TILE_ROWS) * TILE_ROWS
+    assert specified.nbytes == padded * tensor.format.row_bytes(512)
+
+
+def test_unknown_instruction_sets_and_formats_are_refused() -> None:
+    with pytest.raises(OptionError, match="abacus"):
+        NativeOps(isa="abacus")
+    missing = (
+        next(name for name in FORMATS if name not in FORMAT_IDS)
+        if set(FORMATS) - set(FORMAT_IDS)
+        else None
+    )
+    if missing:
+        format_ = FORMATS[missing]
+        rows = np.zeros((16, format_.row_bytes(256)), np.uint8)
+        from localrt.quant.formats import PackedTensor
+
+        with pytest.raises(OptionError, match=missing):
+            NativeOps().weight((16, 256), [PackedTensor("w", format_, (16, 256), rows)])

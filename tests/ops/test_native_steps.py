@@ -1,0 +1,122 @@
+"""The fused steps on whole tiny models: transformers as the oracle, and batch invariance."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import Batch, Span
+from tests.models.test_architectures import oracle
+from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
+from tests.ops.test_native_matmul import ISAS
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+# Weights are float32 here: what remains is the cache, which is bf16.
+TOLERANCE = 0.03
+LENGTH = 40
+
+
+def load(folder: Path, *, threads: int = 2, isa: str = "") -> Decoder:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        config = read_config(checkpoint, context=LENGTH)
+        return load_decoder(checkpoint, NativeOps(threads=threads, isa=isa), config)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_architecture(name: str, tmp_path: Path) -> None:
+    theirs = save_tiny(name, tmp_path)
+    ours = load(tmp_path)
+    ids = tokens(LENGTH)
+    expected = oracle(theirs, ids)
+    whole = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
+    assert relative_error(whole, expected) < TOLERANCE
+    cache = ours.cache(LENGTH)
+    steps = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids])
+    # The same rows one at a time, bit for bit.
+    assert np.array_equal(steps, whole)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", path)
+    return path
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_code_path(folder: Path, isa: str) -> None:
+    ids = tokens(LENGTH)
+    logits = [
+        decoder.forward(Batch.extend([(decoder.cache(LENGTH), ids)]))
+        for decoder in (load(folder), load(folder, isa=isa, threads=1))
+    ]
+    assert relative_error(logits[1], logits[0]) < 0.01
+
+
+def test_long_contexts_are_the_same_for_any_threads_and_chunks(tmp_path: Path) -> None:
+    """Beyond one block of keys, where work is split over the cache."""
+    save_tiny("llama", tmp_path)
+    ids = tokens(700)
+    results = []
+    for threads, chunk in ((1, 700), (2, 700), (2, 64), (1, 257)):
+        decoder = load(tmp_path, threads=threads)
+        cache = decoder.cache(701)
+        for start in range(0, 700, chunk):
+            decoder.forward(Batch.extend([(cache, ids[start : start + chunk])]), rows=[])
+        results.append(decoder.forward(Batch.extend([(cache, [5])])))
+    for result in results[1:]:
+        assert np.array_equal(result, results[0])
+
+
+def test_sequences_of_a_batch_do_not_touch_each_other(folder: Path) -> None:
+    decoder = load(folder)
+    sequences = [tokens(n, seed=n) for n in (3, 17, 30)]
+    caches: list[Any] = [decoder.cache(64) for _ in sequences]
+    decoder.forward(Batch.extend([(c, s[:2]) for c, s in zip(caches, sequences, strict=True)]))
+    rest = [(c, s[2:]) for c, s in zip(caches, sequences, strict=True)]
+    together = decoder.forward(Batch.extend(rest))
+    row = 0
+    for ids in sequences:
+        alone = decoder.forward(Batch.extend([(decoder.cache(64), ids)]))
+        assert np.array_equal(together[row : row + len(ids) - 2], alone[2:])
+        row += len(ids) - 2
+
+
+def test_a_tree_equals_its_branches(folder: Path) -> None:
+    decoder = load(folder)
+    prompt = tokens(20)
+    nodes, parents = [5, 6, 7, 8, 9], [-1, 0, 0, 2, 1]
+    mask = np.eye(5, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    cache = decoder.cache(64)
+    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
+    positions = len(prompt) + mask.sum(1) - 1
+    tree = decoder.forward(Batch(np.array(nodes), positions, (Span(cache, 5, mask),)))
+    for path in ([0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4]):
+        branch = prompt + [nodes[i] for i in path]
+        alone = decoder.forward(Batch.extend([(decoder.cache(64), branch)]), rows=[len(branch) - 1])
+        assert relative_error(tree[path[-1]], alone[0]) < 1e-5
+
+
+def test_trim_and_growth_leave_no_trace(folder: Path) -> None:
+    decoder = load(folder)
+    ids = tokens(300)
+    cache = decoder.cache(600)
+    decoder.forward(Batch.extend([(cache, ids[:250])]), rows=[])
+    decoder.forward(Batch.extend([(cache, tokens(40, seed=9))]), rows=[])
+    cache.trim(250)
+    grown = decoder.forward(Batch.extend([(cache, ids[250:])]))
+    fresh = decoder.forward(Batch.extend([(decoder.cache(600), ids)]))
+    assert np.array_equal(grown, fresh[250:])
