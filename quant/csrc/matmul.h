@@ -28,6 +28,8 @@ inline RowRun run_of(int row, int rows) {
     return {start, size};
 }
 
+constexpr int PREFETCH = 4096;  // bytes ahead
+
 template <class Format, int R>
 inline void tile_rows(const uint8_t* tile, const Acts& acts, int row, F16L* sums) {
     const int cols = acts.cols, groups = cols / 32;
@@ -41,16 +43,23 @@ inline void tile_rows(const uint8_t* tile, const Acts& acts, int row, F16L* sums
         for (int step = 0; step < Format::BLOCK / 32; step++, group++, a += 32 * R, meta += 2 * R, halves += 2 * R) {
             B64 q[8];
             Format::codes(tile, step, q);
+            // Ask for memory earlier than the hardware does: a third of decode speed.
+            constexpr int STEP_BYTES = Format::BYTES / (Format::BLOCK / 32);
+            const uint8_t* ahead = tile + step * STEP_BYTES + PREFETCH;
+            for (int line = 0; line < STEP_BYTES; line += 64) __builtin_prefetch(ahead + line);
             for (int half = 0; half < Format::HALVES; half++) {
                 constexpr int QUADS = 8 / Format::HALVES;
                 const F16L scale = Format::scale(head, tile, step, half);
                 const F16L offset = Format::offset(head, scale, step, half);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
-                    I16 dots = I16::zero();
-#pragma GCC unroll 8
-                    for (int v = 0; v < QUADS; v++)
-                        dots = dot4<Format::BITS>(dots, q[half * QUADS + v], a + 32 * r + 16 * half + 4 * v);
+                    I16 first = I16::zero(), second = I16::zero();  // two chains: half the latency
+#pragma GCC unroll 4
+                    for (int v = 0; v < QUADS; v += 2) {
+                        first = dot4<Format::BITS>(first, q[half * QUADS + v], a + 32 * r + 16 * half + 4 * v);
+                        second = dot4<Format::BITS>(second, q[half * QUADS + v + 1], a + 32 * r + 16 * half + 4 * v + 4);
+                    }
+                    const I16 dots = first + second;
                     const float sum = Format::HALVES == 1 ? meta[2 * r + 1] : halves[2 * r + half];
                     acc[r] = F16L::from(dots).fma(scale * F16L::set1(meta[2 * r]), acc[r]);
                     acc[r] = offset.fma(F16L::set1(sum), acc[r]);
