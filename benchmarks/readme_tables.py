@@ -22,9 +22,12 @@ _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def bench_table(record: dict[str, Any]) -> str:
-    """The best setting of each engine of a ``localrt bench --json``."""
+    """The best setting of each engine of a ``localrt bench --json``.
+
+    Ratios are to llama.cpp's best figure of the column, whichever setting reached it.
+    """
     best = [result for result in record["results"] if result["best"]]
-    base = next((r for r in best if r["engine"] == "llamacpp"), best[0])
+    peers = [r for r in record["results"] if r["engine"] == "llamacpp"] or best
     lines = [
         "| engine | prefill tok/s | decode tok/s | first token | peak RAM |",
         "|---|---|---|---|---|",
@@ -32,25 +35,25 @@ def bench_table(record: dict[str, Any]) -> str:
     for result in best:
         cells = [
             f"{result['engine']} ({result['setting'] or result['info'].get('format', '')})",
-            _rated(result, base, "prefill_tok_s"),
-            _rated(result, base, "decode_tok_s"),
+            _rated(result, peers, "prefill_tok_s"),
+            _rated(result, peers, "decode_tok_s"),
             format_seconds(result["ttft_s"]),
             format_bytes(result["peak_ram_bytes"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     machine, versions = record["machine"], record["versions"]
-    peers = ", ".join(f"{name} {version}" for name, version in versions.items())
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines += [
         "",
         f"`{record['command'].removesuffix(' --json')}`: {record['prompt_tokens']} prompt and "
         f"{record['tokens']} answer tokens, median of {record['runs']}, on "
-        f"{machine['cpu']['name']}, {machine['cpu']['usable_cores']} cores. {peers}.",
+        f"{machine['cpu']['name']}, {machine['cpu']['usable_cores']} cores. {installed}.",
     ]
     return "\n".join(lines)
 
 
-def _rated(result: dict[str, Any], base: dict[str, Any], key: str) -> str:
-    return f"{format_rate(result[key])} ({result[key] / base[key]:.2f}x)"
+def _rated(result: dict[str, Any], peers: list[dict[str, Any]], key: str) -> str:
+    return f"{format_rate(result[key])} ({result[key] / max(peer[key] for peer in peers):.2f}x)"
 
 
 def main() -> int:
