@@ -72,6 +72,3 @@ LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows
 LRT_API void lrt_tile(Runtime* r, int format, const uint8_t* from, int rows, int cols, uint8_t* to) {
     tile_rows(r->context, format, from, rows, cols, to);
 }
-LRT_API void lrt_add(float* x, const float* y, int64_t count) {
-    for (int64_t i = 0; i < count; i++) x[i] += y[i];
-}

@@ -162,7 +162,6 @@ _SIGNATURES = {
     "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
-    "lrt_add": (None, (c_void_p, c_void_p, c_int64)),
 }
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.native_abi import (
     FORMAT_IDS,
     AttentionArgs,
@@ -29,7 +30,7 @@ from localrt.quant.ops.native_abi import (
     find_library,
     load_library,
 )
-from localrt.quant.ops.native_kv import NativeKVCache, grown_capacity
+from localrt.quant.ops.native_kv import NativeKVCache
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -28,7 +29,7 @@ from localrt.quant.ops.protocol import (
     Rope,
     Span,
 )
-from localrt.quant.ops.torch_kv import TorchKVCache, grown_capacity
+from localrt.quant.ops.torch_kv import TorchKVCache
 
 __all__ = ["TorchOps"]
 
