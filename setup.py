@@ -32,10 +32,13 @@ setup(
                 f"quant/csrc/{name}.h"
                 for name in (
                     "abi",
+                    "activation",
+                    "acts",
                     "attention",
                     "formats",
                     "kernels",
                     "matmul",
+                    "panel",
                     "pool",
                     "steps",
                     "vec_avx2",

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 from localrt import hardware  # noqa: E402
 from localrt.formatting import format_rate, table  # noqa: E402
 from localrt.quant.formats import FORMATS, PackedTensor  # noqa: E402
-from localrt.quant.ops.native_abi import FORMAT_IDS  # noqa: E402
+from localrt.quant.ops.native_abi import layout_of  # noqa: E402
 from localrt.quant.ops.native_ops import NativeOps, NativeWeight  # noqa: E402
 
 SHAPES = ((4096, 4096), (14336, 4096), (768, 2048), (2048, 768))
@@ -70,8 +70,8 @@ def main() -> int:
     floor = hardware.measure_memory_read(machine.cpu.usable_cores)
     results: list[dict[str, Any]] = []
     for name in args.formats.split(","):
-        if name not in FORMAT_IDS:
-            parser.error(f"unknown format {name}: known are {', '.join(FORMAT_IDS)}")
+        if name not in FORMATS or layout_of(FORMATS[name]) is None:
+            parser.error(f"unknown format {name}: known are {', '.join(FORMATS)}")
         for rows, cols in SHAPES:
             weights = copies(ops, name, rows, cols)
             nbytes = weights[0].nbytes

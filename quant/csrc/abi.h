@@ -9,20 +9,33 @@
 #define LRT_API extern "C" __attribute__((visibility("default")))
 #endif
 
-enum Format : int32_t {
-    F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FORMAT_COUNT
+// What GGUF calls the rows that `lrt_tile` takes.
+enum Source : int32_t {
+    FROM_F32, FROM_F16, FROM_BF16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q5_1, FROM_Q8_0, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_MXFP4
+};
+
+// How tiles are laid out. Formats that differ only in their rows, or in the columns of a span, share one.
+enum Layout : int32_t {
+    F32, F16, BF16,
+    AFFINE4, AFFINE4_MIN, AFFINE5, AFFINE5_MIN, AFFINE6, AFFINE6_MIN, AFFINE8, AFFINE8_MIN,
+    AFFINE4_G16, AFFINE4_G16_MIN, AFFINE5_G16, AFFINE5_G16_MIN, AFFINE6_G16, AFFINE6_G16_MIN, AFFINE8_G16, AFFINE8_G16_MIN,
+    Q4_K, Q5_K, Q6_K, MXFP4, NVFP4, NF4
 };
 
 // A weight matrix in the tiled layout of quant/formats/tiled.py.
 struct Matrix {
     const uint8_t* data;
-    int32_t format, rows, cols, unused;
+    int32_t layout, rows, cols;
+    int32_t span;   // columns that share a head
+    float scale;    // of every value
+    int32_t unused;
 };
 
 // Row-stacked matrices that share their input: q, k, v or gate, up.
 struct Stack {
     const Matrix* parts;
-    int32_t count, rows, cols, unused;
+    int32_t count, rows, cols;
+    int32_t hadamard;  // block size of the input's rotation, or 0
 };
 
 // One sequence of a pass: its cache of one layer and the rows that extend it.

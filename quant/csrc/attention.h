@@ -8,29 +8,6 @@ constexpr int KEYS = 256;    // keys of a block
 constexpr int MAX_HEAD = 512;
 constexpr int QUERIES = 8;   // rows times heads that share the loads of a key
 
-inline F16L exp16(F16L x) {
-    // 2^n * e^r with |r| <= ln(2) / 2; below -87 the result is 0 to float32.
-    x = x.max(F16L::set1(-87.33654f)).min(F16L::set1(88.f));
-    const I16 n = (x * F16L::set1(1.44269504f)).rounded();
-    const F16L nf = F16L::from(n);
-    F16L r = nf.fma(F16L::set1(-0.693359375f), x);
-    r = nf.fma(F16L::set1(2.12194440e-4f), r);
-    F16L p = F16L::set1(1.9875691500e-4f);
-    p = p.fma(r, F16L::set1(1.3981999507e-3f));
-    p = p.fma(r, F16L::set1(8.3334519073e-3f));
-    p = p.fma(r, F16L::set1(4.1665795894e-2f));
-    p = p.fma(r, F16L::set1(1.6666665459e-1f));
-    p = p.fma(r, F16L::set1(5.0000001201e-1f));
-    p = p.fma(r * r, r + F16L::set1(1.f));
-    return p * F16L::bits((n + I16::set1(127)).shl(23));
-}
-
-inline F16L tanh16(F16L x) {
-    const F16L one = F16L::set1(1.f);
-    const F16L e = exp16(x.max(F16L::set1(-20.f)).min(F16L::set1(20.f)) * F16L::set1(2.f));
-    return (e - one) / (e + one);
-}
-
 inline float sum16(F16L x) {
     float lanes[16];
     x.store(lanes);

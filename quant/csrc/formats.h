@@ -1,6 +1,8 @@
-// How each format's tiled bytes become codes, scales and offsets: value = scale * code + offset.
-// A tile is 16 rows; a step is 32 columns, or 512 codes: eight B64, the four codes k..k+3 of 16 rows
-// each (k = 4 * index). quant/formats/tiled.py says where each field lies.
+// How each layout's tiled bytes become codes, scales and offsets: value = scale * (code - ZERO) where
+// a layout is SYMMETRIC, else scale * code + offset. A tile is 16 rows; a step is 32 columns, or 512
+// codes: eight B64, the four codes k..k+3 of 16 rows each (k = 4 * index). HALVES 2 has a scale for
+// every 16 columns. A span is a head and its steps: SPAN columns, or as many as the matrix says.
+// quant/formats/tiled.py says where each field lies.
 #pragma once
 
 namespace {
@@ -22,41 +24,61 @@ inline void fifth_bits(const uint8_t* p, B64* q) {
     }
 }
 
-template <bool MINIMUM, bool FIVE> struct Simple {  // Q4_0, Q4_1, Q5_0, Q5_1
-    static constexpr int BLOCK = 32, HALVES = 1, BITS = FIVE ? 5 : 4;
-    static constexpr int HEADER = MINIMUM ? 64 : 32, BYTES = HEADER + 256 + (FIVE ? 64 : 0);
-    struct Head { F16L scale, offset; };
-    static Head open(const uint8_t* p) {
-        F16L d = F16L::load_f16(p);
-        return {d, MINIMUM ? F16L::load_f16(p + 32) : d * F16L::set1(FIVE ? -16.f : -8.f)};
+inline void sixth_bits(const uint8_t* p, B64* q) {
+    const B64 pair = B64::set1(0x30);
+    for (int half = 0; half < 2; half++) {
+        B64 high = B64::load(p + 64 * half);
+        B64* out = q + 4 * half;
+        out[0] = out[0] | (high.shl<4>() & pair);
+        out[1] = out[1] | (high.shl<2>() & pair);
+        out[2] = out[2] | (high & pair);
+        out[3] = out[3] | (high.shr<2>() & pair);
     }
-    static void codes(const uint8_t* p, int, B64* q) {
-        nibbles(p + HEADER, q);
-        if (FIVE) fifth_bits(p + HEADER + 256, q);
-    }
-    static F16L scale(const Head& h, const uint8_t*, int, int) { return h.scale; }
-    static F16L offset(const Head& h, F16L, int, int) { return h.offset; }
-};
+}
 
-struct Eight {  // Q8_0, stored as code + 128
-    static constexpr int BLOCK = 32, HALVES = 1, BITS = 8, BYTES = 32 + 512;
-    struct Head { F16L scale; };
-    static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
-    static void codes(const uint8_t* p, int, B64* q) {
-        for (int v = 0; v < 8; v++) q[v] = B64::load(p + 32 + 64 * v);
+// The codes of a step, BITS wide.
+template <int BITS> inline void read_codes(const uint8_t* p, B64* q) {
+    if (BITS == 8) {
+        for (int v = 0; v < 8; v++) q[v] = B64::load(p + 64 * v);
+        return;
     }
-    static F16L scale(const Head& h, const uint8_t*, int, int) { return h.scale; }
-    static F16L offset(const Head& h, F16L, int, int) { return h.scale * F16L::set1(-128.f); }
+    nibbles(p, q);
+    if (BITS == 5) fifth_bits(p + 256, q);
+    if (BITS == 6) sixth_bits(p + 256, q);
+}
+
+constexpr int step_bytes(int bits) { return bits * 64; }
+
+inline F16L negated(F16L x) { return x * F16L::set1(-1.f); }
+
+// int4 to int8 in groups, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: half-precision scales, maybe minima.
+template <int BITS_, bool MINIMUM, int HALVES_> struct Affine {
+    static constexpr int BITS = BITS_, HALVES = HALVES_, SPAN = HALVES == 2 ? 32 : 0, ZERO = 1 << (BITS - 1);
+    static constexpr bool SYMMETRIC = !MINIMUM;
+    static constexpr int HEADER = 32 * HALVES * (MINIMUM ? 2 : 1), STEP = step_bytes(BITS);
+    struct Head { F16L scale[HALVES], offset[HALVES]; };
+    static Head open(const uint8_t* p) {
+        Head head;
+        for (int h = 0; h < HALVES; h++) {
+            head.scale[h] = F16L::load_f16(p + 32 * h);
+            if (MINIMUM) head.offset[h] = F16L::load_f16(p + 32 * (HALVES + h));
+        }
+        return head;
+    }
+    static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
+    static F16L offset(const Head& head, int, int half) { return head.offset[half]; }
 };
 
 template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
-    static constexpr int BLOCK = 256, HALVES = 1, BITS = FIVE ? 5 : 4;
-    static constexpr int STEP = FIVE ? 320 : 256, BYTES = 256 + 8 * STEP;
+    static constexpr int BITS = FIVE ? 5 : 4, HALVES = 1, SPAN = 256, ZERO = 0;
+    static constexpr bool SYMMETRIC = false;
+    static constexpr int HEADER = 256, STEP = step_bytes(BITS);
     struct Head { F16L scale[8], offset[8]; };
     // Eight scales and eight minima of six bits: five in a word, the last one's pairs of bits on top
     // of the three.
     static Head open(const uint8_t* p) {
-        const F16L d = F16L::load_f16(p), minimum = F16L::load_f16(p + 32) * F16L::set1(-1.f);
+        const F16L d = F16L::load_f16(p), minimum = negated(F16L::load_f16(p + 32));
         const I16 words[3] = {I16::load(p + 64), I16::load(p + 128), I16::load(p + 192)};
         const I16 last = words[0].shr(30) | words[1].shr(30).shl(2) | words[2].shr(30).shl(4);
         Head head;
@@ -67,50 +89,74 @@ template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
         }
         return head;
     }
-    static void codes(const uint8_t* p, int step, B64* q) {
-        p += 256 + step * STEP;
-        nibbles(p, q);
-        if (FIVE) fifth_bits(p + 256, q);
-    }
-    static F16L scale(const Head& h, const uint8_t*, int step, int) { return h.scale[step]; }
-    static F16L offset(const Head& h, F16L, int step, int) { return h.offset[step]; }
+    static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int step, int) { return head.scale[step]; }
+    static F16L offset(const Head& head, int step, int) { return head.offset[step]; }
 };
 
 struct Six {  // Q6_K: a scale for every 16 columns
-    static constexpr int BLOCK = 256, HALVES = 2, BITS = 6, BYTES = 288 + 8 * 384;
+    static constexpr int BITS = 6, HALVES = 2, SPAN = 256, ZERO = 32;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 288, STEP = step_bytes(6);
     struct Head { F16L d; };
     static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
-    static void codes(const uint8_t* p, int step, B64* q) {
-        p += 288 + step * 384;
-        nibbles(p, q);
-        const B64 pair = B64::set1(0x30);
-        for (int half = 0; half < 2; half++) {
-            B64 high = B64::load(p + 256 + 64 * half);
-            B64* out = q + 4 * half;
-            out[0] = out[0] | (high.shl<4>() & pair);
-            out[1] = out[1] | (high.shl<2>() & pair);
-            out[2] = out[2] | (high & pair);
-            out[3] = out[3] | (high.shr<2>() & pair);
-        }
+    static void codes(const uint8_t* p, B64* q) { read_codes<6>(p, q); }
+    static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
+        return head.d * F16L::from(I16::load_i8(p + 32 + 16 * (2 * step + half)));
     }
-    static F16L scale(const Head& h, const uint8_t* p, int step, int half) {
-        return h.d * F16L::from(I16::load_i8(p + 32 + 16 * (2 * step + half)));
-    }
-    static F16L offset(const Head&, F16L scale, int, int) { return scale * F16L::set1(-32.f); }
+    static F16L offset(const Head&, int, int) { return F16L::zero(); }
 };
 
-struct Micro {  // MXFP4: twice E2M1, as codes 0..24 around 12
-    static constexpr int BLOCK = 32, HALVES = 1, BITS = 5, BYTES = 16 + 256;
+// Codes of four bits that stand for other numbers.
+inline void looked_up(const uint8_t* p, const uint8_t* numbers, B64* q) {
+    const B64 table = B64::table(numbers);
+    nibbles(p, q);
+    for (int v = 0; v < 8; v++) q[v] = table.lookup(q[v]);
+}
+
+// Twice E2M1, around 12.
+inline void e2m1_codes(const uint8_t* p, B64* q) {
+    alignas(16) static const uint8_t numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    looked_up(p, numbers, q);
+}
+
+struct Mxfp4 {  // E8M0 scales
+    static constexpr int BITS = 5, HALVES = 1, SPAN = 32, ZERO = 12;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 16, STEP = step_bytes(4);
     struct Head { F16L scale; };
     static Head open(const uint8_t* p) { return {F16L::bits(I16::load_u8(p).shl(23)) * F16L::set1(0.5f)}; }
-    static void codes(const uint8_t* p, int, B64* q) {
-        alignas(16) static const uint8_t e2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-        const B64 table = B64::table(e2m1);
-        nibbles(p + 16, q);
-        for (int v = 0; v < 8; v++) q[v] = table.lookup(q[v]);
+    static void codes(const uint8_t* p, B64* q) { e2m1_codes(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
+    static F16L offset(const Head&, int, int) { return F16L::zero(); }
+};
+
+struct Nvfp4 {  // E4M3 scales, one for every 16 columns
+    static constexpr int BITS = 5, HALVES = 2, SPAN = 32, ZERO = 12;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 32, STEP = step_bytes(4);
+    struct Head { F16L scale[2]; };
+    static Head open(const uint8_t* p) { return {{e4m3(p), e4m3(p + 16)}}; }
+    // Half of a positive E4M3: as float32 bits it lacks 120 in the exponent.
+    static F16L e4m3(const uint8_t* p) { return F16L::bits(I16::load_u8(p).shl(20)) * F16L::set1(0x1p119f); }
+    static void codes(const uint8_t* p, B64* q) { e2m1_codes(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
+    static F16L offset(const Head&, int, int) { return F16L::zero(); }
+};
+
+struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest magnitude
+    static constexpr int BITS = 8, HALVES = 1, SPAN = 64, ZERO = 128;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 32, STEP = step_bytes(4);
+    struct Head { F16L scale; };
+    static Head open(const uint8_t* p) { return {F16L::load_f16(p) * F16L::set1(1.f / 127)}; }
+    static void codes(const uint8_t* p, B64* q) {
+        alignas(16) static const uint8_t numbers[16] = {1,   40,  61,  78,  92,  105, 116, 128,
+                                                        138, 148, 159, 171, 184, 199, 220, 255};
+        looked_up(p, numbers, q);
     }
-    static F16L scale(const Head& h, const uint8_t*, int, int) { return h.scale; }
-    static F16L offset(const Head& h, F16L, int, int) { return h.scale * F16L::set1(-12.f); }
+    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
+    static F16L offset(const Head&, int, int) { return F16L::zero(); }
 };
 
 struct Float32 {

@@ -45,7 +45,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 1; }
+LRT_API int lrt_abi_version() { return 2; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -69,6 +69,6 @@ LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows
     r->kernels.read_rows(*matrix, rows, count, factor, out);
 }
 // Rows of GGUF blocks (rows, cols) to tiles; `to` has room for the rows rounded up to 16.
-LRT_API void lrt_tile(Runtime* r, int format, const uint8_t* from, int rows, int cols, uint8_t* to) {
-    tile_rows(r->context, format, from, rows, cols, to);
+LRT_API void lrt_tile(Runtime* r, int source, const uint8_t* from, int rows, int cols, uint8_t* to) {
+    tile_rows(r->context, source, from, rows, cols, to);
 }

@@ -2,80 +2,66 @@
 // Every output is accumulated over the columns in one fixed order, whatever the number of rows,
 // tiles or threads: a row's result is bitwise the same in any batch.
 #pragma once
-#include <cmath>
 #include <type_traits>
+#include "formats.h"
+#include "acts.h"
 
 namespace {
 
-// Rows are taken in runs of 16, 8, 4, 2 and 1. A run of n rows is stored together, group by group, so
-// that a kernel reaches all of them from one pointer: codes (K / 32, n, 32), meta (K / 32, n, 2).
-struct Acts {  // R rows of K columns
-    const float* x;       // (R, K)
-    const int8_t* codes;  // runs, or null when no matrix needs them
-    const float* meta;    // runs: scale, scale * sum
-    const float* halves;  // runs: scale * sum of each 16
-    int rows, cols;
-};
+constexpr int PREFETCH = 4096;  // bytes ahead: earlier than the hardware does, a third of decode speed
 
-struct RowRun { int start, size; };
-
-inline RowRun run_of(int row, int rows) {
-    int start = row / MAX_ROWS * MAX_ROWS, size = MAX_ROWS;
-    while (start + size > rows || row >= start + size) {
-        if (start + size <= rows) start += size;
-        size /= 2;
-    }
-    return {start, size};
-}
-
-constexpr int PREFETCH = 4096;  // bytes ahead
-
-template <class Format, int R>
-inline void tile_rows(const uint8_t* tile, const Acts& acts, int row, F16L* sums) {
-    const int cols = acts.cols, groups = cols / 32;
-    const int8_t* a = acts.codes + (size_t)row * cols;
-    const float* meta = acts.meta + (size_t)row * groups * 2;
-    const float* halves = acts.halves + (size_t)row * groups * 2;
-    F16L acc[R];
-    for (int r = 0; r < R; r++) acc[r] = F16L::zero();
-    for (int group = 0; group < groups; tile += Format::BYTES) {
-        const auto head = Format::open(tile);
-        for (int step = 0; step < Format::BLOCK / 32; step++, group++, a += 32 * R, meta += 2 * R, halves += 2 * R) {
+// Up to four rows: a step of weights is unpacked into registers and meets them at once.
+template <class Layout, int R>
+inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
+    const int groups = acts.cols / 32;
+    const int8_t* a = acts.codes;
+    const float *meta = acts.meta, *halves = acts.halves;
+    const int32_t* start = Layout::SYMMETRIC ? acts.start(Layout::ZERO, Layout::HALVES) : nullptr;
+    constexpr int HALVES = Layout::HALVES, QUADS = 8 / HALVES;
+    F16L sums[R];
+    for (int r = 0; r < R; r++) sums[r] = F16L::zero();
+    for (int group = 0; group < groups;) {
+        const auto head = Layout::open(tile);
+        const uint8_t* steps = tile + Layout::HEADER;
+        for (int step = 0; step < span / 32; step++, group++, steps += Layout::STEP) {
             B64 q[8];
-            Format::codes(tile, step, q);
-            // Ask for memory earlier than the hardware does: a third of decode speed.
-            constexpr int STEP_BYTES = Format::BYTES / (Format::BLOCK / 32);
-            const uint8_t* ahead = tile + step * STEP_BYTES + PREFETCH;
-            for (int line = 0; line < STEP_BYTES; line += 64) __builtin_prefetch(ahead + line);
-            for (int half = 0; half < Format::HALVES; half++) {
-                constexpr int QUADS = 8 / Format::HALVES;
-                const F16L scale = Format::scale(head, tile, step, half);
-                const F16L offset = Format::offset(head, scale, step, half);
-#pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    I16 first = I16::zero(), second = I16::zero();  // two chains: half the latency
+            Layout::codes(steps, q);
+            constexpr int BYTES = Layout::STEP + (Layout::SPAN == 256 ? Layout::HEADER / 8 : Layout::HEADER);
+            for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(steps + PREFETCH + line);
+            for (int half = 0; half < HALVES; half++) {
+                const F16L scale = Layout::scale(head, tile, step, half);
 #pragma GCC unroll 4
-                    for (int v = 0; v < QUADS; v += 2) {
-                        first = dot4<Format::BITS>(first, q[half * QUADS + v], a + 32 * r + 16 * half + 4 * v);
-                        second = dot4<Format::BITS>(second, q[half * QUADS + v + 1], a + 32 * r + 16 * half + 4 * v + 4);
+                for (int r = 0; r < R; r++) {
+                    // Two chains: half the latency.
+                    I16 first = Layout::SYMMETRIC ? I16::set1(start[r * HALVES + half]) : I16::zero(), second = I16::zero();
+#pragma GCC unroll 4
+                    for (int v = half * QUADS; v < (half + 1) * QUADS; v += 2) {
+                        first = dot4<Layout::BITS>(first, q[v], Quad::load(a + 32 * r + 4 * v));
+                        second = dot4<Layout::BITS>(second, q[v + 1], Quad::load(a + 32 * r + 4 * v + 4));
                     }
-                    const I16 dots = first + second;
-                    const float sum = Format::HALVES == 1 ? meta[2 * r + 1] : halves[2 * r + half];
-                    acc[r] = F16L::from(dots).fma(scale * F16L::set1(meta[2 * r]), acc[r]);
-                    acc[r] = offset.fma(F16L::set1(sum), acc[r]);
+                    sums[r] = F16L::from(first + second).fma(scale * F16L::set1(meta[2 * r]), sums[r]);
+                    if (!Layout::SYMMETRIC) {
+                        const float sum = HALVES == 1 ? meta[2 * r + 1] : halves[2 * r + half];
+                        sums[r] = Layout::offset(head, step, half).fma(F16L::set1(sum), sums[r]);
+                    }
                 }
             }
+            a += 32 * R;
+            meta += 2 * R;
+            halves += 2 * R;
+            if (Layout::SYMMETRIC) start += HALVES * R;
         }
+        tile = steps;
     }
-    for (int r = 0; r < R; r++) sums[r] = acc[r];
+    for (int r = 0; r < R; r++) totals[r] = sums[r];
 }
 
 template <class Float, int R>
-inline void float_tile_rows(const uint8_t* tile, const Acts& acts, int row, F16L* sums) {
+inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* totals) {
     const int cols = acts.cols;
     const float* x = acts.x + (size_t)row * cols;
-    F16L acc[R][4];  // four sums a row, joined in order: short dependency chains
-    for (auto& four : acc)
+    F16L sums[R][4];  // four sums a row, joined in order: short dependency chains
+    for (auto& four : sums)
         for (auto& one : four) one = F16L::zero();
     int k = 0;
     for (; k + 4 <= cols; k += 4)
@@ -83,165 +69,264 @@ inline void float_tile_rows(const uint8_t* tile, const Acts& acts, int row, F16L
         for (int i = 0; i < 4; i++) {
             const F16L w = Float::load(tile + (size_t)(k + i) * Float::BYTES);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) acc[r][i] = w.fma(F16L::set1(x[(size_t)r * cols + k + i]), acc[r][i]);
+            for (int r = 0; r < R; r++) sums[r][i] = w.fma(F16L::set1(x[(size_t)r * cols + k + i]), sums[r][i]);
         }
     for (; k < cols; k++)
         for (int r = 0; r < R; r++)
-            acc[r][0] = Float::load(tile + (size_t)k * Float::BYTES).fma(F16L::set1(x[(size_t)r * cols + k]), acc[r][0]);
-    for (int r = 0; r < R; r++) sums[r] = (acc[r][0] + acc[r][1]) + (acc[r][2] + acc[r][3]);
+            sums[r][0] = Float::load(tile + (size_t)k * Float::BYTES).fma(F16L::set1(x[(size_t)r * cols + k]), sums[r][0]);
+    for (int r = 0; r < R; r++) totals[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
 }
 
-inline void put(const F16L& sum, float* out, int valid) {
-    if (valid >= 16) {
-        sum.store(out);
-        return;
+}  // namespace
+
+#include "panel.h"
+#include "activation.h"
+
+namespace {
+
+constexpr int TASK_TILES = 8;
+
+inline int panel_index(int tile, int row, int rows) {
+    return (tile / PANEL_TILES * rows + row) * PANEL_TILES + tile % PANEL_TILES;
+}
+
+// Where products go: rows of `stride` floats, sums times `factor`, the matrix's last tile cut.
+struct Target {
+    float* out;
+    size_t stride;
+    int columns;  // of the matrix
+    float factor;
+
+    void put(F16L sum, int row, int tile) const {
+        float* to = out + row * stride + 16 * tile;
+        if (factor != 1.f) sum = sum * F16L::set1(factor);
+        const int valid = columns - 16 * tile;
+        if (valid >= 16) return sum.store(to);
+        float lanes[16];
+        sum.store(lanes);
+        copy_floats(lanes, valid, to);
     }
-    float lanes[16];
-    sum.store(lanes);
-    for (int i = 0; i < valid; i++) out[i] = lanes[i];
-}
+};
 
-// out[row * stride + 16 * tile ...] for rows [first, last).
-template <template <int> class Kernel>
-inline void cover(const uint8_t* tile, const Acts& acts, int first, int last, float* out, size_t stride, int valid) {
-    F16L sums[MAX_ROWS];
-    int row = first;
-    auto go = [&](auto count) {
-        constexpr int R = decltype(count)::value;
-        if constexpr (R <= MAX_ROWS)
-            for (; row + R <= last; row += R) {
-                Kernel<R>::run(tile, acts, row, sums);
-                for (int r = 0; r < R; r++) put(sums[r], out + (size_t)(row + r) * stride, valid);
+template <class Layout> struct Packed {
+    using Kind = Layout;
+    static constexpr bool PACKED = true;
+    static int span(const Matrix& m) { return Layout::SPAN ? Layout::SPAN : m.span; }
+    static size_t tile_bytes(const Matrix& m) {
+        const int columns = span(m);
+        return (size_t)m.cols / columns * (Layout::HEADER + columns / 32 * Layout::STEP);
+    }
+    static const uint8_t* at(const Matrix& m, int tile) { return m.data + tile * tile_bytes(m); }
+    static void direct(const Matrix& m, int tile, const Acts& acts, F16L* sums) {
+        if (acts.rows == 1) direct_rows<Layout, 1>(at(m, tile), span(m), acts, sums);
+        else if (acts.rows == 2) direct_rows<Layout, 2>(at(m, tile), span(m), acts, sums);
+        else direct_rows<Layout, 4>(at(m, tile), span(m), acts, sums);
+    }
+    static void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
+                         const Target& target) {
+        if (acts.rows <= DIRECT_ROWS) {
+            F16L sums[DIRECT_ROWS];
+            for (int t = tile; t < tile + count; t++) {
+                direct(m, t, acts, sums);
+                for (int row = 0; row < acts.rows; row++) target.put(sums[row], row, t);
             }
-    };
-    go(std::integral_constant<int, 16>());
-    go(std::integral_constant<int, 8>());
-    go(std::integral_constant<int, 4>());
-    go(std::integral_constant<int, 2>());
-    go(std::integral_constant<int, 1>());
-}
-
-template <class Format> struct Packed {
-    template <int R> struct Kernel {
-        static void run(const uint8_t* t, const Acts& a, int row, F16L* s) { tile_rows<Format, R>(t, a, row, s); }
-    };
-    static size_t tile_bytes(int cols) { return (size_t)cols / Format::BLOCK * Format::BYTES; }
-    static void read(const uint8_t* tile, int lane, int cols, float factor, float* out) {
-        for (int group = 0; group < cols / 32; tile += Format::BYTES) {
-            const auto head = Format::open(tile);
-            for (int step = 0; step < Format::BLOCK / 32; step++, group++) {
+            return;
+        }
+        const uint8_t* tiles[TASK_TILES];
+        for (int t = 0; t < TASK_TILES; t++) tiles[t] = at(m, tile + least(t, count - 1));
+        F16L totals[ROW_CHUNK * TASK_TILES];
+        const int whole = (count + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
+        panel_tiles<Layout>(tiles, whole, span(m), acts, runs, range, totals);
+        const int rows = range.rows(runs), start = runs[range.first].start;
+        for (int t = 0; t < count; t++)
+            for (int row = 0; row < rows; row++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
+    }
+    // The gated product of two matrices of one layout: one's tiles beside the other's.
+    static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, const Acts& acts, const Runs& runs,
+                               RunRange range, int activation, float* out) {
+        auto put = [&](F16L g, F16L u, int row, int t) {
+            const F16L product = activate(g * F16L::set1(gate.scale), activation) * (u * F16L::set1(up.scale));
+            product.store(out + (size_t)row * gate.rows + 16 * t);
+        };
+        if (acts.rows <= DIRECT_ROWS) {
+            F16L gates[DIRECT_ROWS], ups[DIRECT_ROWS];
+            for (int t = tile; t < tile + count; t++) {
+                direct(gate, t, acts, gates);
+                direct(up, t, acts, ups);
+                for (int row = 0; row < acts.rows; row++) put(gates[row], ups[row], row, t);
+            }
+            return;
+        }
+        const uint8_t* tiles[TASK_TILES];
+        for (int t = 0; t < count; t++) {
+            tiles[2 * t] = at(gate, tile + t);
+            tiles[2 * t + 1] = at(up, tile + t);
+        }
+        F16L totals[ROW_CHUNK * TASK_TILES];
+        panel_tiles<Layout>(tiles, 2 * count, span(gate), acts, runs, range, totals);
+        const int rows = range.rows(runs), start = runs[range.first].start;
+        for (int t = 0; t < count; t++)
+            for (int row = 0; row < rows; row++)
+                put(totals[panel_index(2 * t, row, rows)], totals[panel_index(2 * t + 1, row, rows)], start + row, tile + t);
+    }
+    // One row's values times `factor`.
+    static void read(const Matrix& m, int row, float factor, float* out) {
+        const uint8_t* tile = m.data + row / 16 * tile_bytes(m);
+        const int lane = row % 16;
+        for (int group = 0; group < m.cols / 32;) {
+            const auto head = Layout::open(tile);
+            const uint8_t* steps = tile + Layout::HEADER;
+            for (int step = 0; step < span(m) / 32; step++, group++, steps += Layout::STEP) {
                 B64 q[8];
-                Format::codes(tile, step, q);
-                for (int half = 0; half < Format::HALVES; half++) {
-                    constexpr int QUADS = 8 / Format::HALVES;
+                Layout::codes(steps, q);
+                for (int v = 0; v < 8; v++) {
+                    const int half = Layout::HALVES == 2 ? v / 4 : 0;
                     float scales[16], offsets[16];
-                    const F16L scale = Format::scale(head, tile, step, half);
-                    scale.store(scales);
-                    Format::offset(head, scale, step, half).store(offsets);
-                    for (int v = half * QUADS; v < (half + 1) * QUADS; v++)
-                        for (int i = 0; i < 4; i++) {
-                            const float code = (float)reinterpret_cast<const uint8_t*>(&q[v])[4 * lane + i];
-                            out[group * 32 + 4 * v + i] = (scales[lane] * code + offsets[lane]) * factor;
-                        }
+                    Layout::scale(head, tile, step, half).store(scales);
+                    if (!Layout::SYMMETRIC) Layout::offset(head, step, half).store(offsets);
+                    for (int i = 0; i < 4; i++) {
+                        const int code = reinterpret_cast<const uint8_t*>(&q[v])[4 * lane + i];
+                        const float value = Layout::SYMMETRIC ? scales[lane] * (float)(code - Layout::ZERO)
+                                                              : scales[lane] * (float)code + offsets[lane];
+                        out[group * 32 + 4 * v + i] = value * factor;
+                    }
                 }
             }
-        }
-    }
-};
-template <class Float> struct Plain {
-    template <int R> struct Kernel {
-        static constexpr int AT_ONCE = R < 4 ? R : 4;
-        static void run(const uint8_t* t, const Acts& a, int row, F16L* s) {
-            for (int r = 0; r < R; r += AT_ONCE) float_tile_rows<Float, AT_ONCE>(t, a, row + r, s + r);
-        }
-    };
-    static size_t tile_bytes(int cols) { return (size_t)cols * Float::BYTES; }
-    static void read(const uint8_t* tile, int lane, int cols, float factor, float* out) {
-        for (int k = 0; k < cols; k++) {
-            float lanes[16];
-            Float::load(tile + (size_t)k * Float::BYTES).store(lanes);
-            out[k] = lanes[lane] * factor;
+            tile = steps;
         }
     }
 };
 
-// Calls fn with the class that knows the format.
-template <class Fn> inline void with_format(int format, Fn fn) {
-    switch (format) {
+template <class Float> struct Plain {
+    static constexpr bool PACKED = false;
+    static size_t tile_bytes(const Matrix& m) { return (size_t)m.cols * Float::BYTES; }
+    static void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
+                         const Target& target) {
+        const int first = runs[range.first].start, last = least(acts.rows, first + range.rows(runs));
+        for (int t = tile; t < tile + count; t++) {
+            const uint8_t* p = m.data + t * tile_bytes(m);
+            F16L sums[4];
+            for (int row = first; row < last;) {
+                const int at_once = last - row >= 4 ? 4 : 1;
+                if (at_once == 4) float_rows<Float, 4>(p, acts, row, sums);
+                else float_rows<Float, 1>(p, acts, row, sums);
+                for (int r = 0; r < at_once; r++, row++) target.put(sums[r], row, t);
+            }
+        }
+    }
+    static void read(const Matrix& m, int row, float factor, float* out) {
+        const uint8_t* tile = m.data + row / 16 * tile_bytes(m);
+        for (int k = 0; k < m.cols; k++) {
+            float lanes[16];
+            Float::load(tile + (size_t)k * Float::BYTES).store(lanes);
+            out[k] = lanes[row % 16] * factor;
+        }
+    }
+};
+
+// Calls fn with the class that knows the layout.
+template <class Fn> inline void with_layout(int layout, Fn fn) {
+    switch (layout) {
         case F32: return fn(Plain<Float32>());
         case F16: return fn(Plain<Half>());
         case BF16: return fn(Plain<Brain>());
-        case Q4_0: return fn(Packed<Simple<false, false>>());
-        case Q4_1: return fn(Packed<Simple<true, false>>());
-        case Q5_0: return fn(Packed<Simple<false, true>>());
-        case Q5_1: return fn(Packed<Simple<true, true>>());
-        case Q8_0: return fn(Packed<Eight>());
+        case AFFINE4: return fn(Packed<Affine<4, false, 1>>());
+        case AFFINE4_MIN: return fn(Packed<Affine<4, true, 1>>());
+        case AFFINE5: return fn(Packed<Affine<5, false, 1>>());
+        case AFFINE5_MIN: return fn(Packed<Affine<5, true, 1>>());
+        case AFFINE6: return fn(Packed<Affine<6, false, 1>>());
+        case AFFINE6_MIN: return fn(Packed<Affine<6, true, 1>>());
+        case AFFINE8: return fn(Packed<Affine<8, false, 1>>());
+        case AFFINE8_MIN: return fn(Packed<Affine<8, true, 1>>());
+        case AFFINE4_G16: return fn(Packed<Affine<4, false, 2>>());
+        case AFFINE4_G16_MIN: return fn(Packed<Affine<4, true, 2>>());
+        case AFFINE5_G16: return fn(Packed<Affine<5, false, 2>>());
+        case AFFINE5_G16_MIN: return fn(Packed<Affine<5, true, 2>>());
+        case AFFINE6_G16: return fn(Packed<Affine<6, false, 2>>());
+        case AFFINE6_G16_MIN: return fn(Packed<Affine<6, true, 2>>());
+        case AFFINE8_G16: return fn(Packed<Affine<8, false, 2>>());
+        case AFFINE8_G16_MIN: return fn(Packed<Affine<8, true, 2>>());
         case Q4_K: return fn(Packed<TwoLevel<false>>());
         case Q5_K: return fn(Packed<TwoLevel<true>>());
         case Q6_K: return fn(Packed<Six>());
-        case MXFP4: return fn(Packed<Micro>());
+        case MXFP4: return fn(Packed<Mxfp4>());
+        case NVFP4: return fn(Packed<Nvfp4>());
+        case NF4: return fn(Packed<Nf4>());
     }
 }
 
-inline bool is_packed(int format) { return format > BF16; }
+inline bool is_packed(int layout) { return layout > BF16; }
 
-// Rows of activations that stay in the second-level cache while all tiles pass over them.
-constexpr int ROW_CHUNK = 128;
+// How many runs of rows go together, and how many such chunks there are.
+struct Chunks {
+    const Runs& runs;
+    int count;
+
+    explicit Chunks(const Runs& all) : runs(all) {
+        const int most_runs = all.rows <= DIRECT_ROWS ? 1 : ROW_CHUNK / PANEL_ROWS;
+        count = (all.count + most_runs - 1) / most_runs;
+    }
+    RunRange operator[](int chunk) const { return {chunk * runs.count / count, (chunk + 1) * runs.count / count}; }
+};
+
+// Tiles of a task: about 64 KB of weights, small enough to share evenly, large enough to stream.
+inline int task_tiles(const Context& context, int tiles, size_t tile_bytes, bool panels) {
+    const int fair = most(1, tiles / (4 * context.pool.threads()));
+    const int step = least(least(most(1, (int)(65536 / tile_bytes)), fair), TASK_TILES);
+    return panels ? (step + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES : step;
+}
 
 // out (R, stack.rows) = x (R, K) times the stack's rows.
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out) {
-    struct Run { const Matrix* matrix; int tile, tiles, column; };
-    // Tasks of about 64 KB of weights: small enough to share evenly, large enough to stream.
-    int most_runs = 0;
-    for (int part = 0; part < stack.count; part++) most_runs += (stack.parts[part].rows + 15) / 16;
-    Run* runs = scratch<Run>(context.runs, most_runs);
+    struct Task { const Matrix* matrix; int tile, tiles, column; };
+    int most_tasks = 0;
+    for (int part = 0; part < stack.count; part++) most_tasks += (stack.parts[part].rows + 15) / 16;
+    Task* tasks = scratch<Task>(context.tasks, most_tasks);
+    const Runs runs(acts.rows);
+    const Chunks chunks(runs);
     int count = 0, column = 0;
     for (int part = 0; part < stack.count; part++) {
-        const Matrix& matrix = stack.parts[part];
-        const int tiles = (matrix.rows + 15) / 16;
+        const Matrix& m = stack.parts[part];
+        const int tiles = (m.rows + 15) / 16;
         size_t bytes = 1;
-        with_format(matrix.format, [&](auto kind) { bytes = kind.tile_bytes(matrix.cols); });
-        const int wanted = most(1, (int)(65536 / bytes)), share = most(1, tiles / (4 * context.pool.threads()));
-        const int step = least(wanted, share);
-        for (int tile = 0; tile < tiles; tile += step) runs[count++] = {&matrix, tile, least(step, tiles - tile), column};
-        column += matrix.rows;
+        with_layout(m.layout, [&](auto kind) { bytes = kind.tile_bytes(m); });
+        const int step = task_tiles(context, tiles, bytes, acts.rows > DIRECT_ROWS);
+        for (int tile = 0; tile < tiles; tile += step) tasks[count++] = {&m, tile, least(step, tiles - tile), column};
+        column += m.rows;
     }
-    const size_t stride = stack.rows;
-    for (int first = 0; first < acts.rows; first += ROW_CHUNK) {
-        const int last = least(first + ROW_CHUNK, acts.rows);
-        parallel(context, count, [&](int task) {
-            const Run& run = runs[task];
-            const Matrix& matrix = *run.matrix;
-            with_format(matrix.format, [&](auto kind) {
-                using Kind = decltype(kind);
-                const size_t bytes = Kind::tile_bytes(matrix.cols);
-                for (int tile = run.tile; tile < run.tile + run.tiles; tile++)
-                    cover<Kind::template Kernel>(matrix.data + tile * bytes, acts, first, last,
-                                                 out + run.column + 16 * tile, stride, matrix.rows - 16 * tile);
-            });
+    parallel(context, chunks.count * count, [&](int index) {
+        const Task& task = tasks[index % count];
+        const Matrix& m = *task.matrix;
+        const Target target = {out + task.column, (size_t)stack.rows, m.rows, m.scale};
+        with_layout(m.layout, [&](auto kind) {
+            kind.multiply(m, task.tile, task.tiles, acts, runs, chunks[index / count], target);
         });
-    }
+    });
 }
 
-// One row of activations to int8 with a scale per 32 columns; rounding to nearest, ties to even.
-// `stride` is the rows of its run.
-inline void quantize_row(const float* x, int cols, int stride, int8_t* codes, float* meta, float* halves) {
-    for (int g = 0; g < cols / 32; g++, x += 32, codes += 32 * stride, meta += 2 * stride, halves += 2 * stride) {
-        float peak = 0;
-        for (int i = 0; i < 32; i++) peak = most(peak, std::fabs(x[i]));
-        const float scale = peak / 127.f, inverse = peak > 0 ? 127.f / peak : 0.f;
-        int sums[2] = {0, 0};
-        for (int h = 0; h < 2; h++)
-            for (int i = 0; i < 16; i++) {
-                const int code = (int)std::nearbyintf(x[16 * h + i] * inverse);
-                codes[16 * h + i] = (int8_t)code;
-                sums[h] += code;
-            }
-        meta[0] = scale;
-        meta[1] = scale * (float)(sums[0] + sums[1]);
-        halves[0] = scale * (float)sums[0];
-        halves[1] = scale * (float)sums[1];
-    }
+// Whether gate and up can be taken side by side.
+inline bool can_gate(const Stack& stack) {
+    if (stack.count != 2) return false;
+    const Matrix &gate = stack.parts[0], &up = stack.parts[1];
+    return is_packed(gate.layout) && gate.layout == up.layout && gate.span == up.span && gate.rows == up.rows && gate.rows % 16 == 0;
+}
+
+// out (R, F) = activation(gate x) * (up x), of a stack that `can_gate`.
+inline void gated_matmul(Context& context, const Stack& stack, const Acts& acts, int activation, float* out) {
+    const Matrix &gate = stack.parts[0], &up = stack.parts[1];
+    const Runs runs(acts.rows);
+    const Chunks chunks(runs);
+    const int tiles = gate.rows / 16;
+    with_layout(gate.layout, [&](auto kind) {
+        if constexpr (decltype(kind)::PACKED) {
+            const int step = task_tiles(context, 2 * tiles, kind.tile_bytes(gate), true) / 2 + (PANEL_TILES == 1);
+            const int count = (tiles + step - 1) / step;
+            parallel(context, chunks.count * count, [&](int index) {
+                const int tile = index % count * step;
+                kind.multiply_gated(gate, up, tile, least(step, tiles - tile), acts, runs, chunks[index / count], activation, out);
+            });
+        }
+    });
 }
 
 }  // namespace

@@ -5,6 +5,12 @@
 #pragma once
 #include <cstddef>
 
+#if defined(_MSC_VER)
+#define LRT_NOINLINE __declspec(noinline)
+#else
+#define LRT_NOINLINE __attribute__((noinline))
+#endif
+
 class Pool {
   public:
     explicit Pool(int threads);
@@ -32,7 +38,7 @@ class Scratch {
 struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
-    Scratch normed, codes, meta, halves, wide, inner, partial, joined, runs;
+    Scratch normed, codes, meta, halves, starts, wide, inner, partial, joined, tasks;
 };
 
 namespace {

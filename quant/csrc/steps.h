@@ -1,6 +1,5 @@
 // The fused steps of the Ops protocol, on float32 rows. Included once per instruction set.
 #pragma once
-#include "formats.h"
 #include "matmul.h"
 #include "attention.h"
 
@@ -23,35 +22,54 @@ inline void rms_norm(const float* x, const float* weight, float eps, int n, floa
     for (int i = 0; i < n; i++) out[i] = x[i] * inverse * weight[i];
 }
 
-// Rows ready for `stack`: normalized if `norm`, quantized if a part is packed.
+// Rows ready for `stack`: normalized if `norm`, rotated if it asks for it, quantized if a part is packed.
 inline Acts prepare(Context& context, const float* x, const int64_t* wanted, int rows, int cols, const float* norm, float eps,
                     const Stack& stack) {
+    Acts acts = {x, nullptr, nullptr, nullptr, {}, 0, rows, cols};
+    const Runs runs(rows);
+    const size_t padded = runs.padded(), groups = cols / 32;
     bool packed = false;
-    for (int i = 0; i < stack.count; i++) packed |= is_packed(stack.parts[i].format);
-    const bool copy = norm || wanted;
+    size_t starts = 0;
+    for (int i = 0; i < stack.count; i++)
+        with_layout(stack.parts[i].layout, [&](auto part) {
+            if constexpr (decltype(part)::PACKED) {
+                using Layout = typename decltype(part)::Kind;
+                packed = true;
+                if (!Layout::SYMMETRIC || acts.find_start(Layout::ZERO, Layout::HALVES)) return;
+                starts += padded * groups * Layout::HALVES;
+                acts.starts[acts.start_count++] = {Layout::ZERO, Layout::HALVES, nullptr};
+            }
+        });
+    const bool copy = norm || wanted || stack.hadamard;
     float* normed = copy ? scratch<float>(context.normed, (size_t)rows * cols) : nullptr;
-    int8_t* codes = packed ? scratch<int8_t>(context.codes, (size_t)rows * cols) : nullptr;
-    const size_t groups = cols / 32;
-    float* meta = packed ? scratch<float>(context.meta, rows * groups * 2) : nullptr;
-    float* halves = packed ? scratch<float>(context.halves, rows * groups * 2) : nullptr;
-    const int share = 16, tasks = (rows + share - 1) / share;
+    if (copy) acts.x = normed;
+    if (packed) {
+        acts.codes = scratch<int8_t>(context.codes, padded * cols);
+        acts.meta = scratch<float>(context.meta, padded * groups * 2);
+        acts.halves = scratch<float>(context.halves, padded * groups * 2);
+        int32_t* memory = scratch<int32_t>(context.starts, starts);
+        for (int i = 0; i < acts.start_count; i++) {
+            acts.starts[i].values = memory;
+            memory += padded * groups * acts.starts[i].halves;
+        }
+    }
+    const int share = 16, tasks = ((int)padded + share - 1) / share;
     parallel(context, tasks, [&](int task) {
-        for (int row = task * share; row < least(rows, (task + 1) * share); row++) {
-            const float* from = x + (size_t)(wanted ? wanted[row] : row) * cols;
-            if (norm) {
-                rms_norm(from, norm, eps, cols, normed + (size_t)row * cols);
-                from = normed + (size_t)row * cols;
-            } else if (wanted) {
-                copy_floats(from, cols, normed + (size_t)row * cols);
-                from = normed + (size_t)row * cols;
+        for (int row = task * share; row < least((int)padded, (task + 1) * share); row++) {
+            const float* from = row < rows ? x + (size_t)(wanted ? wanted[row] : row) * cols : nullptr;
+            if (copy && from) {
+                float* to = normed + (size_t)row * cols;
+                if (norm) rms_norm(from, norm, eps, cols, to);
+                else copy_floats(from, cols, to);
+                if (stack.hadamard) block_hadamard(to, cols, stack.hadamard);
+                from = to;
             }
             if (!packed) continue;
-            const RowRun run = run_of(row, rows);
-            const size_t at = row - run.start, base = (size_t)run.start * groups * 2 + at * 2;
-            quantize_row(from, cols, run.size, codes + (size_t)run.start * cols + at * 32, meta + base, halves + base);
+            const RowRun run = runs.of(row);
+            quantize_row(from, acts, run, row - run.start);
         }
     });
-    return {copy ? normed : x, codes, meta, halves, rows, cols};
+    return acts;
 }
 
 inline uint16_t to_bf16(float x) {
@@ -131,37 +149,35 @@ void attention_output(Context& context, const AttentionArgs& args) {
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
 }
 
-void norm_gated_mlp(Context& context, const MlpArgs& args) {
-    const int inner = args.gate_up.rows / 2, cols = args.gate_up.cols;
-    const Acts acts = prepare(context, args.x, nullptr, args.rows, cols, args.norm, args.eps, args.gate_up);
-    float* wide = scratch<float>(context.wide, (size_t)args.rows * 2 * inner);
-    matmul(context, args.gate_up, acts, wide);
-    float* gated = scratch<float>(context.inner, (size_t)args.rows * inner + 16);
+// gated (R, F) from wide (R, 2F), which has the gates first.
+inline void gate_rows(Context& context, const float* wide, int rows, int inner, int activation, float* gated) {
     // Long rows are cut as well: at one row the gate would otherwise run on one thread.
     const int piece = 2048, pieces = (inner + piece - 1) / piece;
-    parallel(context, args.rows * pieces, [&](int task) {
+    parallel(context, rows * pieces, [&](int task) {
         const int row = task / pieces, begin = task % pieces * piece, end = least(inner, begin + piece);
         const float* gate = wide + (size_t)row * 2 * inner;
-        const float* up = gate + inner;
-        float* out = gated + (size_t)row * inner;
-        const F16L one = F16L::set1(1.f), half = F16L::set1(0.5f);
         for (int i = begin; i < end; i += 16) {
             alignas(64) float a[16] = {}, b[16] = {}, c[16];
             const int n = least(16, end - i);
             copy_floats(gate + i, n, a);
-            copy_floats(up + i, n, b);
-            const F16L g = F16L::load(a);
-            F16L active;
-            if (args.activation == 0) {
-                active = g / (one + exp16(F16L::zero() - g));
-            } else {
-                const F16L inner3 = (g * g * g).fma(F16L::set1(0.044715f), g) * F16L::set1(0.7978845608f);
-                active = half * g * (one + tanh16(inner3));
-            }
-            (active * F16L::load(b)).store(c);
-            copy_floats(c, n, out + i);
+            copy_floats(gate + inner + i, n, b);
+            (activate(F16L::load(a), activation) * F16L::load(b)).store(c);
+            copy_floats(c, n, gated + (size_t)row * inner + i);
         }
     });
+}
+
+void norm_gated_mlp(Context& context, const MlpArgs& args) {
+    const int inner = args.gate_up.rows / 2, cols = args.gate_up.cols;
+    const Acts acts = prepare(context, args.x, nullptr, args.rows, cols, args.norm, args.eps, args.gate_up);
+    float* gated = scratch<float>(context.inner, (size_t)args.rows * inner + 16);
+    if (can_gate(args.gate_up)) {
+        gated_matmul(context, args.gate_up, acts, args.activation, gated);
+    } else {
+        float* wide = scratch<float>(context.wide, (size_t)args.rows * 2 * inner);
+        matmul(context, args.gate_up, acts, wide);
+        gate_rows(context, wide, args.rows, inner, args.activation, gated);
+    }
     const Acts again = prepare(context, gated, nullptr, args.rows, inner, nullptr, 0, args.down);
     matmul(context, args.down, again, args.out);
     finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.eps);
@@ -182,13 +198,9 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 
 // Rows of a tiled matrix as float32: the embedding, and the kernels' own reference.
 void read_rows(const Matrix& matrix, const int64_t* rows, int count, float factor, float* out) {
-    with_format(matrix.format, [&](auto kind) {
-        using Kind = decltype(kind);
-        const size_t bytes = Kind::tile_bytes(matrix.cols);
-        for (int i = 0; i < count; i++) {
-            const uint8_t* tile = matrix.data + rows[i] / 16 * bytes;
-            Kind::read(tile, (int)(rows[i] % 16), matrix.cols, factor, out + (size_t)i * matrix.cols);
-        }
+    with_layout(matrix.layout, [&](auto kind) {
+        for (int i = 0; i < count; i++)
+            kind.read(matrix, (int)rows[i], factor * matrix.scale, out + (size_t)i * matrix.cols);
     });
 }
 

@@ -5,23 +5,23 @@
 
 namespace {
 
-struct Layout {
+struct Rows {
     int block, row_bytes;
 };
 
-Layout layout(int format) {
-    switch (format) {
-        case F32: return {1, 4};
-        case F16: case BF16: return {1, 2};
-        case Q4_0: return {32, 18};
-        case Q4_1: return {32, 20};
-        case Q5_0: return {32, 22};
-        case Q5_1: return {32, 24};
-        case Q8_0: return {32, 34};
-        case Q4_K: return {256, 144};
-        case Q5_K: return {256, 176};
-        case Q6_K: return {256, 210};
-        case MXFP4: return {32, 17};
+Rows layout(int source) {
+    switch (source) {
+        case FROM_F32: return {1, 4};
+        case FROM_F16: case FROM_BF16: return {1, 2};
+        case FROM_Q4_0: return {32, 18};
+        case FROM_Q4_1: return {32, 20};
+        case FROM_Q5_0: return {32, 22};
+        case FROM_Q5_1: return {32, 24};
+        case FROM_Q8_0: return {32, 34};
+        case FROM_Q4_K: return {256, 144};
+        case FROM_Q5_K: return {256, 176};
+        case FROM_Q6_K: return {256, 210};
+        case FROM_MXFP4: return {32, 17};
     }
     return {0, 0};
 }
@@ -77,43 +77,43 @@ void low_high(const uint8_t* p, int half, uint8_t* codes) {
 }
 
 // One block of 16 rows; rows[r] points at the block, or at zeros beyond the matrix.
-uint8_t* tile_block(int format, const uint8_t* const* rows, uint8_t* out) {
+uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
     uint8_t codes[16][256];
     auto field = [&](int at, int bytes) {
         for (int r = 0; r < 16; r++, out += bytes) std::memcpy(out, rows[r] + at, bytes);
     };
-    switch (format) {
-        case F32: field(0, 4); return out;
-        case F16: case BF16: field(0, 2); return out;
-        case Q4_0:
+    switch (source) {
+        case FROM_F32: field(0, 4); return out;
+        case FROM_F16: case FROM_BF16: field(0, 2); return out;
+        case FROM_Q4_0:
             field(0, 2);
             for (int r = 0; r < 16; r++) low_high(rows[r] + 2, 16, codes[r]);
             return pack_step(codes[0], 256, 4, out);
-        case Q4_1:
+        case FROM_Q4_1:
             field(0, 2);
             field(2, 2);
             for (int r = 0; r < 16; r++) low_high(rows[r] + 4, 16, codes[r]);
             return pack_step(codes[0], 256, 4, out);
-        case Q5_0: case Q5_1: {
-            const int head = format == Q5_0 ? 2 : 4;
+        case FROM_Q5_0: case FROM_Q5_1: {
+            const int head = source == FROM_Q5_0 ? 2 : 4;
             field(0, 2);
-            if (format == Q5_1) field(2, 2);
+            if (source == FROM_Q5_1) field(2, 2);
             for (int r = 0; r < 16; r++) {
                 low_high(rows[r] + head + 4, 16, codes[r]);
                 fifth(rows[r] + head, codes[r]);
             }
             return pack_step(codes[0], 256, 5, out);
         }
-        case Q8_0:
+        case FROM_Q8_0:
             field(0, 2);
             for (int r = 0; r < 16; r++)
                 for (int j = 0; j < 32; j++) codes[r][j] = rows[r][2 + j] ^ 0x80;
             return pack_step(codes[0], 256, 8, out);
-        case MXFP4:
+        case FROM_MXFP4:
             field(0, 1);
             for (int r = 0; r < 16; r++) low_high(rows[r] + 1, 16, codes[r]);
             return pack_step(codes[0], 256, 4, out);
-        case Q4_K: case Q5_K: {
+        case FROM_Q4_K: case FROM_Q5_K: {
             field(0, 2);
             field(2, 2);
             uint32_t words[3][16];
@@ -130,17 +130,17 @@ uint8_t* tile_block(int format, const uint8_t* const* rows, uint8_t* out) {
                     words[w][r] = (uint32_t)(six[15] >> 2 * w & 3) << 30;
                     for (int i = 0; i < 5; i++) words[w][r] |= (uint32_t)six[5 * w + i] << 6 * i;
                 }
-                const uint8_t* q = rows[r] + (format == Q4_K ? 16 : 48);
+                const uint8_t* q = rows[r] + (source == FROM_Q4_K ? 16 : 48);
                 for (int c = 0; c < 4; c++) low_high(q + 32 * c, 32, codes[r] + 64 * c);
-                if (format == Q5_K)
+                if (source == FROM_Q5_K)
                     for (int j = 0; j < 256; j++) codes[r][j] |= (rows[r][16 + j % 32] >> j / 32 & 1) << 4;
             }
             std::memcpy(out, words, sizeof words);
             out += sizeof words;
-            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, format == Q4_K ? 4 : 5, out);
+            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, source == FROM_Q4_K ? 4 : 5, out);
             return out;
         }
-        case Q6_K:
+        case FROM_Q6_K:
             field(208, 2);
             for (int sub = 0; sub < 16; sub++)
                 for (int r = 0; r < 16; r++) *out++ = rows[r][192 + sub];
@@ -163,9 +163,9 @@ uint8_t* tile_block(int format, const uint8_t* const* rows, uint8_t* out) {
 
 }  // namespace
 
-void tile_rows(Context& context, int format, const uint8_t* from, int rows, int cols, uint8_t* to) {
+void tile_rows(Context& context, int source, const uint8_t* from, int rows, int cols, uint8_t* to) {
     static const uint8_t zeros[256] = {};
-    const Layout shape = layout(format);
+    const Rows shape = layout(source);
     const size_t row_bytes = (size_t)cols / shape.block * shape.row_bytes;
     parallel(context, (rows + 15) / 16, [&](int tile) {
         uint8_t* out = to + (size_t)tile * 16 * row_bytes;
@@ -175,7 +175,7 @@ void tile_rows(Context& context, int format, const uint8_t* from, int rows, int 
                 const int row = tile * 16 + r;
                 lines[r] = row < rows ? from + row * row_bytes + (size_t)block * shape.row_bytes : zeros;
             }
-            out = tile_block(format, lines, out);
+            out = tile_block(source, lines, out);
         }
     });
 }

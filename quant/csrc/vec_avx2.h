@@ -5,7 +5,10 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 4;
+#define LRT_PANEL_ROWS 3
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384;
+// Without VNNI the products of up to six bits take a shorter way.
+constexpr int DOT_BITS(int bits) { return LRT_VNNI || bits > 6 ? 8 : 6; }
 
 struct I16 {
     __m256i a, b;
@@ -32,6 +35,16 @@ struct I16 {
     I16 shr(int n) const {
         __m128i c = _mm_cvtsi32_si128(n);
         return {_mm256_srl_epi32(a, c), _mm256_srl_epi32(b, c)};
+    }
+    void store_i8(int8_t* p) const {
+        const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
+        _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    }
+    int32_t sum() const {
+        const __m256i eight = _mm256_add_epi32(a, b);
+        __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+        four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+        return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
     }
 };
 
@@ -61,6 +74,19 @@ struct F16L {
     F16L operator/(F16L o) const { return {_mm256_div_ps(a, o.a), _mm256_div_ps(b, o.b)}; }
     F16L max(F16L o) const { return {_mm256_max_ps(a, o.a), _mm256_max_ps(b, o.b)}; }
     F16L min(F16L o) const { return {_mm256_min_ps(a, o.a), _mm256_min_ps(b, o.b)}; }
+    float highest() const {
+        const __m256 eight = _mm256_max_ps(a, b);
+        __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+        four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    }
+    // Lane i of the result is lane i ^ N.
+    template <int N> F16L across() const {
+        if (N == 1) return {_mm256_permute_ps(a, 0xB1), _mm256_permute_ps(b, 0xB1)};
+        if (N == 2) return {_mm256_permute_ps(a, 0x4E), _mm256_permute_ps(b, 0x4E)};
+        if (N == 4) return {_mm256_permute2f128_ps(a, a, 1), _mm256_permute2f128_ps(b, b, 1)};
+        return {b, a};
+    }
     F16L fma(F16L m, F16L c) const { return {_mm256_fmadd_ps(a, m.a, c.a), _mm256_fmadd_ps(b, m.b, c.b)}; }
 };
 
@@ -68,6 +94,10 @@ struct B64 {
     __m256i a, b;
     static B64 load(const void* p) {
         return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+    }
+    void store(void* p) const {
+        _mm256_storeu_si256((__m256i*)p, a);
+        _mm256_storeu_si256((__m256i*)p + 1, b);
     }
     static B64 set1(int x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
     static B64 table(const uint8_t* t) {
@@ -106,11 +136,20 @@ template <int BITS> inline __m256i dot4_half(__m256i acc, __m256i u, __m256i s) 
 #endif
 }
 
-template <int BITS> inline I16 dot4(I16 acc, B64 codes, const int8_t* a) {
-    int32_t four;
-    __builtin_memcpy(&four, a, 4);
-    __m256i s = _mm256_set1_epi32(four);
-    return {dot4_half<BITS>(acc.a, codes.a, s), dot4_half<BITS>(acc.b, codes.b, s)};
+// Four activations, for all lanes.
+struct Quad {
+    __m256i v;
+    static Quad load(const int8_t* p) {
+        int32_t four;
+        __builtin_memcpy(&four, p, 4);
+        return {_mm256_set1_epi32(four)};
+    }
+    static Quad load_shared(const int8_t* p) { return load(p); }
+};
+
+// acc + the four products of each lane; codes unsigned, activations signed.
+template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad a) {
+    return {dot4_half<BITS>(acc.a, codes.a, a.v), dot4_half<BITS>(acc.b, codes.b, a.v)};
 }
 
 }  // namespace

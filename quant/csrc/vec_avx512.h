@@ -5,7 +5,10 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 16;  // activation rows that one unpacked step of weights serves
+// Panels of two tiles and six rows: 24 sums and products of the 32 registers.
+#define LRT_PANEL_ROWS 6
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384;
+constexpr int DOT_BITS(int) { return 8; }
 
 struct I16 {
     __m512i v;
@@ -19,6 +22,8 @@ struct I16 {
     I16 operator|(I16 o) const { return {_mm512_or_si512(v, o.v)}; }
     I16 shl(int n) const { return {_mm512_sll_epi32(v, _mm_cvtsi32_si128(n))}; }
     I16 shr(int n) const { return {_mm512_srl_epi32(v, _mm_cvtsi32_si128(n))}; }
+    void store_i8(int8_t* p) const { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }
+    int32_t sum() const { return _mm512_reduce_add_epi32(v); }
 };
 
 struct F16L {
@@ -41,6 +46,14 @@ struct F16L {
     F16L operator/(F16L o) const { return {_mm512_div_ps(v, o.v)}; }
     F16L max(F16L o) const { return {_mm512_max_ps(v, o.v)}; }
     F16L min(F16L o) const { return {_mm512_min_ps(v, o.v)}; }
+    float highest() const { return _mm512_reduce_max_ps(v); }
+    // Lane i of the result is lane i ^ N.
+    template <int N> F16L across() const {
+        if (N == 1) return {_mm512_permute_ps(v, 0xB1)};
+        if (N == 2) return {_mm512_permute_ps(v, 0x4E)};
+        if (N == 4) return {_mm512_shuffle_f32x4(v, v, 0xB1)};
+        return {_mm512_shuffle_f32x4(v, v, 0x4E)};
+    }
     F16L fma(F16L b, F16L c) const { return {_mm512_fmadd_ps(v, b.v, c.v)}; }  // this * b + c
 };
 
@@ -48,6 +61,7 @@ struct F16L {
 struct B64 {
     __m512i v;
     static B64 load(const void* p) { return {_mm512_loadu_si512(p)}; }
+    void store(void* p) const { _mm512_storeu_si512(p, v); }
     static B64 set1(int x) { return {_mm512_set1_epi8((char)x)}; }
     static B64 table(const uint8_t* t) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)t))}; }
     B64 operator&(B64 o) const { return {_mm512_and_si512(v, o.v)}; }
@@ -62,11 +76,23 @@ struct B64 {
     }
 };
 
-// acc + the four products of each lane; codes unsigned, activations signed and shared by all lanes.
-template <int BITS> inline I16 dot4(I16 acc, B64 codes, const int8_t* a) {
-    int32_t four;
-    __builtin_memcpy(&four, a, 4);
-    return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(four))};
-}
+// Four activations, for all lanes.
+struct Quad {
+    __m512i v;
+    static Quad load(const int8_t* p) {
+        int32_t four;
+        __builtin_memcpy(&four, p, 4);
+        return {_mm512_set1_epi32(four)};
+    }
+    // Loaded once for several products: as an operand from memory each of them would load it.
+    static Quad load_shared(const int8_t* p) {
+        Quad q = load(p);
+        __asm__("" : "+v"(q.v));
+        return q;
+    }
+};
+
+// acc + the four products of each lane; codes unsigned, activations signed.
+template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad a) { return {_mm512_dpbusd_epi32(acc.v, codes.v, a.v)}; }
 
 }  // namespace

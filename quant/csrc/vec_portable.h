@@ -6,7 +6,9 @@
 
 namespace {
 
-constexpr int MAX_ROWS = 4;
+#define LRT_PANEL_ROWS 3
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384;
+constexpr int DOT_BITS(int) { return 8; }
 constexpr int LANES = 16;
 
 inline float half_to_float(uint16_t h) {
@@ -46,6 +48,14 @@ struct I16 {
     I16 operator|(I16 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
     I16 shl(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] << n); }); }
     I16 shr(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] >> n); }); }
+    void store_i8(int8_t* p) const {
+        for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
+    }
+    int32_t sum() const {
+        int32_t total = 0;
+        for (int32_t x : v) total += x;
+        return total;
+    }
 };
 
 struct F16L {
@@ -91,6 +101,13 @@ struct F16L {
     F16L operator/(F16L o) const { return each([&](int i) { return v[i] / o.v[i]; }); }
     F16L max(F16L o) const { return each([&](int i) { return v[i] > o.v[i] ? v[i] : o.v[i]; }); }
     F16L min(F16L o) const { return each([&](int i) { return v[i] < o.v[i] ? v[i] : o.v[i]; }); }
+    float highest() const {
+        float peak = v[0];
+        for (float x : v) peak = x > peak ? x : peak;
+        return peak;
+    }
+    // Lane i of the result is lane i ^ N.
+    template <int N> F16L across() const { return each([&](int i) { return v[i ^ N]; }); }
     F16L fma(F16L b, F16L c) const { return each([&](int i) { return std::fma(v[i], b.v[i], c.v[i]); }); }
 };
 
@@ -102,6 +119,7 @@ struct B64 {
         return r;
     }
     static B64 load(const void* p) { return each([=](int i) { return ((const uint8_t*)p)[i]; }); }
+    void store(void* p) const { std::memcpy(p, v, sizeof v); }
     static B64 set1(int x) { return each([=](int) { return x; }); }
     static B64 table(const uint8_t* t) { return each([=](int i) { return t[i & 15]; }); }
     B64 operator&(B64 o) const { return each([&](int i) { return v[i] & o.v[i]; }); }
@@ -112,9 +130,17 @@ struct B64 {
     B64 with_bits(uint64_t mask, int bit) const { return each([&](int i) { return v[i] | (mask >> i & 1 ? bit : 0); }); }
 };
 
-template <int BITS> inline I16 dot4(I16 acc, B64 codes, const int8_t* a) {
+// Four activations, for all lanes.
+struct Quad {
+    const int8_t* a;
+    static Quad load(const int8_t* p) { return {p}; }
+    static Quad load_shared(const int8_t* p) { return {p}; }
+};
+
+// acc + the four products of each lane; codes unsigned, activations signed.
+template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad q) {
     for (int r = 0; r < LANES; r++)
-        for (int i = 0; i < 4; i++) acc.v[r] += codes.v[4 * r + i] * a[i];
+        for (int i = 0; i < 4; i++) acc.v[r] += codes.v[4 * r + i] * q.a[i];
     return acc;
 }
 

@@ -1,9 +1,11 @@
 """The canonical tiled layout of packed weights: the specification, in numpy.
 
 A tile is 16 consecutive rows (the last one padded with zeros); tiles follow one another. Within a
-tile, the format's blocks follow one another along the columns. A block holds, for its 16 rows:
+tile, spans of columns follow one another: the format's block, or two blocks where it has only 16
+columns. A span holds, for its 16 rows:
 
-    head    the scales: each field's 16 values side by side, in the order of ``_HEADS``
+    head    the scales: each field's 16 values side by side, field by field in the order of
+            ``_HEADS``; where a span has two blocks, a field's first block and then its second
     steps   32 columns each:
             4 to 6 bits   four vectors of 64 bytes: byte (v, row, i) has column 4v + i in its low
                           nibble and column 16 + 4v + i in its high one
@@ -13,28 +15,41 @@ tile, the format's blocks follow one another along the columns. A block holds, f
                           16h + 4j + i
             8 bits        eight vectors: byte (v, row, i) is column 4v + i
 
-A tile is as large as its rows were. f32, f16 and bf16 are tiles of single columns. ``quant/csrc``
-converts the same way, only faster; it knows nothing that is not said here.
+Codes are unsigned (Q8_0's plus 128). A tile is as large as its rows were. f32, f16 and bf16 are
+tiles of single columns. ``quant/csrc`` converts the same way, only faster; it knows nothing that is
+not said here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.formats.affine import AFFINE
+from localrt.quant.formats.catalog import CODECS
+from localrt.quant.formats.packed import Format, PackedTensor
 
-__all__ = ["TILE_ROWS", "tile"]
+__all__ = [
+    "TILE_ROWS",
+    "TiledTensor",
+    "padded_rows",
+    "tile",
+    "tile_span",
+    "tile_tensor",
+    "untile",
+]
 
 TILE_ROWS = 16
 
 # uint8 throughout; numpy's stubs lose that in shifts.
 Bytes = npt.NDArray[Any]
+Ranges = tuple[tuple[int, int], ...]
 
-# Byte ranges of the head's fields in a block as GGUF has it.
-_HEADS: dict[str, tuple[tuple[int, int], ...]] = {
+# Byte ranges of the head's fields in a block.
+_HEADS: dict[str, Ranges] = {
     "f32": ((0, 4),),
     "f16": ((0, 2),),
     "bf16": ((0, 2),),
@@ -43,39 +58,130 @@ _HEADS: dict[str, tuple[tuple[int, int], ...]] = {
     "q5_0": ((0, 2),),
     "q5_1": ((0, 2), (2, 4)),
     "q8_0": ((0, 2),),
-    "q4_k": ((0, 2), (2, 4)),
-    "q5_k": ((0, 2), (2, 4)),
+    "q4_k": ((0, 2), (2, 4), (4, 16)),
+    "q5_k": ((0, 2), (2, 4), (4, 16)),
     "q6_k": ((208, 210), *((192 + sub, 193 + sub) for sub in range(16))),
     "mxfp4": ((0, 1),),
+    "nvfp4": ((0, 1),),
+    "nf4": ((0, 2),),
+    **{name: ((0, 2), (2, 4)) if codec.minimum else ((0, 2),) for name, codec in AFFINE.items()},
 }
-_BITS = {"q5_0": 5, "q5_1": 5, "q5_k": 5, "q6_k": 6, "q8_0": 8}
+_BITS = {
+    **{"q5_0": 5, "q5_1": 5, "q5_k": 5, "q6_k": 6, "q8_0": 8},
+    **{name: codec.bits for name, codec in AFFINE.items()},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TiledTensor:
+    """A whole matrix (rows, columns) as tiles: what a store holds and kernels compute on.
+
+    ``data`` is ``uint8``, one-dimensional. ``scale`` multiplies every value. With ``hadamard`` n,
+    not 0, it is W H: its inputs need the block Hadamard rotation of n.
+    """
+
+    name: str
+    format: Format
+    shape: tuple[int, int]
+    data: npt.NDArray[np.uint8]
+    scale: float = 1.0
+    hadamard: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles."""
+        return self.data.nbytes
+
+
+def tile_span(format_: Format) -> int:
+    """The columns that a matrix in ``format_`` needs a multiple of, to be tiled."""
+    return format_.block if format_.block in (1, 256) else max(format_.block, 32)
+
+
+def padded_rows(rows: int) -> int:
+    """``rows`` rounded up to whole tiles."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS
+
+
+def tile_tensor(tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
+    """``tensor``, a whole matrix, in tiles. Raises ``ValueError`` as ``tile`` does."""
+    shape = (tensor.shape[0], tensor.shape[1])
+    return TiledTensor(tensor.name, tensor.format, shape, tile(tensor), tensor.scale, hadamard)
 
 
 def tile(tensor: PackedTensor) -> Bytes:
-    """The tiles of a matrix in a GGUF format, one after another.
+    """The tiles of a matrix, one after another.
 
     Raises:
-        ValueError: a format that has no tiled layout.
+        ValueError: a format that has no tiled layout, or columns that are not whole spans.
     """
-    name = tensor.format.name
-    if name not in _HEADS:
-        raise ValueError(f"{tensor.name}: {name} has no tiled layout")
-    rows, cols = tensor.shape
-    blocks = cols // tensor.format.block
-    padded = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, tensor.data.shape[1]), np.uint8)
+    spans, ranges = _plan(tensor.name, tensor.format, tensor.shape[1])
+    rows, format_ = tensor.shape[0], tensor.format
+    padded = np.zeros((padded_rows(rows), tensor.data.shape[1]), np.uint8)
     padded[:rows] = tensor.data
-    # (tiles, blocks, 16 rows, block bytes)
-    source = padded.reshape(-1, TILE_ROWS, blocks, tensor.format.block_bytes).swapaxes(1, 2)
+    # (tiles, spans, 16 rows, bytes of a span)
+    source = padded.reshape(len(padded) // TILE_ROWS, TILE_ROWS, spans, -1).swapaxes(1, 2)
     lead = source.shape[:2]
-    parts = [source[..., a:b].reshape(*lead, -1) for a, b in _HEADS[name]]
-    if name in ("q4_k", "q5_k"):
-        parts.append(_regrouped_scales(source[..., 4:16]).reshape(*lead, -1))
-    if tensor.format.block > 1:
-        codes = _codes(name, source)  # (tiles, blocks, 16, block)
+    parts = [source[..., a:b] for a, b in ranges]
+    if _two_level(format_):
+        parts[2] = _regrouped_scales(parts[2])
+    parts = [part.reshape(*lead, -1) for part in parts]
+    if format_.block > 1:
+        codes = _codes(format_.name, source)  # (tiles, spans, 16, columns)
         steps = codes.reshape(*lead, TILE_ROWS, -1, 32).swapaxes(2, 3)
-        parts.append(_packed_steps(steps, _BITS.get(name, 4)).reshape(*lead, -1))
+        parts.append(_packed_steps(steps, _BITS.get(format_.name, 4)).reshape(*lead, -1))
     whole: Bytes = np.concatenate(parts, axis=-1).reshape(-1)
     return whole
+
+
+def untile(tensor: TiledTensor) -> PackedTensor:
+    """The inverse of ``tile_tensor``: byte for byte the rows that were tiled; without the rotation.
+
+    Raises:
+        ValueError: see ``tile``; or bytes that are not the shape's.
+    """
+    rows, cols = tensor.shape
+    format_ = tensor.format
+    spans, ranges = _plan(tensor.name, format_, cols)
+    tiles, row_bytes = padded_rows(rows) // TILE_ROWS, format_.row_bytes(cols)
+    if tensor.data.size != tiles * TILE_ROWS * row_bytes:
+        raise ValueError(f"{tensor.name}: {tensor.data.size} bytes are not {rows} x {cols} tiled")
+    source = tensor.data.reshape(tiles, spans, -1)
+    target = np.empty((tiles, spans, TILE_ROWS, row_bytes // spans), np.uint8)
+    at = 0
+    for a, b in ranges:
+        size = TILE_ROWS * (b - a)
+        field: Bytes = source[..., at : at + size]
+        if _two_level(format_) and b - a == 12:
+            target[..., a:b] = _split_scales(field.reshape(tiles, spans, 3, TILE_ROWS, 4))
+        else:
+            target[..., a:b] = field.reshape(tiles, spans, TILE_ROWS, -1)
+        at += size
+    if format_.block > 1:
+        steps = source[..., at:].reshape(tiles, spans, tile_span(format_) // 32, -1)
+        codes = _unpacked_steps(steps, _BITS.get(format_.name, 4))  # (..., steps, 16, 32)
+        flat = codes.swapaxes(2, 3).reshape(tiles, spans, TILE_ROWS, -1)
+        _put_codes(format_.name, flat, target)
+    data = target.swapaxes(1, 2).reshape(tiles * TILE_ROWS, row_bytes)[:rows]
+    return PackedTensor(
+        tensor.name, format_, tensor.shape, np.ascontiguousarray(data), tensor.scale
+    )
+
+
+def _plan(name: str, format_: Format, cols: int) -> tuple[int, Ranges]:
+    """Spans of a row, and the byte ranges of a span's head."""
+    if format_.name not in _HEADS:
+        raise ValueError(f"{name}: {format_.name} has no tiled layout")
+    span = tile_span(format_)
+    if cols % span:
+        raise ValueError(f"{name}: {cols} columns are not a multiple of {span}")
+    starts = range(0, span // format_.block * format_.block_bytes, format_.block_bytes)
+    fields = _HEADS[format_.name]
+    return cols // span, tuple((s + a, s + b) for a, b in fields for s in starts)
+
+
+def _two_level(format_: Format) -> bool:
+    return format_.name in ("q4_k", "q5_k")
 
 
 def _packed_steps(codes: Bytes, bits: int) -> Bytes:
@@ -92,9 +198,29 @@ def _packed_steps(codes: Bytes, bits: int) -> Bytes:
         parts.append(np.packbits(fifth, axis=-1, bitorder="little"))
     if bits == 6:
         pairs = (quads >> 4).reshape(*lead, 2, 4, TILE_ROWS, 4)  # (..., h, j, row, i)
-        shifts = np.array([0, 2, 4, 6], np.uint8)[:, None, None]
-        parts.append(np.bitwise_or.reduce(pairs << shifts, axis=-3).reshape(*lead, -1))
+        parts.append(np.bitwise_or.reduce(pairs << _PAIRS, axis=-3).reshape(*lead, -1))
     return np.concatenate(parts, axis=-1)
+
+
+def _unpacked_steps(steps: Bytes, bits: int) -> Bytes:
+    """The inverse of ``_packed_steps``: (..., bytes of a step) to (..., 16, 32)."""
+    lead = steps.shape[:-1]
+    if bits == 8:
+        quads = steps.reshape(*lead, 8, TILE_ROWS, 4)
+    else:
+        low = steps[..., :256].reshape(*lead, 4, TILE_ROWS, 4)
+        quads = np.concatenate([low & 15, low >> 4], axis=-3)
+    if bits == 5:
+        fifth = np.unpackbits(steps[..., 256:], axis=-1, bitorder="little")
+        quads |= fifth.reshape(quads.shape) << 4
+    if bits == 6:
+        pairs = steps[..., 256:].reshape(*lead, 2, 1, TILE_ROWS, 4)
+        quads |= (pairs >> _PAIRS & 3).reshape(quads.shape) << 4
+    codes: Bytes = np.moveaxis(quads, -3, -2).reshape(*lead, TILE_ROWS, 32)
+    return codes
+
+
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None, None]
 
 
 def _nibbles(packed: Bytes) -> Bytes:
@@ -102,18 +228,28 @@ def _nibbles(packed: Bytes) -> Bytes:
     return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
 
 
+def _from_nibbles(codes: Bytes) -> Bytes:
+    """The inverse of ``_nibbles``, of the codes' low four bits."""
+    half = codes.shape[-1] // 2
+    return (codes[..., :half] & 15) | (codes[..., half:] & 15) << 4
+
+
 def _codes(name: str, block: Bytes) -> Bytes:
-    """Unsigned codes (..., block) of GGUF blocks (..., bytes)."""
+    """Unsigned codes (..., columns) of spans (..., bytes)."""
+    lead = block.shape[:-1]
+    if name in CODECS:
+        codec = CODECS[name]
+        own: Bytes = codec.split(block.reshape(-1, codec.format.block_bytes))[0]
+        return own.reshape(*lead, -1)
     if name == "q8_0":
         flipped: Bytes = block[..., 2:] ^ 0x80
         return flipped
-    if name in ("q4_0", "q4_1", "mxfp4"):
+    if name in ("q4_0", "q4_1"):
         return _nibbles(block[..., -16:])
     if name in ("q5_0", "q5_1"):
         fifth = np.unpackbits(block[..., -20:-16], axis=-1, bitorder="little")
         five: Bytes = _nibbles(block[..., -16:]) | fifth << 4
         return five
-    lead = block.shape[:-1]
     if name in ("q4_k", "q5_k"):
         codes: Bytes = _nibbles(block[..., -128:].reshape(*lead, 4, 32)).reshape(*lead, 256)
         if name == "q4_k":
@@ -124,9 +260,39 @@ def _codes(name: str, block: Bytes) -> Bytes:
     low = block[..., :128].reshape(*lead, 2, 2, 32)  # (..., half, column / 32 % 2, j)
     high = block[..., 128:192].reshape(*lead, 2, 1, 32)
     nibbles = np.concatenate([low & 15, low >> 4], axis=-2)  # (..., half, 4, j)
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    six: Bytes = (nibbles | (high >> shifts & 3) << 4).reshape(*lead, 256)
+    six: Bytes = (nibbles | (high >> _PAIRS[..., 0] & 3) << 4).reshape(*lead, 256)
     return six
+
+
+def _put_codes(name: str, codes: Bytes, block: Bytes) -> None:
+    """The inverse of ``_codes``: writes them into spans whose head is there already."""
+    lead = codes.shape[:-1]
+    if name in CODECS:
+        codec = CODECS[name]
+        format_ = codec.format
+        single = block.reshape(-1, format_.block_bytes)
+        _, scales = codec.split(single)
+        head = _HEADS[name][-1][1]
+        joined = codec.join(codes.reshape(-1, format_.block), scales)[:, head:]
+        single[:, head:] = joined
+        block[...] = single.reshape(block.shape)
+    elif name == "q8_0":
+        block[..., 2:] = codes ^ 0x80
+    elif name in ("q4_0", "q4_1", "q5_0", "q5_1"):
+        block[..., -16:] = _from_nibbles(codes)
+        if name in ("q5_0", "q5_1"):
+            block[..., -20:-16] = np.packbits(codes >> 4, axis=-1, bitorder="little")
+    elif name in ("q4_k", "q5_k"):
+        block[..., -128:] = _from_nibbles(codes.reshape(*lead, 4, 64)).reshape(*lead, 128)
+        if name == "q5_k":
+            bits = (codes >> 4).reshape(*lead, 8, 32).swapaxes(-1, -2)
+            block[..., 16:48] = np.packbits(bits, axis=-1, bitorder="little")[..., 0]
+    else:
+        quarters = codes.reshape(*lead, 2, 4, 32)
+        low = (quarters[..., :2, :] & 15) | (quarters[..., 2:, :] & 15) << 4
+        block[..., :128] = low.reshape(*lead, 128)
+        high = np.bitwise_or.reduce((quarters >> 4) << _PAIRS[..., 0], axis=-2)
+        block[..., 128:192] = high.reshape(*lead, 64)
 
 
 def _regrouped_scales(packed: Bytes) -> Bytes:
@@ -146,3 +312,16 @@ def _regrouped_scales(packed: Bytes) -> Bytes:
         for w in range(3)
     ]
     return np.ascontiguousarray(np.stack(words, axis=-2), "<u4").view(np.uint8)
+
+
+def _split_scales(words: Bytes) -> Bytes:
+    """The inverse of ``_regrouped_scales``: (..., 3, 16 rows, 4 bytes) to (..., 16, 12)."""
+    values = np.ascontiguousarray(words).view("<u4")[..., 0]  # (..., 3, 16)
+    six = [values[..., i // 5, :] >> 6 * (i % 5) & 63 for i in range(15)]
+    six.append(sum(values[..., w, :] >> 30 << 2 * w for w in range(3)))
+    numbers = np.stack(six, axis=-1).astype(np.uint8)  # (..., 16, 16)
+    low, last = numbers[..., :4], numbers[..., 4:8]
+    low_minima, last_minima = numbers[..., 8:12], numbers[..., 12:]
+    first = low | (last >> 4) << 6
+    second = low_minima | (last_minima >> 4) << 6
+    return np.concatenate([first, second, (last & 15) | (last_minima & 15) << 4], axis=-1)

@@ -12,9 +12,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from localrt.errors import MissingExtraError
+from localrt.quant.formats.packed import Format
 
 __all__ = [
-    "FORMAT_IDS",
+    "SOURCES",
     "AttentionArgs",
     "HeadArgs",
     "Matrix",
@@ -23,13 +24,14 @@ __all__ = [
     "Stack",
     "best_isa",
     "find_library",
+    "layout_of",
     "load_library",
 ]
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 
-# In the order of abi.h's enum.
-FORMAT_IDS = {
+# In the order of abi.h's enums. Sources are rows that the library puts into tiles.
+SOURCES = {
     name: number
     for number, name in enumerate(
         (
@@ -48,6 +50,29 @@ FORMAT_IDS = {
         )
     )
 }
+_AFFINE = [f"int{bits}{m}" for bits in (4, 5, 6, 8) for m in ("", "m")]
+_LAYOUTS = {
+    name: number
+    for number, name in enumerate(
+        (
+            *("f32", "f16", "bf16"),
+            *_AFFINE,
+            *(f"{name}-g16" for name in _AFFINE),
+            *("q4_k", "q5_k", "q6_k", "mxfp4", "nvfp4", "nf4"),
+        )
+    )
+}
+# GGUF's rows whose tiles are those of an affine format.
+_SAME_TILES = {"q4_0": "int4", "q4_1": "int4m", "q5_0": "int5", "q5_1": "int5m", "q8_0": "int8"}
+
+
+def layout_of(format_: Format) -> int | None:
+    """The kernels' number for a format's tiles; None where they do not know it."""
+    name = _SAME_TILES.get(format_.name, format_.name)
+    kind, dash, group = name.partition("-g")
+    if dash:
+        name = kind + "m" * group.endswith("m") + "-g16" * (format_.block == 16)
+    return _LAYOUTS.get(name)
 
 
 class Matrix(Structure):
@@ -55,9 +80,11 @@ class Matrix(Structure):
 
     _fields_ = (
         ("data", c_void_p),
-        ("format", c_int32),
+        ("layout", c_int32),
         ("rows", c_int32),
         ("cols", c_int32),
+        ("span", c_int32),
+        ("scale", c_float),
         ("unused", c_int32),
     )
 
@@ -70,7 +97,7 @@ class Stack(Structure):
         ("count", c_int32),
         ("rows", c_int32),
         ("cols", c_int32),
-        ("unused", c_int32),
+        ("hadamard", c_int32),
     )
 
 

@@ -1,7 +1,7 @@
 """``Ops`` on the CPU through our own compiled kernels, on numpy buffers; torch is not needed.
 
-Weights stay packed: rows are put into tiles once, on loading, and computed on as they are. What the
-kernels do is in ``quant/csrc``; this file allocates, fills their structs and calls them.
+Weights stay packed (``native_weights.py``). What the kernels do is in ``quant/csrc``; this file
+allocates, fills their structs and calls them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.native_abi import (
-    FORMAT_IDS,
     AttentionArgs,
     HeadArgs,
-    Matrix,
     MlpArgs,
     SpanArgs,
-    Stack,
     find_library,
     load_library,
 )
 from localrt.quant.ops.native_kv import NativeKVCache
+from localrt.quant.ops.native_weights import NativeWeight, Tiler, build_weight
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -45,21 +44,6 @@ __all__ = ["NativeOps", "NativeWeight"]
 Floats = npt.NDArray[np.float32]
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-_TILE = 16
-
-
-@dataclass(slots=True)
-class NativeWeight:
-    """Tiled matrices stacked by rows. ``arrays`` keep alive what ``stack`` points at."""
-
-    stack: Stack
-    parts: ctypes.Array[Matrix]
-    arrays: list[npt.NDArray[np.uint8]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tiles."""
-        return sum(array.nbytes for array in self.arrays)
 
 
 @dataclass(slots=True)
@@ -88,6 +72,7 @@ class NativeOps:
         self._handle = self._api.lrt_create(threads or _usable_cores(), isa.encode())
         if not self._handle:
             raise OptionError(f"this processor cannot run the {isa!r} kernels")
+        self._tiler = Tiler(self._api, self._handle)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
 
     def __del__(self) -> None:
@@ -105,23 +90,15 @@ class NativeOps:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def weight(self, shape: tuple[int, int], blocks: Iterable[PackedTensor]) -> NativeWeight:
-        """Tile row blocks as they come; neighbours of one format become one matrix."""
-        matrices: list[tuple[int, int, npt.NDArray[np.uint8]]] = []  # format, rows, tiles
-        for format_id, rows, data in _tensors(shape[1], blocks):
-            tiled = np.empty(_padded(rows) * data.shape[1], np.uint8)
-            self._api.lrt_tile(
-                self._handle, format_id, data.ctypes.data, rows, shape[1], tiled.ctypes.data
-            )
-            matrices.append((format_id, rows, tiled))
-        total = sum(rows for _, rows, _ in matrices)
-        if total != shape[0]:
-            raise ValueError(f"blocks hold {total} rows, the matrix has {shape[0]}")
-        parts = (Matrix * len(matrices))(
-            *(Matrix(t.ctypes.data, f, rows, shape[1], 0) for f, rows, t in matrices)
-        )
-        stack = Stack(parts, len(matrices), shape[0], shape[1], 0)
-        return NativeWeight(stack, parts, [tiles for _, _, tiles in matrices])
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> NativeWeight:
+        """See ``build_weight``: rows are tiled as they come, tiles are used as they are."""
+        return build_weight(self._tiler, shape, blocks)
+
+    def tile(self, tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
+        """A whole matrix in tiles: what ``tile_tensor`` gives, sooner."""
+        return self._tiler.tile(tensor, hadamard=hadamard)
 
     def vector(self, values: npt.NDArray[np.float32]) -> Floats:
         """A norm weight or bias."""
@@ -129,7 +106,7 @@ class NativeOps:
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Packed bytes, rows rounded up to whole tiles."""
-        return _padded(shape[0]) * format.row_bytes(shape[1])
+        return padded_rows(shape[0]) * format.row_bytes(shape[1])
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of keys and values once grown to ``length`` tokens."""
@@ -155,7 +132,7 @@ class NativeOps:
         """(R, D)."""
         out = np.empty((step.rows, table.stack.cols), np.float32)
         tokens = np.ascontiguousarray(step.batch.tokens)
-        assert len(table.arrays) == 1, "an embedding is one matrix"
+        assert len(table.tensors) == 1, "an embedding is one matrix"
         self._api.lrt_read_rows(
             self._handle, table.parts, tokens.ctypes.data, step.rows, scale, out.ctypes.data
         )
@@ -292,33 +269,6 @@ class NativeOps:
             scale = np.float32(rope.scale)
             step.tables[rope] = np.cos(angles) * scale, np.sin(angles) * scale
         return step.tables[rope]
-
-
-def _tensors(
-    cols: int, blocks: Iterable[PackedTensor]
-) -> Iterable[tuple[int, int, npt.NDArray[np.uint8]]]:
-    """Blocks of one tensor joined, as (format, rows, packed rows): no tile straddles two."""
-    held: list[PackedTensor] = []
-    for block in blocks:
-        if held and block.name != held[0].name:
-            yield _joined(cols, held)
-            held = []
-        held.append(block)
-    if held:
-        yield _joined(cols, held)
-
-
-def _joined(cols: int, blocks: list[PackedTensor]) -> tuple[int, int, npt.NDArray[np.uint8]]:
-    first = blocks[0]
-    if first.format.name not in FORMAT_IDS:
-        raise OptionError(f"{first.name}: the CPU kernels do not know {first.format.name} yet")
-    data = first.data if len(blocks) == 1 else np.concatenate([block.data for block in blocks])
-    rows = data.reshape(-1, first.format.row_bytes(cols))
-    return FORMAT_IDS[first.format.name], len(rows), np.ascontiguousarray(rows)
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // _TILE) * _TILE
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:

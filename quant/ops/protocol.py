@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor
 
 __all__ = [
     "Activation",
@@ -192,8 +193,13 @@ class Ops(Protocol):
 
     # -- weights, once ---------------------------------------------------------------------------
 
-    def weight(self, shape: tuple[int, int], blocks: Iterable[PackedTensor]) -> Weight:
-        """A matrix from consecutive row blocks, which are read and converted one at a time."""
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> Weight:
+        """A matrix from consecutive row blocks, which are read and converted one at a time.
+
+        A store's matrices come as tiles, each of them whole.
+        """
 
     def vector(self, values: npt.NDArray[np.float32]) -> Vector:
         """A norm weight or bias, (n,)."""

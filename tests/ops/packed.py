@@ -22,12 +22,16 @@ def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> PackedTenso
         data = rng.integers(0, 256, (rows, format_.row_bytes(cols)), dtype=np.uint8)
         blocks = data.reshape(rows, cols // format_.block, format_.block_bytes)
         scales = rng.uniform(0.002, 0.02, (*blocks.shape[:2], 2)).astype(np.float16)
-        if name == "mxfp4":
+        if name == "nvfp4":
+            blocks[:, :, 0] = rng.integers(8, 60, blocks.shape[:2])
+        elif name == "mxfp4":
             blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
         elif name == "q6_k":
             blocks[:, :, 208:] = scales[:, :, :1].view(np.uint8)
         else:
             blocks[:, :, :2] = scales[:, :, :1].view(np.uint8)
-            if name in ("q4_1", "q5_1", "q4_k", "q5_k"):
+            minimum = name.startswith("int") and name.endswith("m")
+            if minimum or name in ("q4_1", "q5_1", "q4_k", "q5_k"):
                 blocks[:, :, 2:4] = scales[:, :, 1:].copy().view(np.uint8)
-    return PackedTensor(name, format_, (rows, cols), np.ascontiguousarray(data))
+    scale = 0.37 if name == "nvfp4" else 1.0
+    return PackedTensor(name, format_, (rows, cols), np.ascontiguousarray(data), scale)

@@ -8,15 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import OptionError
-from localrt.quant.formats import FORMATS, unpack
-from localrt.quant.formats.tiled import TILE_ROWS, tile
-from localrt.quant.ops.native_abi import FORMAT_IDS, find_library
+from localrt.quant.formats import FORMATS, Format, PackedTensor, unpack
+from localrt.quant.formats.nf4 import NF4_LEVELS
+from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
+from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.ops.native_abi import find_library, layout_of
 from localrt.quant.ops.native_ops import NativeOps
 from tests.ops.packed import random_tensor
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
-PACKED = [name for name in FORMAT_IDS if name not in ("f32", "f16", "bf16")]
+NAMES = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) is not None)
+PACKED = [name for name in NAMES if name not in ("f32", "f16", "bf16")]
 
 
 def usable(isa: str) -> bool:
@@ -39,8 +42,21 @@ def quantized(x: np.ndarray) -> np.ndarray:
     return (np.rint(groups * inverse) * scale).astype(np.float64).reshape(x.shape)
 
 
+def computed(tensor: PackedTensor) -> np.ndarray:
+    """The weights that the kernels compute with, in float64: NF4's levels are rounded to 1/127."""
+    values = unpack(tensor).astype(np.float64)
+    if tensor.format.name != "nf4":
+        return values
+    largest = np.repeat(
+        tensor.data.reshape(len(values), -1, 34)[..., :2].copy().view("<f2")[..., 0], 64, 1
+    )
+    levels = np.rint(NF4_LEVELS.astype(np.float64) * 127) / 127
+    nearest = np.abs(values[..., None] / largest[..., None] - NF4_LEVELS).argmin(-1)
+    return levels[nearest] * largest
+
+
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+@pytest.mark.parametrize("name", NAMES)
 def test_products_equal_float64_on_the_same_activations(name: str, isa: str) -> None:
     rows, cols = 75, 768  # a last tile of eleven rows
     tensor = random_tensor(name, rows, cols)
@@ -48,12 +64,12 @@ def test_products_equal_float64_on_the_same_activations(name: str, isa: str) -> 
     weight = ops.weight((rows, cols), [tensor])
     x = np.random.default_rng(1).standard_normal((21, cols)).astype(np.float32)
     seen = quantized(x) if name in PACKED else x.astype(np.float64)
-    expected = seen @ unpack(tensor).astype(np.float64).T
+    expected = seen @ computed(tensor).T
     error = np.abs(ops.linear(x, weight) - expected).max() / np.abs(expected).max()
     assert error < 2e-6
 
 
-@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_path_gives_the_same_numbers_within_the_bound(name: str) -> None:
     tensor = random_tensor(name, 48, 512, seed=2)
     x = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32)
@@ -66,7 +82,7 @@ def test_every_path_gives_the_same_numbers_within_the_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_bitwise_the_same_in_any_batch_and_thread_count(name: str, isa: str) -> None:
     rows, cols = 80, 512
     tensor = random_tensor(name, rows, cols, seed=3)
@@ -79,7 +95,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch_and_thread_count(name: str, isa:
             assert np.array_equal(ops.linear(x[:count], weight), alone[:count])
 
 
-@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_of_an_embedding_equal_the_reference(name: str) -> None:
     from localrt.quant.ops.protocol import Batch
 
@@ -90,7 +106,7 @@ def test_rows_of_an_embedding_equal_the_reference(name: str) -> None:
     cache = ops.kv_cache([], 64)
     step = ops.begin(Batch.extend([(cache, tokens.tolist())]))
     found = ops.embed(table, step, 2.0)
-    np.testing.assert_allclose(found, unpack(tensor)[tokens] * np.float32(2), rtol=1e-6)
+    np.testing.assert_allclose(found, computed(tensor)[tokens] * 2, rtol=1e-5, atol=1e-8)
 
 
 def test_stacked_matrices_of_different_formats() -> None:
@@ -140,11 +156,11 @@ def test_activations_of_any_size_stay_close(seed: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 37])
-@pytest.mark.parametrize("name", sorted(FORMAT_IDS))
+@pytest.mark.parametrize("name", NAMES)
 def test_tiles_are_as_specified_and_as_large_as_the_rows(name: str, rows: int) -> None:
     tensor = random_tensor(name, rows, 512, seed=8)
     specified = tile(tensor)
-    built = NativeOps(threads=2).weight((rows, 512), [tensor]).arrays[0]
+    built = NativeOps(threads=2).weight((rows, 512), [tensor]).tensors[0].data
     assert np.array_equal(built, specified)
     padded = -(-rows // TILE_ROWS) * TILE_ROWS
     assert specified.nbytes == padded * tensor.format.row_bytes(512)
@@ -153,15 +169,48 @@ def test_tiles_are_as_specified_and_as_large_as_the_rows(name: str, rows: int) -
 def test_unknown_instruction_sets_and_formats_are_refused() -> None:
     with pytest.raises(OptionError, match="abacus"):
         NativeOps(isa="abacus")
-    missing = (
-        next(name for name in FORMATS if name not in FORMAT_IDS)
-        if set(FORMATS) - set(FORMAT_IDS)
-        else None
-    )
-    if missing:
-        format_ = FORMATS[missing]
-        rows = np.zeros((16, format_.row_bytes(256)), np.uint8)
-        from localrt.quant.formats import PackedTensor
+    format_ = Format("int3-g32", 32, 14)
+    rows = np.zeros((16, format_.row_bytes(256)), np.uint8)
+    with pytest.raises(OptionError, match=format_.name):
+        NativeOps().weight((16, 256), [PackedTensor("w", format_, (16, 256), rows)])
 
-        with pytest.raises(OptionError, match=missing):
-            NativeOps().weight((16, 256), [PackedTensor("w", format_, (16, 256), rows)])
+
+def test_columns_that_do_not_fill_a_span_are_refused() -> None:
+    tensor = random_tensor("int4-g16", 16, 48)
+    with pytest.raises(OptionError, match="multiple of 32"):
+        NativeOps().weight((16, 48), [tensor])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_give_the_rows_back(name: str) -> None:
+    tensor = random_tensor(name, 37, 512, seed=9)
+    back = untile(tile_tensor(tensor))
+    assert np.array_equal(back.data, tensor.data)
+    assert (back.format, back.shape, back.scale) == (tensor.format, tensor.shape, tensor.scale)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "int4-g64m", "nvfp4"])
+def test_tiles_from_a_store_are_used_in_place(name: str) -> None:
+    tensor = random_tensor(name, 40, 512, seed=10)
+    ops = NativeOps(threads=2)
+    tiled = ops.tile(tensor)
+    assert np.array_equal(tiled.data, tile(tensor))
+    weight = ops.weight((40, 512), [tiled])
+    assert weight.tensors[0].data is tiled.data
+    x = np.random.default_rng(10).standard_normal((9, 512)).astype(np.float32)
+    assert np.array_equal(ops.linear(x, weight), ops.linear(x, ops.weight((40, 512), [tensor])))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_a_rotated_weight_gets_rotated_inputs(size: int, isa: str) -> None:
+    tensor = random_tensor("int8-g32", 40, 256, seed=11)
+    x = np.random.default_rng(11).standard_normal((7, 256)).astype(np.float32)
+    ops = NativeOps(threads=1, isa=isa)
+    rotated = ops.weight((40, 256), [tile_tensor(tensor, hadamard=size)])
+    plain = ops.weight((40, 256), [tensor])
+    error = ops.linear(x, rotated) - ops.linear(block_hadamard(x, size), plain)
+    # A sum that rounds differently may move an activation to the next code.
+    assert np.abs(error).max() < 2e-3 * np.abs(ops.linear(x, rotated)).max()
+    with pytest.raises(ValueError, match="rotation"):
+        ops.weight((80, 256), [tile_tensor(tensor, hadamard=size), tile_tensor(tensor)])

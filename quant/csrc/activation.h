@@ -1,0 +1,37 @@
+// Functions of sixteen lanes: exp, tanh, and the gates of an MLP.
+#pragma once
+
+namespace {
+
+inline F16L exp16(F16L x) {
+    // 2^n * e^r with |r| <= ln(2) / 2; below -87 the result is 0 to float32.
+    x = x.max(F16L::set1(-87.33654f)).min(F16L::set1(88.f));
+    const I16 n = (x * F16L::set1(1.44269504f)).rounded();
+    const F16L nf = F16L::from(n);
+    F16L r = nf.fma(F16L::set1(-0.693359375f), x);
+    r = nf.fma(F16L::set1(2.12194440e-4f), r);
+    F16L p = F16L::set1(1.9875691500e-4f);
+    p = p.fma(r, F16L::set1(1.3981999507e-3f));
+    p = p.fma(r, F16L::set1(8.3334519073e-3f));
+    p = p.fma(r, F16L::set1(4.1665795894e-2f));
+    p = p.fma(r, F16L::set1(1.6666665459e-1f));
+    p = p.fma(r, F16L::set1(5.0000001201e-1f));
+    p = p.fma(r * r, r + F16L::set1(1.f));
+    return p * F16L::bits((n + I16::set1(127)).shl(23));
+}
+
+inline F16L tanh16(F16L x) {
+    const F16L one = F16L::set1(1.f);
+    const F16L e = exp16(x.max(F16L::set1(-20.f)).min(F16L::set1(20.f)) * F16L::set1(2.f));
+    return (e - one) / (e + one);
+}
+
+// 0 is SiLU, 1 is GELU by its tanh approximation.
+inline F16L activate(F16L g, int activation) {
+    const F16L one = F16L::set1(1.f);
+    if (activation == 0) return g / (one + exp16(F16L::zero() - g));
+    const F16L inner = (g * g * g).fma(F16L::set1(0.044715f), g) * F16L::set1(0.7978845608f);
+    return F16L::set1(0.5f) * g * (one + tanh16(inner));
+}
+
+}  // namespace

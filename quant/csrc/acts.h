@@ -1,0 +1,116 @@
+// Activations as the packed products take them: int8 per group of 32 columns, rows side by side.
+#pragma once
+#include <cmath>
+
+namespace {
+
+// Rows are taken in runs; a run of n rows is stored together, group by group, so that a kernel reaches
+// all of them from one pointer: codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to four rows
+// are one run, of 1, 2 or 4 rows (the last one maybe empty); more are runs of PANEL_ROWS and less.
+struct RowRun { int start, size; };
+
+constexpr int DIRECT_ROWS = 4;
+
+struct Runs {
+    int rows, count, size, longer;  // the first `longer` runs have size + 1 rows
+
+    explicit Runs(int rows_) : rows(rows_) {
+        count = rows <= DIRECT_ROWS ? 1 : (rows + PANEL_ROWS - 1) / PANEL_ROWS;
+        const int padded = rows == 3 ? 4 : rows;
+        size = padded / count;
+        longer = padded % count;
+    }
+    int padded() const { return size * count + longer; }
+    RowRun operator[](int run) const { return {run * size + least(run, longer), size + (run < longer)}; }
+    RowRun of(int row) const {
+        const int head = longer * (size + 1);
+        return (*this)[row < head ? row / (size + 1) : longer + (row - head) / size];
+    }
+};
+
+struct RunRange {  // runs [first, last)
+    int first, last;
+    int rows(const Runs& runs) const { return runs[last - 1].start + runs[last - 1].size - runs[first].start; }
+};
+
+// What the sums of a symmetric layout start from: -zero * the sum of the codes.
+struct Start {
+    int zero, halves;
+    int32_t* values;  // runs: (K / 32, n, halves)
+};
+constexpr int MAX_STARTS = 10;
+
+struct Acts {
+    const float* x;       // (R, K)
+    const int8_t* codes;  // runs: (K / 32, n, 32), or null when no matrix needs them
+    const float* meta;    // runs: (K / 32, n, 2): scale, scale * sum
+    const float* halves;  // runs: (K / 32, n, 2): scale * sum of each 16
+    Start starts[MAX_STARTS];
+    int start_count, rows, cols;
+
+    const Start* find_start(int zero, int of_halves) const {
+        for (int i = 0; i < start_count; i++)
+            if (starts[i].zero == zero && starts[i].halves == of_halves) return starts + i;
+        return nullptr;
+    }
+    const int32_t* start(int zero, int of_halves) const { return find_start(zero, of_halves)->values; }
+};
+
+// Every n consecutive values times the Hadamard matrix / sqrt(n), in place; n is 16, 32, 64 or 128.
+inline void block_hadamard(float* x, int cols, int n) {
+    const F16L factor = F16L::set1(1.f / std::sqrt((float)n));
+    alignas(64) float signs[4][16];
+    for (int b = 0; b < 4; b++)
+        for (int i = 0; i < 16; i++) signs[b][i] = i >> b & 1 ? -1.f : 1.f;
+    for (int at = 0; at < cols; at += n) {
+        F16L v[8];
+        const int count = n / 16;
+        for (int i = 0; i < count; i++) {
+            F16L a = F16L::load(x + at + 16 * i);
+            a = a.fma(F16L::load(signs[0]), a.across<1>());
+            a = a.fma(F16L::load(signs[1]), a.across<2>());
+            a = a.fma(F16L::load(signs[2]), a.across<4>());
+            v[i] = a.fma(F16L::load(signs[3]), a.across<8>());
+        }
+        for (int half = 1; half < count; half *= 2)
+            for (int i = 0; i < count; i += 2 * half)
+                for (int j = i; j < i + half; j++) {
+                    const F16L a = v[j], b = v[j + half];
+                    v[j] = a + b;
+                    v[j + half] = a - b;
+                }
+        for (int i = 0; i < count; i++) (v[i] * factor).store(x + at + 16 * i);
+    }
+}
+
+// Row `at` of a run of n: int8 with a scale per 32 columns; rounding to nearest, ties to even. `x` null
+// is a row of zeros.
+inline void quantize_row(const float* x, Acts& acts, RowRun run, int at) {
+    const int n = run.size, groups = acts.cols / 32;
+    const size_t base = (size_t)run.start * groups;
+    int8_t* codes = const_cast<int8_t*>(acts.codes) + base * 32 + at * 32;
+    float* meta = const_cast<float*>(acts.meta) + base * 2 + at * 2;
+    float* halves = const_cast<float*>(acts.halves) + base * 2 + at * 2;
+    for (int g = 0; g < groups; g++, codes += 32 * n, meta += 2 * n, halves += 2 * n) {
+        const F16L a = x ? F16L::load(x + 32 * g) : F16L::zero(), b = x ? F16L::load(x + 32 * g + 16) : F16L::zero();
+        const float peak = a.max(negated(a)).max(b.max(negated(b))).highest();
+        const float scale = peak / 127.f;
+        const F16L inverse = F16L::set1(peak > 0 ? 127.f / peak : 0.f);
+        const I16 first = (a * inverse).rounded(), second = (b * inverse).rounded();
+        first.store_i8(codes);
+        second.store_i8(codes + 16);
+        const int sums[2] = {first.sum(), second.sum()};
+        meta[0] = scale;
+        meta[1] = scale * (float)(sums[0] + sums[1]);
+        halves[0] = scale * (float)sums[0];
+        halves[1] = scale * (float)sums[1];
+        for (int i = 0; i < acts.start_count; i++) {
+            const Start& start = acts.starts[i];
+            int32_t* values = start.values + (base + (size_t)g * n + at) * start.halves;
+            values[0] = -start.zero * (start.halves == 2 ? sums[0] : sums[0] + sums[1]);
+            if (start.halves == 2) values[1] = -start.zero * sums[1];
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,138 @@
+// Products with many rows: PANEL_TILES tiles are unpacked to bytes, PANEL_COLUMNS at a time, and meet
+// all rows in runs. The sums are those of `direct_rows` in matmul.h, in the same order, bit for bit.
+#pragma once
+
+namespace {
+
+constexpr int PANEL_COLUMNS = 512;
+
+struct Panel {
+    alignas(64) uint8_t codes[PANEL_COLUMNS / 4 * PANEL_TILES * 64];     // (column / 4, tile, 64)
+    alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16)
+    alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];
+};
+
+// `tiles` point at a span of each tile and move on by `columns`.
+template <class Layout> inline void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
+    constexpr int HALVES = Layout::HALVES;
+    for (int t = 0; t < PANEL_TILES; t++) {
+        const uint8_t* p = tiles[t];
+        for (int group = 0; group < columns / 32;) {
+            const auto head = Layout::open(p);
+            const uint8_t* steps = p + Layout::HEADER;
+            for (int step = 0; step < span / 32; step++, group++, steps += Layout::STEP) {
+                B64 q[8];
+                Layout::codes(steps, q);
+                for (int line = 0; line < Layout::STEP; line += 64) __builtin_prefetch(steps + PREFETCH + line);
+                for (int v = 0; v < 8; v++) q[v].store(panel.codes + ((group * 8 + v) * PANEL_TILES + t) * 64);
+                for (int half = 0; half < HALVES; half++) {
+                    const size_t at = ((group * HALVES + half) * PANEL_TILES + t) * 16;
+                    Layout::scale(head, p, step, half).store(panel.scale + at);
+                    if (!Layout::SYMMETRIC) Layout::offset(head, step, half).store(panel.offset + at);
+                }
+            }
+            p = steps;
+        }
+        tiles[t] = p;
+    }
+}
+
+struct PanelRows {  // a run at the panel's first column
+    const int8_t* codes;
+    const float *meta, *halves;
+    const int32_t* start;
+};
+
+template <int R, int HALVES, bool SYMMETRIC, int BITS>
+LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, F16L* totals) {
+    constexpr int T = PANEL_TILES, QUADS = 8 / HALVES;
+    const uint8_t* codes = panel.codes;
+    const float *scales = panel.scale, *offsets = panel.offset;
+    F16L sums[R][T];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) sums[r][t] = totals[r * T + t];
+    for (int group = 0; group < groups; group++) {
+        for (int half = 0; half < HALVES; half++) {
+            I16 dots[R][T];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                for (int t = 0; t < T; t++) dots[r][t] = SYMMETRIC ? I16::set1(rows.start[r * HALVES + half]) : I16::zero();
+#pragma GCC unroll 8
+            for (int v = 0; v < QUADS; v++, codes += 64 * T) {
+                B64 w[T];
+                for (int t = 0; t < T; t++) w[t] = B64::load(codes + 64 * t);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const Quad a = Quad::load_shared(rows.codes + 32 * r + 4 * (half * QUADS + v));
+#pragma GCC unroll 2
+                    for (int t = 0; t < T; t++) dots[r][t] = dot4<BITS>(dots[r][t], w[t], a);
+                }
+            }
+            F16L scale[T];
+            for (int t = 0; t < T; t++) scale[t] = F16L::load(scales + 16 * t);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const F16L factor = F16L::set1(rows.meta[2 * r]);
+#pragma GCC unroll 2
+                for (int t = 0; t < T; t++) {
+                    sums[r][t] = F16L::from(dots[r][t]).fma(scale[t] * factor, sums[r][t]);
+                    if (!SYMMETRIC) {
+                        const float sum = HALVES == 1 ? rows.meta[2 * r + 1] : rows.halves[2 * r + half];
+                        sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(sum), sums[r][t]);
+                    }
+                }
+            }
+            scales += 16 * T;
+            offsets += 16 * T;
+        }
+        rows.codes += 32 * R;
+        rows.meta += 2 * R;
+        rows.halves += 2 * R;
+        if (SYMMETRIC) rows.start += HALVES * R;
+    }
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) totals[r * T + t] = sums[r][t];
+}
+
+template <class Layout> inline void panel_run(int size, const Panel& panel, int groups, const PanelRows& rows, F16L* totals) {
+    // Codes of one width share their kernels; only plain AVX2 is quicker with fewer bits.
+    constexpr int BITS = DOT_BITS(Layout::BITS);
+    switch (size) {
+#define LRT_RUN(R) \
+    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, BITS>(panel, groups, rows, totals);
+        LRT_RUN(1) LRT_RUN(2) LRT_RUN(3)
+#if LRT_PANEL_ROWS > 3
+        LRT_RUN(4) LRT_RUN(5) LRT_RUN(6)
+#endif
+#undef LRT_RUN
+    }
+}
+
+// Runs [range.first, range.last) of the rows against `count` tiles, PANEL_TILES at a time; `totals` is
+// (count / PANEL_TILES, rows, PANEL_TILES). Columns are the outer loop: their activations stay in the
+// second-level cache while all tiles pass over them.
+template <class Layout>
+inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& acts, const Runs& runs, RunRange range,
+                        F16L* totals) {
+    Panel panel;
+    const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
+    for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
+    const int32_t* starts = Layout::SYMMETRIC ? acts.start(Layout::ZERO, Layout::HALVES) : nullptr;
+    for (int column = 0; column < acts.cols; column += PANEL_COLUMNS) {
+        const int columns = least(PANEL_COLUMNS, acts.cols - column);
+        for (int tile = 0; tile < count; tile += PANEL_TILES) {
+            unpack_panel<Layout>(tiles + tile, columns, span, panel);
+            for (int index = range.first; index < range.last; index++) {
+                const RowRun run = runs[index];
+                const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
+                panel_run<Layout>(run.size, panel, columns / 32,
+                                  {acts.codes + at * 32, acts.meta + at * 2, acts.halves + at * 2,
+                                   Layout::SYMMETRIC ? starts + at * Layout::HALVES : nullptr},
+                                  totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
+            }
+        }
+    }
+}
+
+}  // namespace

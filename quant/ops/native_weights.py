@@ -1,0 +1,164 @@
+"""Weights as the CPU kernels take them: rows put into tiles once, or a store's tiles as they are.
+
+Rows are tiled block by block as they are read: a matrix is in memory once, and a block beside it.
+It knows the compiled library, not where blocks come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import OptionError
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import (
+    TILE_ROWS,
+    TiledTensor,
+    padded_rows,
+    tile,
+    tile_span,
+)
+from localrt.quant.ops.native_abi import SOURCES, Matrix, Stack, layout_of
+
+__all__ = ["NativeWeight", "Tiler", "build_weight"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class NativeWeight:
+    """Tiled matrices stacked by rows. ``tensors`` keep alive what ``stack`` points at."""
+
+    stack: Stack
+    parts: ctypes.Array[Matrix]
+    tensors: list[TiledTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Tiler:
+    """Packed rows into tiles, through the compiled library where it knows the format."""
+
+    def __init__(self, api: ctypes.CDLL, handle: int) -> None:
+        self._api = api
+        self._handle = handle
+
+    def tile(self, tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
+        """A whole matrix in tiles."""
+        building = _Building(self, tensor, tensor.shape[0])
+        building.add(tensor)
+        return building.done(hadamard)
+
+    def put(self, tensor: PackedTensor, out: Bytes) -> None:
+        """The tiles of ``tensor`` into ``out``, which has room for its rows rounded up to 16."""
+        rows, cols = tensor.shape
+        source = SOURCES.get(tensor.format.name)
+        if source is None:
+            out[:] = tile(tensor)
+            return
+        data = np.ascontiguousarray(tensor.data)
+        self._api.lrt_tile(self._handle, source, data.ctypes.data, rows, cols, out.ctypes.data)
+
+
+def build_weight(
+    tiler: Tiler, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+) -> NativeWeight:
+    """A matrix of ``shape`` from consecutive row blocks; blocks of one name become one part.
+
+    Raises:
+        OptionError: a format, or columns, that the kernels do not know.
+        ValueError: blocks that are not the matrix, or inputs rotated in different ways.
+    """
+    tensors: list[TiledTensor] = []
+    building: _Building | None = None
+    for block in blocks:
+        if building is not None and (isinstance(block, TiledTensor) or block.name != building.name):
+            tensors.append(building.done())
+            building = None
+        _require_known(block.name, block.format, shape[1])
+        if isinstance(block, TiledTensor):
+            tensors.append(block)
+            continue
+        if building is None:
+            building = _Building(tiler, block, shape[0] - sum(t.shape[0] for t in tensors))
+        building.add(block)
+    if building is not None:
+        tensors.append(building.done())
+    total = sum(tensor.shape[0] for tensor in tensors)
+    if total != shape[0]:
+        raise ValueError(f"blocks hold {total} rows, the matrix has {shape[0]}")
+    rotations = {tensor.hadamard for tensor in tensors}
+    if len(rotations) > 1:
+        raise ValueError(f"{tensors[0].name}: stacked matrices share their input's rotation")
+    parts = (Matrix * len(tensors))(*map(_matrix, tensors))
+    stack = Stack(parts, len(tensors), shape[0], shape[1], rotations.pop() if rotations else 0)
+    return NativeWeight(stack, parts, tensors)
+
+
+class _Building:
+    """One tensor's tiles as far as its row blocks have come."""
+
+    def __init__(self, tiler: Tiler, first: PackedTensor, most_rows: int) -> None:
+        self._tiler = tiler
+        self._first = first
+        self._row_bytes = first.format.row_bytes(first.shape[1])
+        # Room for all rows that may follow: what is never written takes no memory.
+        self._out = np.empty(padded_rows(max(most_rows, 0)) * self._row_bytes, np.uint8)
+        self._rows = 0
+        self._left = np.empty((0, self._row_bytes), np.uint8)  # rows that do not fill a tile
+
+    @property
+    def name(self) -> str:
+        return self._first.name
+
+    def add(self, block: PackedTensor) -> None:
+        rows = block.data.reshape(-1, self._row_bytes)
+        if len(self._left):
+            rows = np.concatenate([self._left, rows])
+        whole = len(rows) // TILE_ROWS * TILE_ROWS
+        self._put(rows[:whole])
+        self._left = rows[whole:]
+
+    def done(self, hadamard: int = 0) -> TiledTensor:
+        self._put(self._left)
+        first = self._first
+        data = self._out[: padded_rows(self._rows) * self._row_bytes]
+        shape = (self._rows, first.shape[1])
+        return TiledTensor(first.name, first.format, shape, data, first.scale, hadamard)
+
+    def _put(self, rows: Bytes) -> None:
+        if not len(rows):
+            return
+        start = self._rows * self._row_bytes
+        stop = start + padded_rows(len(rows)) * self._row_bytes
+        if stop > self._out.size:
+            raise ValueError(f"{self.name}: more rows than the matrix has")
+        first = self._first
+        shape = (len(rows), first.shape[1])
+        tensor = PackedTensor(first.name, first.format, shape, rows, first.scale)
+        self._tiler.put(tensor, self._out[start:stop])
+        self._rows += len(rows)
+
+
+def _require_known(name: str, format_: Format, cols: int) -> None:
+    if layout_of(format_) is None:
+        raise OptionError(f"{name}: the CPU kernels do not know {format_.name} yet")
+    if cols % tile_span(format_):
+        raise OptionError(
+            f"{name}: {format_.name} needs columns that are a multiple of {tile_span(format_)} on "
+            f"the CPU kernels, not {cols}: use format 'f32', or quantize to another format"
+        )
+
+
+def _matrix(tensor: TiledTensor) -> Matrix:
+    layout = layout_of(tensor.format)
+    rows, cols = tensor.shape
+    span = tile_span(tensor.format)
+    return Matrix(tensor.data.ctypes.data, layout, rows, cols, span, tensor.scale, 0)
