@@ -40,8 +40,9 @@ struct Stack {
 
 // One sequence of a pass: its cache of one layer and the rows that extend it.
 struct Span {
-    uint16_t* k;          // bf16, (G, allocated / 16, E, 16)
-    uint16_t* v;          // bf16, (G, allocated, E)
+    uint8_t* k;           // bf16 or int8, (G, allocated / 16, E, 16)
+    uint8_t* v;           // bf16 or int8, (G, allocated, E)
+    float *k_scale, *v_scale;  // int8: (G, allocated); else null
     const uint8_t* mask;  // (rows, rows) or null for causal
     int64_t allocated;
     int32_t held, rows;

@@ -6,7 +6,16 @@ namespace {
 
 constexpr int KEYS = 256;    // keys of a block
 constexpr int MAX_HEAD = 512;
-constexpr int QUERIES = 8;   // rows times heads that share the loads of a key
+
+// Keys and values as they are cached: sixteen numbers at once, and what a token's numbers are times.
+struct CachedBf16 {
+    static constexpr int BYTES = 2;
+    static F16L load(const uint8_t* p) { return F16L::load_bf16(p); }
+};
+struct CachedInt8 {
+    static constexpr int BYTES = 1;
+    static F16L load(const uint8_t* p) { return F16L::from(I16::load_i8(p)); }
+};
 
 inline float sum16(F16L x) {
     float lanes[16];
@@ -16,97 +25,155 @@ inline float sum16(F16L x) {
     return lanes[0];
 }
 
-inline float max16(F16L x) {
-    float lanes[16];
-    x.store(lanes);
-    float peak = lanes[0];
-    for (int i = 1; i < 16; i++) peak = most(peak, lanes[i]);
-    return peak;
-}
-
 struct Query {
     const float* q;        // (E), already scaled
     const uint8_t* mask;   // of the new rows, or null
     int first, last;       // keys [first, last) may be seen
+
+    bool sees(int key, int held) const { return key >= first && key < last && (key < held || !mask || mask[key - held]); }
+    bool sees_all(int from, int to, int held) const { return from >= first && to <= last && (!mask || to <= held); }
+};
+
+// One key/value group of a span: k (allocated / 16, E, 16), v (allocated, E), scales or null.
+struct Cached {
+    const uint8_t *k, *v;
+    const float *k_scale, *v_scale;
+    int held, size;
 };
 
 struct BlockResult {  // of one query over one block; the E values of the weighted sum follow
     float peak, total;
 };
 
+// Scores of N queries with T tiles of 16 keys.
+template <class Kind, int N, int T>
+inline void score_tiles(const Query* queries, const uint8_t* keys, int size, float (*scores)[KEYS], int at) {
+    F16L sums[N][T];
+    for (int n = 0; n < N; n++)
+        for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
+    const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
+    for (int e = 0; e < size; e++, keys += 16 * Kind::BYTES) {
+        if (N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries wait for memory: the next tiles' line
+            for (int t = T; t < 2 * T; t++) __builtin_prefetch(keys + t * tile_bytes);
+        F16L k[T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) k[t] = Kind::load(keys + t * tile_bytes);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const F16L q = F16L::set1_shared(queries[n].q + e);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) sums[n][t] = k[t].fma(q, sums[n][t]);
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
+}
+
+// Sixteen times T values of N queries: their scores times the values of `count` keys.
+template <class Kind, int N, int T>
+inline void weigh_values(float (*scores)[KEYS], const uint8_t* rows, int count, int size, float* out, size_t stride) {
+    F16L sums[N][T];
+    for (int n = 0; n < N; n++)
+        for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
+    for (int i = 0; i < count; i++, rows += (size_t)size * Kind::BYTES) {
+        if (N < QUERIES)
+            for (int line = 0; line < 16 * T * Kind::BYTES; line += 64)
+                __builtin_prefetch(rows + (size_t)size * Kind::BYTES * 24 + line);
+        F16L v[T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) v[t] = Kind::load(rows + 16 * t * Kind::BYTES);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const F16L score = F16L::set1_shared(scores[n] + i);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) sums[n][t] = v[t].fma(score, sums[n][t]);
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int t = 0; t < T; t++) sums[n][t].store(out + n * stride + 16 * t);
+}
+
+// One query's scores of a block to weights: scaled, capped, hidden where not seen, exponentiated.
+inline BlockResult weigh_scores(const Query& query, const Cached& cached, int start, int tiles, float softcap, float* scores) {
+    uint16_t seen[KEYS / 16];
+    F16L peak = F16L::set1(-INFINITY);
+    for (int tile = 0; tile < tiles; tile++) {
+        float* at = scores + 16 * tile;
+        const int key = start + 16 * tile;
+        F16L s = F16L::load(at);
+        if (cached.k_scale) s = s * F16L::load(cached.k_scale + key);
+        if (softcap > 0) s = tanh16(s / F16L::set1(softcap)) * F16L::set1(softcap);
+        s.store(at);
+        seen[tile] = 0xFFFF;
+        if (!query.sees_all(key, key + 16, cached.held)) {
+            seen[tile] = 0;
+            for (int i = 0; i < 16; i++) {
+                const bool visible = query.sees(key + i, cached.held);
+                seen[tile] |= (uint16_t)(visible << i);
+                if (!visible) at[i] = -INFINITY;
+            }
+        }
+        peak = peak.max(F16L::load(at));
+    }
+    const float top = peak.highest();
+    if (top == -INFINITY) {
+        fill_floats(scores, 16 * tiles, 0.f);
+        return {top, 0.f};
+    }
+    F16L total = F16L::zero();
+    for (int tile = 0; tile < tiles; tile++) {
+        float* at = scores + 16 * tile;
+        F16L weights = exp16(F16L::load(at) - F16L::set1(top));
+        if (seen[tile] != 0xFFFF) {
+            // exp16 stops at e^-87: what is not seen must weigh exactly nothing.
+            weights.store(at);
+            for (int i = 0; i < 16; i++) at[i] = seen[tile] >> i & 1 ? at[i] : 0.f;
+            weights = F16L::load(at);
+        }
+        total = total + weights;
+        if (cached.v_scale) weights = weights * F16L::load(cached.v_scale + start + 16 * tile);
+        weights.store(at);
+    }
+    return {top, sum16(total)};
+}
+
 // N queries over keys [start, start + KEYS) of one group: peak, total and weighted values each.
-template <int N>
-inline void attend_block(const Query* queries, const uint16_t* k, const uint16_t* v, int held, int size, int start,
-                         float softcap, BlockResult* results, float* values, size_t value_stride) {
+template <class Kind, int N>
+inline void attend_block(const Query* queries, const Cached& cached, int start, float softcap, BlockResult* results,
+                         float* values, size_t stride) {
     alignas(64) float scores[N][KEYS];
     int last = 0;
     for (int n = 0; n < N; n++) last = most(last, queries[n].last);
-    const int count = least(KEYS, last - start);
-    const int tiles = (count + 15) / 16;
-    for (int tile = 0; tile < tiles; tile++) {
-        const uint16_t* keys = k + (size_t)(start / 16 + tile) * size * 16;
-        F16L even[N], odd[N];
-        for (int n = 0; n < N; n++) even[n] = odd[n] = F16L::zero();
-        for (int e = 0; e < size; e += 2) {
-            const F16L k0 = F16L::load_bf16(keys + (size_t)e * 16), k1 = F16L::load_bf16(keys + (size_t)(e + 1) * 16);
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n++) {
-                even[n] = k0.fma(F16L::set1(queries[n].q[e]), even[n]);
-                odd[n] = k1.fma(F16L::set1(queries[n].q[e + 1]), odd[n]);
-            }
-        }
-        for (int n = 0; n < N; n++) (even[n] + odd[n]).store(scores[n] + 16 * tile);
-    }
-    for (int n = 0; n < N; n++) {
-        const Query& query = queries[n];
-        if (softcap > 0)
-            for (int i = 0; i < 16 * tiles; i += 16)
-                (tanh16(F16L::load(scores[n] + i) / F16L::set1(softcap)) * F16L::set1(softcap)).store(scores[n] + i);
-        bool seen[KEYS];
-        for (int i = 0; i < 16 * tiles; i++) {
-            const int key = start + i;
-            seen[i] = key >= query.first && key < query.last && (key < held || !query.mask || query.mask[key - held]);
-            if (!seen[i]) scores[n][i] = -INFINITY;
-        }
-        F16L peak = F16L::set1(-INFINITY), total = F16L::zero();
-        for (int i = 0; i < 16 * tiles; i += 16) peak = peak.max(F16L::load(scores[n] + i));
-        const float top = max16(peak);
-        results[n] = {top, 0.f};
-        if (top == -INFINITY) {
-            fill_floats(scores[n], 16 * tiles, 0.f);
-            continue;
-        }
-        for (int i = 0; i < 16 * tiles; i += 16) exp16(F16L::load(scores[n] + i) - F16L::set1(top)).store(scores[n] + i);
-        // exp16 stops at e^-87: what is not seen must weigh exactly nothing.
-        for (int i = 0; i < 16 * tiles; i++) scores[n][i] = seen[i] ? scores[n][i] : 0.f;
-        for (int i = 0; i < 16 * tiles; i += 16) total = total + F16L::load(scores[n] + i);
-        results[n].total = sum16(total);
-    }
-    for (int e = 0; e < size; e += 16) {
-        F16L even[N], odd[N];
-        for (int n = 0; n < N; n++) even[n] = odd[n] = F16L::zero();
-        const uint16_t* rows = v + (size_t)start * size + e;
-        for (int i = 0; i < count; i += 2) {
-            const F16L v0 = F16L::load_bf16(rows + (size_t)i * size);
-            const F16L v1 = i + 1 < count ? F16L::load_bf16(rows + (size_t)(i + 1) * size) : F16L::zero();
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n++) {
-                even[n] = v0.fma(F16L::set1(scores[n][i]), even[n]);
-                odd[n] = v1.fma(F16L::set1(scores[n][i + 1]), odd[n]);
-            }
-        }
-        for (int n = 0; n < N; n++) (even[n] + odd[n]).store(values + n * value_stride + e);
-    }
+    const int count = least(KEYS, last - start), tiles = (count + 15) / 16, size = cached.size;
+    // As many tiles at once as there are registers for their sums, and ways in a cache set: tiles lie
+    // 4 KB apart.
+    constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
+    const uint8_t* keys = cached.k + (size_t)start * size * Kind::BYTES;
+    int tile = 0;
+    for (; tile + T <= tiles; tile += T)
+        score_tiles<Kind, N, T>(queries, keys + (size_t)tile * size * 16 * Kind::BYTES, size, scores, 16 * tile);
+    for (; tile < tiles; tile++)
+        score_tiles<Kind, N, 1>(queries, keys + (size_t)tile * size * 16 * Kind::BYTES, size, scores, 16 * tile);
+    for (int n = 0; n < N; n++) results[n] = weigh_scores(queries[n], cached, start, tiles, softcap, scores[n]);
+    const uint8_t* rows = cached.v + (size_t)start * size * Kind::BYTES;
+    int e = 0;
+    for (; e + 16 * T <= size; e += 16 * T)
+        weigh_values<Kind, N, T>(scores, rows + (size_t)e * Kind::BYTES, count, size, values + e, stride);
+    for (; e < size; e += 16)
+        weigh_values<Kind, N, 1>(scores, rows + (size_t)e * Kind::BYTES, count, size, values + e, stride);
 }
 
-inline void attend_some(int n, const Query* queries, const uint16_t* k, const uint16_t* v, int held, int size, int start,
-                        float softcap, BlockResult* results, float* values, size_t value_stride) {
+template <class Kind>
+inline void attend_some(int n, const Query* queries, const Cached& cached, int start, float softcap, BlockResult* results,
+                        float* values, size_t stride) {
     auto go = [&](auto count) {
         constexpr int N = decltype(count)::value;
-        for (; n >= N; n -= N, queries += N, results += N, values += N * value_stride)
-            attend_block<N>(queries, k, v, held, size, start, softcap, results, values, value_stride);
+        if constexpr (N <= QUERIES)
+            for (; n >= N; n -= N, queries += N, results += N, values += N * stride)
+                attend_block<Kind, N>(queries, cached, start, softcap, results, values, stride);
     };
     go(std::integral_constant<int, 8>());
+    go(std::integral_constant<int, 6>());
     go(std::integral_constant<int, 4>());
     go(std::integral_constant<int, 2>());
     go(std::integral_constant<int, 1>());
@@ -150,8 +217,14 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
     parallel(context, groups * chunks * pieces, [&](int task) {
         const int piece = task % pieces, chunk = task / pieces % chunks, group = task / pieces / chunks;
         const int begin = chunk * QUERIES, n = least(QUERIES, queries - begin);
-        const uint16_t* k = span.k + (size_t)group * span.allocated * size;
-        const uint16_t* v = span.v + (size_t)group * span.allocated * size;
+        const bool small = span.k_scale != nullptr;
+        const size_t before = (size_t)group * span.allocated, bytes = before * size * (small ? 1 : 2);
+        const Cached cached = {span.k + bytes,
+                               span.v + bytes,
+                               small ? span.k_scale + before : nullptr,
+                               small ? span.v_scale + before : nullptr,
+                               span.held,
+                               size};
         Query list[QUERIES];
         int low = INT32_MAX, high = 0;
         for (int i = 0; i < n; i++) {
@@ -170,7 +243,8 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         for (int block = from; block < to; block++) {
             const int start = block * KEYS;
             if (start >= high || start + KEYS <= low) continue;
-            attend_some(n, list, k, v, span.held, size, start, args.softcap, results, values, size);
+            if (small) attend_some<CachedInt8>(n, list, cached, start, args.softcap, results, values, size);
+            else attend_some<CachedBf16>(n, list, cached, start, args.softcap, results, values, size);
             for (int i = 0; i < n; i++) {
                 float* p = place(group, begin + i, piece);
                 BlockResult sofar{p[0], p[1]};

@@ -138,8 +138,8 @@ template <class Layout> struct Packed {
         const int whole = (count + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
         panel_tiles<Layout>(tiles, whole, span(m), acts, runs, range, totals);
         const int rows = range.rows(runs), start = runs[range.first].start;
-        for (int t = 0; t < count; t++)
-            for (int row = 0; row < rows; row++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
+        for (int row = 0; row < rows; row++)
+            for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
     }
     // The gated product of two matrices of one layout: one's tiles beside the other's.
     static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, const Acts& acts, const Runs& runs,
@@ -165,8 +165,8 @@ template <class Layout> struct Packed {
         F16L totals[ROW_CHUNK * TASK_TILES];
         panel_tiles<Layout>(tiles, 2 * count, span(gate), acts, runs, range, totals);
         const int rows = range.rows(runs), start = runs[range.first].start;
-        for (int t = 0; t < count; t++)
-            for (int row = 0; row < rows; row++)
+        for (int row = 0; row < rows; row++)
+            for (int t = 0; t < count; t++)
                 put(totals[panel_index(2 * t, row, rows)], totals[panel_index(2 * t + 1, row, rows)], start + row, tile + t);
     }
     // One row's values times `factor`.

@@ -50,8 +50,8 @@ template <class Fn> inline void parallel(Context& context, int count, Fn fn) {
 
 template <class T> inline T* scratch(Scratch& memory, size_t count) { return static_cast<T*>(memory.bytes(count * sizeof(T))); }
 
-template <class T> inline T least(T a, T b) { return b < a ? b : a; }
-template <class T> inline T most(T a, T b) { return a < b ? b : a; }
+template <class T> constexpr T least(T a, T b) { return b < a ? b : a; }
+template <class T> constexpr T most(T a, T b) { return a < b ? b : a; }
 
 inline void copy_floats(const float* from, int count, float* to) { __builtin_memcpy(to, from, count * sizeof(float)); }
 inline void fill_floats(float* to, int count, float value) {

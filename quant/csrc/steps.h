@@ -86,6 +86,27 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
     }
 }
 
+// A token's key and value of one group into the cache.
+inline void append(const Span& span, int group, size_t slot, int size, const float* key, const float* value) {
+    const size_t before = (size_t)group * span.allocated;
+    const size_t k = (before + slot / 16 * 16) * size + slot % 16, v = (before + slot) * size;
+    if (!span.k_scale) {
+        uint16_t *keys = (uint16_t*)span.k + k, *values = (uint16_t*)span.v + v;
+        for (int e = 0; e < size; e++) keys[(size_t)e * 16] = to_bf16(key[e]);
+        for (int e = 0; e < size; e++) values[e] = to_bf16(value[e]);
+        return;
+    }
+    auto quantize = [size](const float* from, float* scale, int8_t* to, int step) {
+        float peak = 0;
+        for (int e = 0; e < size; e++) peak = most(peak, std::fabs(from[e]));
+        *scale = peak / 127.f;
+        const float inverse = peak > 0 ? 127.f / peak : 0.f;
+        for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(from[e] * inverse);
+    };
+    quantize(key, span.k_scale + before + slot, (int8_t*)span.k + k, 16);
+    quantize(value, span.v_scale + before + slot, (int8_t*)span.v + v, 1);
+}
+
 void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
     const int heads = args.heads, groups = args.kv_heads, size = args.head_dim, width = args.qkv.rows;
     const Acts acts = prepare(context, args.x, nullptr, args.rows, args.qkv.cols, args.norm, args.eps, args.qkv);
@@ -112,14 +133,8 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
             const Span& span = args.spans[owner];
             const size_t slot = span.held + index;
-            for (int g = 0; g < groups; g++) {
-                uint16_t* k = span.k + ((size_t)g * span.allocated + slot / 16 * 16) * size + slot % 16;
-                uint16_t* v = span.v + ((size_t)g * span.allocated + slot) * size;
-                const float* key = line + (heads + g) * size;
-                const float* value = line + (heads + groups + g) * size;
-                for (int e = 0; e < size; e++) k[(size_t)e * 16] = to_bf16(key[e]);
-                for (int e = 0; e < size; e++) v[e] = to_bf16(value[e]);
-            }
+            for (int g = 0; g < groups; g++)
+                append(span, g, slot, size, line + (heads + g) * size, line + (heads + groups + g) * size);
         }
     });
 }

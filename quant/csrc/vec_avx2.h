@@ -9,6 +9,7 @@ namespace {
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384;
 // Without VNNI the products of up to six bits take a shorter way.
 constexpr int DOT_BITS(int bits) { return LRT_VNNI || bits > 6 ? 8 : 6; }
+constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 struct I16 {
     __m256i a, b;
@@ -51,6 +52,7 @@ struct I16 {
 struct F16L {
     __m256 a, b;
     static F16L zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+    static F16L set1_shared(const float* p) { return set1(*p); }
     static F16L set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
     static F16L load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
     static F16L load_f16(const void* p) {

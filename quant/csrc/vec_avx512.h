@@ -9,6 +9,7 @@ namespace {
 #define LRT_PANEL_ROWS 6
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384;
 constexpr int DOT_BITS(int) { return 8; }
+constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // rows times heads that share a key; sums of theirs in registers
 
 struct I16 {
     __m512i v;
@@ -30,6 +31,12 @@ struct F16L {
     __m512 v;
     static F16L zero() { return {_mm512_setzero_ps()}; }
     static F16L set1(float x) { return {_mm512_set1_ps(x)}; }
+    // Loaded once for several products: as an operand from memory each of them would load it.
+    static F16L set1_shared(const float* p) {
+        F16L x = set1(*p);
+        __asm__("" : "+v"(x.v));
+        return x;
+    }
     static F16L load(const float* p) { return {_mm512_loadu_ps(p)}; }
     static F16L load_f16(const void* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
     static F16L load_bf16(const void* p) {
@@ -84,7 +91,6 @@ struct Quad {
         __builtin_memcpy(&four, p, 4);
         return {_mm512_set1_epi32(four)};
     }
-    // Loaded once for several products: as an operand from memory each of them would load it.
     static Quad load_shared(const int8_t* p) {
         Quad q = load(p);
         __asm__("" : "+v"(q.v));

@@ -9,6 +9,7 @@ namespace {
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384;
 constexpr int DOT_BITS(int) { return 8; }
+constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 constexpr int LANES = 16;
 
 inline float half_to_float(uint16_t h) {
@@ -66,6 +67,7 @@ struct F16L {
         return r;
     }
     static F16L zero() { return set1(0); }
+    static F16L set1_shared(const float* p) { return set1(*p); }
     static F16L set1(float x) { return each([=](int) { return x; }); }
     static F16L load(const float* p) { return each([=](int i) { return p[i]; }); }
     static F16L load_f16(const void* p) {

@@ -107,6 +107,8 @@ class SpanArgs(Structure):
     _fields_ = (
         ("k", c_void_p),
         ("v", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
         ("mask", c_void_p),
         ("allocated", c_int64),
         ("held", c_int32),

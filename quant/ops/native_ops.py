@@ -28,7 +28,7 @@ from localrt.quant.ops.native_abi import (
     find_library,
     load_library,
 )
-from localrt.quant.ops.native_kv import NativeKVCache
+from localrt.quant.ops.native_kv import KVFormat, NativeKVCache, token_nbytes
 from localrt.quant.ops.native_weights import NativeWeight, Tiler, build_weight
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -56,13 +56,18 @@ class _Pass:
 
 
 class NativeOps:
-    """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...)."""
+    """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
+
+    ``kv_format`` ``"int8"`` halves the KV cache, and the reading of a long one; ``approximate``.
+    """
 
     name = "native"
     device = "cpu"
     compute_format = "packed"
 
-    def __init__(self, *, threads: int | None = None, isa: str = "") -> None:
+    def __init__(
+        self, *, threads: int | None = None, isa: str = "", kv_format: KVFormat = "bf16"
+    ) -> None:
         path = find_library()
         if path is None:
             raise MissingExtraError(
@@ -72,6 +77,8 @@ class NativeOps:
         self._handle = self._api.lrt_create(threads or _usable_cores(), isa.encode())
         if not self._handle:
             raise OptionError(f"this processor cannot run the {isa!r} kernels")
+        self._kv_format: KVFormat = kv_format
+        self._spare: dict[tuple[int, ...], Floats] = {}
         self._tiler = Tiler(self._api, self._handle)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
 
@@ -110,17 +117,20 @@ class NativeOps:
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of keys and values once grown to ``length`` tokens."""
-        row = sum(2 * spec.kv_heads * spec.head_dim for spec in layers)
-        return row * grown_capacity(length) * 2
+        shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
+        return token_nbytes(shapes, self._kv_format) * grown_capacity(length)
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> NativeKVCache:
         """An empty cache."""
-        return NativeKVCache([(spec.kv_heads, spec.head_dim) for spec in layers], capacity)
+        shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
+        return NativeKVCache(shapes, capacity, self._kv_format)
 
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> _Pass:
         """Reserve room in every cache."""
+        # Arrays of other numbers of rows would pile up.
+        self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
         step = _Pass(batch, len(batch.tokens))
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
@@ -142,7 +152,7 @@ class NativeOps:
         self, x: Floats, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
     ) -> Floats:
         """(R, H, E), already scaled; keys and values are written to the caches."""
-        q = np.empty((step.rows, spec.heads * spec.head_dim), np.float32)
+        q = self._array(step.rows, spec.heads * spec.head_dim)
         args = self._attention_args(weights, spec, step, layer)
         args.x, args.q = x.ctypes.data, q.ctypes.data
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
@@ -152,15 +162,16 @@ class NativeOps:
         self, q: Floats, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
     ) -> Floats:
         """(R, D)."""
-        out = np.empty((step.rows, weights.out.stack.rows), np.float32)
+        out = self._array(step.rows, weights.out.stack.rows)
         args = self._attention_args(weights, spec, step, layer)
         args.q, args.out = q.ctypes.data, out.ctypes.data
         self._api.lrt_attention_output(self._handle, args)
+        self._spare[q.shape] = q
         return out
 
     def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
         """(R, D)."""
-        out = np.empty((x.shape[0], weights.down.stack.rows), np.float32)
+        out = self._array(x.shape[0], weights.down.stack.rows)
         args = MlpArgs(
             x=x.ctypes.data,
             out=out.ctypes.data,
@@ -178,6 +189,7 @@ class NativeOps:
     def add(self, x: Floats, y: Floats) -> Floats:
         """Residual sum in place of ``x``."""
         x += y
+        self._spare[y.shape] = y
         return x
 
     def head(
@@ -211,6 +223,11 @@ class NativeOps:
         out = np.empty((x.shape[0], weight.stack.rows), np.float32)
         self._api.lrt_linear(self._handle, weight.stack, x.ctypes.data, x.shape[0], out.ctypes.data)
         return out
+
+    def _array(self, rows: int, cols: int) -> Floats:
+        """An array that the pass before gave up, or a new one: fresh pages cost more than a row."""
+        spare = self._spare.pop((rows, cols), None)
+        return np.empty((rows, cols), np.float32) if spare is None else spare
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -251,9 +268,18 @@ class NativeOps:
             for span, mask in zip(step.batch.spans, step.masks, strict=True):
                 cache = span.cache
                 assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
-                k, v = cache.k[layer].ctypes.data, cache.v[layer].ctypes.data
+                held = cache.layers[layer]
                 spans.append(
-                    SpanArgs(k, v, _address(mask), cache.allocated, cache.length, span.rows)
+                    SpanArgs(
+                        k=held.k.ctypes.data,
+                        v=held.v.ctypes.data,
+                        k_scale=_address(held.k_scale),
+                        v_scale=_address(held.v_scale),
+                        mask=_address(mask),
+                        allocated=cache.allocated,
+                        held=cache.length,
+                        rows=span.rows,
+                    )
                 )
             found = step.spans[layer] = (SpanArgs * len(spans))(*spans)
         return found

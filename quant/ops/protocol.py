@@ -232,13 +232,13 @@ class Ops(Protocol):
     def attention_output(
         self, q: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
     ) -> Array:
-        """Attention over each row's sequence and the output projection: (R, D)."""
+        """Attention over each row's sequence and the output projection: (R, D); ``q`` is given up."""
 
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""
 
     def add(self, x: Array, y: Array) -> Array:
-        """The residual sum. ``x`` may be reused for the result."""
+        """The residual sum. ``x`` may become the result, ``y`` a later array: both are given up."""
 
     def head(
         self,
