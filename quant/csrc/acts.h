@@ -42,9 +42,9 @@ constexpr int MAX_STARTS = 10;
 
 struct Acts {
     const float* x;       // (R, K)
-    const int8_t* codes;  // runs: (K / 32, n, 32), or null when no matrix needs them
-    const float* meta;    // runs: (K / 32, n, 2): scale, scale * sum
-    const float* halves;  // runs: (K / 32, n, 2): scale * sum of each 16
+    int8_t* codes;        // runs: (K / 32, n, 32), or null when no matrix needs them
+    float* meta;          // runs: (K / 32, n, 2): scale, scale * sum
+    float* halves;        // runs: (K / 32, n, 2): scale * sum of each 16
     Start starts[MAX_STARTS];
     int start_count, rows, cols;
 
@@ -83,30 +83,30 @@ inline void block_hadamard(float* x, int cols, int n) {
     }
 }
 
-// Row `at` of a run of n: int8 with a scale per 32 columns; rounding to nearest, ties to even. `x` null
-// is a row of zeros.
-inline void quantize_row(const float* x, Acts& acts, RowRun run, int at) {
-    const int n = run.size, groups = acts.cols / 32;
-    const size_t base = (size_t)run.start * groups;
-    int8_t* codes = const_cast<int8_t*>(acts.codes) + base * 32 + at * 32;
-    float* meta = const_cast<float*>(acts.meta) + base * 2 + at * 2;
-    float* halves = const_cast<float*>(acts.halves) + base * 2 + at * 2;
-    for (int g = 0; g < groups; g++, codes += 32 * n, meta += 2 * n, halves += 2 * n) {
-        const F16L a = x ? F16L::load(x + 32 * g) : F16L::zero(), b = x ? F16L::load(x + 32 * g + 16) : F16L::zero();
+// Columns [column, column + count) of a row, from `x`, to int8 with a scale per 32 columns; rounding to
+// nearest, ties to even. `x` null is a row of zeros.
+inline void quantize_row(const Acts& acts, const Runs& runs, int row, const float* x, int column, int count) {
+    const RowRun run = runs.of(row);
+    const int n = run.size, groups = acts.cols / 32, at = row - run.start;
+    for (int g = column / 32; g < (column + count) / 32; g++) {
+        const F16L a = x ? F16L::load(x) : F16L::zero(), b = x ? F16L::load(x + 16) : F16L::zero();
+        if (x) x += 32;
+        const size_t index = (size_t)run.start * groups + (size_t)g * n + at;
         const float peak = a.max(negated(a)).max(b.max(negated(b))).highest();
         const float scale = peak / 127.f;
         const F16L inverse = F16L::set1(peak > 0 ? 127.f / peak : 0.f);
         const I16 first = (a * inverse).rounded(), second = (b * inverse).rounded();
-        first.store_i8(codes);
-        second.store_i8(codes + 16);
+        first.store_i8(acts.codes + index * 32);
+        second.store_i8(acts.codes + index * 32 + 16);
         const int sums[2] = {first.sum(), second.sum()};
+        float *meta = acts.meta + index * 2, *halves = acts.halves + index * 2;
         meta[0] = scale;
         meta[1] = scale * (float)(sums[0] + sums[1]);
         halves[0] = scale * (float)sums[0];
         halves[1] = scale * (float)sums[1];
         for (int i = 0; i < acts.start_count; i++) {
             const Start& start = acts.starts[i];
-            int32_t* values = start.values + (base + (size_t)g * n + at) * start.halves;
+            int32_t* values = start.values + index * start.halves;
             values[0] = -start.zero * (start.halves == 2 ? sums[0] : sums[0] + sums[1]);
             if (start.halves == 2) values[1] = -start.zero * sums[1];
         }

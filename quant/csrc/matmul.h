@@ -108,6 +108,17 @@ struct Target {
     }
 };
 
+// Where gated rows go: rotated if the next matrix asks for it, then to its codes.
+struct Gated {
+    const Acts& acts;
+    int activation, hadamard;
+
+    void finish(const Runs& runs, int row, float* values, int column, int count) const {
+        if (hadamard) block_hadamard(values, count, hadamard);
+        quantize_row(acts, runs, row, values, column, count);
+    }
+};
+
 template <class Layout> struct Packed {
     using Kind = Layout;
     static constexpr bool PACKED = true;
@@ -141,20 +152,25 @@ template <class Layout> struct Packed {
         for (int row = 0; row < rows; row++)
             for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
     }
-    // The gated product of two matrices of one layout: one's tiles beside the other's.
+    // The gated product of two matrices of one layout, one's tiles beside the other's: rows of `out`.
     static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, const Acts& acts, const Runs& runs,
-                               RunRange range, int activation, float* out) {
-        auto put = [&](F16L g, F16L u, int row, int t) {
-            const F16L product = activate(g * F16L::set1(gate.scale), activation) * (u * F16L::set1(up.scale));
-            product.store(out + (size_t)row * gate.rows + 16 * t);
+                               RunRange range, const Gated& out) {
+        alignas(64) float values[TASK_TILES / 2 * 16];
+        auto put = [&](F16L g, F16L u, int t) {
+            g = activate(g * F16L::set1(gate.scale), out.activation);
+            (g * (u * F16L::set1(up.scale))).store(values + 16 * t);
         };
         if (acts.rows <= DIRECT_ROWS) {
-            F16L gates[DIRECT_ROWS], ups[DIRECT_ROWS];
-            for (int t = tile; t < tile + count; t++) {
-                direct(gate, t, acts, gates);
-                direct(up, t, acts, ups);
-                for (int row = 0; row < acts.rows; row++) put(gates[row], ups[row], row, t);
+            F16L gates[TASK_TILES / 2][DIRECT_ROWS], ups[TASK_TILES / 2][DIRECT_ROWS];
+            for (int t = 0; t < count; t++) {
+                direct(gate, tile + t, acts, gates[t]);
+                direct(up, tile + t, acts, ups[t]);
             }
+            for (int row = 0; row < acts.rows; row++) {
+                for (int t = 0; t < count; t++) put(gates[t][row], ups[t][row], t);
+                out.finish(runs, row, values, 16 * tile, 16 * count);
+            }
+            for (int row = acts.rows; row < runs.padded(); row++) quantize_row(out.acts, runs, row, nullptr, 16 * tile, 16 * count);
             return;
         }
         const uint8_t* tiles[TASK_TILES];
@@ -165,9 +181,11 @@ template <class Layout> struct Packed {
         F16L totals[ROW_CHUNK * TASK_TILES];
         panel_tiles<Layout>(tiles, 2 * count, span(gate), acts, runs, range, totals);
         const int rows = range.rows(runs), start = runs[range.first].start;
-        for (int row = 0; row < rows; row++)
+        for (int row = 0; row < rows; row++) {
             for (int t = 0; t < count; t++)
-                put(totals[panel_index(2 * t, row, rows)], totals[panel_index(2 * t + 1, row, rows)], start + row, tile + t);
+                put(totals[panel_index(2 * t, row, rows)], totals[panel_index(2 * t + 1, row, rows)], t);
+            out.finish(runs, start + row, values, 16 * tile, 16 * count);
+        }
     }
     // One row's values times `factor`.
     static void read(const Matrix& m, int row, float factor, float* out) {
@@ -304,26 +322,34 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
     });
 }
 
-// Whether gate and up can be taken side by side.
-inline bool can_gate(const Stack& stack) {
+// Tiles of gated columns that must stay together: whole groups and rotations of the next matrix.
+inline int gated_unit(const Stack& down) { return most(2, down.hadamard / 16); }
+
+// Whether gate and up can be taken side by side, and straight to codes.
+inline bool can_gate(const Stack& stack, const Stack& down) {
     if (stack.count != 2) return false;
+    for (int i = 0; i < down.count; i++)
+        if (!is_packed(down.parts[i].layout)) return false;
     const Matrix &gate = stack.parts[0], &up = stack.parts[1];
-    return is_packed(gate.layout) && gate.layout == up.layout && gate.span == up.span && gate.rows == up.rows && gate.rows % 16 == 0;
+    const int unit = gated_unit(down);
+    return is_packed(gate.layout) && gate.layout == up.layout && gate.span == up.span && gate.rows == up.rows &&
+           2 * unit <= TASK_TILES && gate.rows % (16 * unit) == 0;
 }
 
-// out (R, F) = activation(gate x) * (up x), of a stack that `can_gate`.
-inline void gated_matmul(Context& context, const Stack& stack, const Acts& acts, int activation, float* out) {
+// The codes (R, F) of activation(gate x) * (up x), of a stack that `can_gate`.
+inline void gated_matmul(Context& context, const Stack& stack, const Acts& acts, int activation, const Stack& down, const Acts& out) {
     const Matrix &gate = stack.parts[0], &up = stack.parts[1];
     const Runs runs(acts.rows);
     const Chunks chunks(runs);
-    const int tiles = gate.rows / 16;
+    const int tiles = gate.rows / 16, unit = gated_unit(down);
+    const Gated target = {out, activation, down.hadamard};
     with_layout(gate.layout, [&](auto kind) {
         if constexpr (decltype(kind)::PACKED) {
-            const int step = task_tiles(context, 2 * tiles, kind.tile_bytes(gate), true) / 2 + (PANEL_TILES == 1);
-            const int count = (tiles + step - 1) / step;
+            const int wanted = task_tiles(context, 2 * tiles, kind.tile_bytes(gate), true) / 2;
+            const int step = (wanted + unit - 1) / unit * unit, count = (tiles + step - 1) / step;
             parallel(context, chunks.count * count, [&](int index) {
                 const int tile = index % count * step;
-                kind.multiply_gated(gate, up, tile, least(step, tiles - tile), acts, runs, chunks[index / count], activation, out);
+                kind.multiply_gated(gate, up, tile, least(step, tiles - tile), acts, runs, chunks[index / count], target);
             });
         }
     });

@@ -38,7 +38,8 @@ class Scratch {
 struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
-    Scratch normed, codes, meta, halves, starts, wide, inner, partial, joined, tasks;
+    struct Rows { Scratch normed, codes, meta, halves, starts; } rows, inner;  // of a step, of its second half
+    Scratch wide, gated, partial, joined, tasks;
 };
 
 namespace {

@@ -22,12 +22,10 @@ inline void rms_norm(const float* x, const float* weight, float eps, int n, floa
     for (int i = 0; i < n; i++) out[i] = x[i] * inverse * weight[i];
 }
 
-// Rows ready for `stack`: normalized if `norm`, rotated if it asks for it, quantized if a part is packed.
-inline Acts prepare(Context& context, const float* x, const int64_t* wanted, int rows, int cols, const float* norm, float eps,
-                    const Stack& stack) {
-    Acts acts = {x, nullptr, nullptr, nullptr, {}, 0, rows, cols};
-    const Runs runs(rows);
-    const size_t padded = runs.padded(), groups = cols / 32;
+// Room for rows that `stack` multiplies: codes if a part is packed.
+inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack) {
+    Acts acts = {x, nullptr, nullptr, nullptr, {}, 0, rows, stack.cols};
+    const size_t count = (size_t)Runs(rows).padded() * (stack.cols / 32);  // groups of all rows
     bool packed = false;
     size_t starts = 0;
     for (int i = 0; i < stack.count; i++)
@@ -36,26 +34,34 @@ inline Acts prepare(Context& context, const float* x, const int64_t* wanted, int
                 using Layout = typename decltype(part)::Kind;
                 packed = true;
                 if (!Layout::SYMMETRIC || acts.find_start(Layout::ZERO, Layout::HALVES)) return;
-                starts += padded * groups * Layout::HALVES;
+                starts += count * Layout::HALVES;
                 acts.starts[acts.start_count++] = {Layout::ZERO, Layout::HALVES, nullptr};
             }
         });
-    const bool copy = norm || wanted || stack.hadamard;
-    float* normed = copy ? scratch<float>(context.normed, (size_t)rows * cols) : nullptr;
-    if (copy) acts.x = normed;
-    if (packed) {
-        acts.codes = scratch<int8_t>(context.codes, padded * cols);
-        acts.meta = scratch<float>(context.meta, padded * groups * 2);
-        acts.halves = scratch<float>(context.halves, padded * groups * 2);
-        int32_t* memory = scratch<int32_t>(context.starts, starts);
-        for (int i = 0; i < acts.start_count; i++) {
-            acts.starts[i].values = memory;
-            memory += padded * groups * acts.starts[i].halves;
-        }
+    if (!packed) return acts;
+    acts.codes = scratch<int8_t>(memory.codes, count * 32);
+    acts.meta = scratch<float>(memory.meta, count * 2);
+    acts.halves = scratch<float>(memory.halves, count * 2);
+    int32_t* values = scratch<int32_t>(memory.starts, starts);
+    for (int i = 0; i < acts.start_count; i++) {
+        acts.starts[i].values = values;
+        values += count * acts.starts[i].halves;
     }
-    const int share = 16, tasks = ((int)padded + share - 1) / share;
+    return acts;
+}
+
+// Rows ready for `stack`: normalized if `norm`, rotated if it asks for it, quantized if a part is packed.
+inline Acts prepare(Context& context, Context::Rows& memory, const float* x, const int64_t* wanted, int rows, const float* norm,
+                    float eps, const Stack& stack) {
+    const int cols = stack.cols;
+    Acts acts = reserve(memory, x, rows, stack);
+    const bool copy = norm || wanted || stack.hadamard;
+    float* normed = copy ? scratch<float>(memory.normed, (size_t)rows * cols) : nullptr;
+    if (copy) acts.x = normed;
+    const Runs runs(rows);
+    const int share = 16, padded = runs.padded(), tasks = (padded + share - 1) / share;
     parallel(context, tasks, [&](int task) {
-        for (int row = task * share; row < least((int)padded, (task + 1) * share); row++) {
+        for (int row = task * share; row < least(padded, (task + 1) * share); row++) {
             const float* from = row < rows ? x + (size_t)(wanted ? wanted[row] : row) * cols : nullptr;
             if (copy && from) {
                 float* to = normed + (size_t)row * cols;
@@ -64,9 +70,7 @@ inline Acts prepare(Context& context, const float* x, const int64_t* wanted, int
                 if (stack.hadamard) block_hadamard(to, cols, stack.hadamard);
                 from = to;
             }
-            if (!packed) continue;
-            const RowRun run = runs.of(row);
-            quantize_row(from, acts, run, row - run.start);
+            if (acts.codes) quantize_row(acts, runs, row, from, 0, cols);
         }
     });
     return acts;
@@ -109,7 +113,7 @@ inline void append(const Span& span, int group, size_t slot, int size, const flo
 
 void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
     const int heads = args.heads, groups = args.kv_heads, size = args.head_dim, width = args.qkv.rows;
-    const Acts acts = prepare(context, args.x, nullptr, args.rows, args.qkv.cols, args.norm, args.eps, args.qkv);
+    const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.qkv);
     float* wide = scratch<float>(context.wide, (size_t)args.rows * width);
     matmul(context, args.qkv, acts, wide);
     const int share = 8, tasks = (args.rows + share - 1) / share;
@@ -159,7 +163,7 @@ void attention_output(Context& context, const AttentionArgs& args) {
         attend(context, args, args.spans[s], row, joined + (size_t)row * width);
         row += args.spans[s].rows;
     }
-    const Acts acts = prepare(context, joined, nullptr, args.rows, width, nullptr, 0, args.proj);
+    const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
     matmul(context, args.proj, acts, args.out);
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
 }
@@ -183,23 +187,25 @@ inline void gate_rows(Context& context, const float* wide, int rows, int inner, 
 }
 
 void norm_gated_mlp(Context& context, const MlpArgs& args) {
-    const int inner = args.gate_up.rows / 2, cols = args.gate_up.cols;
-    const Acts acts = prepare(context, args.x, nullptr, args.rows, cols, args.norm, args.eps, args.gate_up);
-    float* gated = scratch<float>(context.inner, (size_t)args.rows * inner + 16);
-    if (can_gate(args.gate_up)) {
-        gated_matmul(context, args.gate_up, acts, args.activation, gated);
+    const int inner = args.down.cols;
+    const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
+    Acts gated;
+    if (can_gate(args.gate_up, args.down)) {
+        gated = reserve(context.inner, nullptr, args.rows, args.down);
+        gated_matmul(context, args.gate_up, acts, args.activation, args.down, gated);
     } else {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * 2 * inner);
         matmul(context, args.gate_up, acts, wide);
-        gate_rows(context, wide, args.rows, inner, args.activation, gated);
+        float* values = scratch<float>(context.gated, (size_t)args.rows * inner + 16);
+        gate_rows(context, wide, args.rows, inner, args.activation, values);
+        gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);
     }
-    const Acts again = prepare(context, gated, nullptr, args.rows, inner, nullptr, 0, args.down);
-    matmul(context, args.down, again, args.out);
+    matmul(context, args.down, gated, args.out);
     finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.eps);
 }
 
 void head(Context& context, const HeadArgs& args) {
-    const Acts acts = prepare(context, args.x, args.wanted, args.count, args.weight.cols, args.norm, args.eps, args.weight);
+    const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight);
     matmul(context, args.weight, acts, args.logits);
     if (args.softcap > 0) {
         const size_t total = (size_t)args.count * args.weight.rows;
@@ -208,7 +214,7 @@ void head(Context& context, const HeadArgs& args) {
 }
 
 void linear(Context& context, const Stack& stack, const float* x, int rows, float* out) {
-    matmul(context, stack, prepare(context, x, nullptr, rows, stack.cols, nullptr, 0, stack), out);
+    matmul(context, stack, prepare(context, context.rows, x, nullptr, rows, nullptr, 0, stack), out);
 }
 
 // Rows of a tiled matrix as float32: the embedding, and the kernels' own reference.

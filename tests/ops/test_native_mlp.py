@@ -1,0 +1,77 @@
+"""The gated MLP on packed weights: straight to codes or by way of floats, in any batch the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from localrt.quant.formats import unpack
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from tests.ops.packed import random_tensor
+from tests.ops.test_native_matmul import ISAS, quantized
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+HIDDEN, INNER = 256, 768
+
+
+def renamed(name: str, rows: int, cols: int, label: str, seed: int):
+    tensor = random_tensor(name, rows, cols, seed)
+    object.__setattr__(tensor, "name", label)
+    return tensor
+
+
+def build(ops: NativeOps, gate: str, up: str, down: str, hadamard: int) -> MlpWeights:
+    parts = [renamed(gate, INNER, HIDDEN, "gate", 1), renamed(up, INNER, HIDDEN, "up", 2)]
+    last = tile_tensor(random_tensor(down, HIDDEN, INNER, 3), hadamard=hadamard)
+    return MlpWeights(
+        norm=ops.vector(np.ones(HIDDEN, np.float32)),
+        gate_up=ops.weight((2 * INNER, HIDDEN), parts),
+        down=ops.weight((HIDDEN, INNER), [last]),
+    )
+
+
+def reference(x: np.ndarray, gate: str, up: str, down: str, hadamard: int) -> np.ndarray:
+    """Float64 on the activations that the kernels quantize to."""
+    x = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6).astype(np.float32)
+    seen = quantized(x)
+    g, u = (
+        seen @ unpack(random_tensor(name, INNER, HIDDEN, seed)).astype(np.float64).T
+        for name, seed in ((gate, 1), (up, 2))
+    )
+    product = (g / (1 + np.exp(-g)) * u).astype(np.float32)
+    if hadamard:
+        product = block_hadamard(product, hadamard)
+    last = unpack(random_tensor(down, HIDDEN, INNER, 3)).astype(np.float64)
+    return quantized(product) @ last.T
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("gate", "up", "down", "hadamard"),
+    [
+        ("q4_k", "q4_k", "q6_k", 0),  # side by side
+        ("int4-g32", "int4-g32", "mxfp4", 32),
+        ("q4_k", "q4_k", "q4_k", 64),
+        ("nvfp4", "nvfp4", "nvfp4", 128),  # rotations too wide for one task
+        ("q4_k", "q5_k", "q4_k", 0),  # layouts that differ
+        ("q4_k", "q4_k", "bf16", 0),  # a last matrix that takes floats
+    ],
+)
+def test_every_way_through_the_mlp(gate: str, up: str, down: str, hadamard: int, isa: str) -> None:
+    spec = MlpSpec(activation="silu", eps=1e-6)
+    x = np.random.default_rng(0).standard_normal((37, HIDDEN)).astype(np.float32)
+    two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
+    weights = build(two, gate, up, down, hadamard)
+    whole = two.norm_gated_mlp(x, weights, spec)
+    if down != "bf16":
+        expected = reference(x, gate, up, down, hadamard)
+        # The last digit of a product may move an activation to the next code.
+        assert np.abs(whole - expected).max() < 5e-3 * np.abs(expected).max()
+    weights = build(one, gate, up, down, hadamard)
+    for count in (1, 2, 3, 4, 5, 7, 13, 31):
+        assert np.array_equal(one.norm_gated_mlp(x[:count], weights, spec), whole[:count])
