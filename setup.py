@@ -17,6 +17,7 @@ SOURCES = (
     "kernels_avx2",
     "kernels_avxvnni",
     "kernels_avx512",
+    "kernels_neon",
 )
 
 flags = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
@@ -43,6 +44,7 @@ setup(
                     "steps",
                     "vec_avx2",
                     "vec_avx512",
+                    "vec_neon",
                     "vec_portable",
                 )
             ],

@@ -6,6 +6,11 @@
 extern const Kernels kernels_portable;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2, kernels_avxvnni, kernels_avx512;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
 #endif
 
 namespace {
@@ -15,6 +20,18 @@ struct Choice {
     const Kernels* kernels;
     bool usable;
 };
+
+#if defined(__aarch64__)
+bool has_dot_product() {
+#if defined(__APPLE__)
+    return true;  // every Apple processor of this architecture that runs Python
+#elif defined(__linux__)
+    return getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
+#else
+    return false;
+#endif
+}
+#endif
 
 // Best first.
 const Choice* choices(int* count) {
@@ -27,6 +44,9 @@ const Choice* choices(int* count) {
         {"avxvnni", &kernels_avxvnni, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni")},
 #endif
         {"avx2", &kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+#endif
+#if defined(__aarch64__)
+        {"neon", &kernels_neon, has_dot_product()},
 #endif
         {"portable", &kernels_portable, true},
     };

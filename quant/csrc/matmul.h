@@ -10,6 +10,11 @@ namespace {
 
 constexpr int PREFETCH = 4096;  // bytes ahead: earlier than the hardware does, a third of decode speed
 
+// What the first steps of a tile would otherwise wait for.
+inline void prefetch_start(const uint8_t* tile) {
+    for (int line = 0; line < PREFETCH; line += 64) __builtin_prefetch(tile + line);
+}
+
 // Up to four rows: a step of weights is unpacked into registers and meets them at once.
 template <class Layout, int R>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
@@ -162,10 +167,10 @@ template <class Layout> struct Packed {
         };
         if (acts.rows <= DIRECT_ROWS) {
             F16L gates[TASK_TILES / 2][DIRECT_ROWS], ups[TASK_TILES / 2][DIRECT_ROWS];
-            for (int t = 0; t < count; t++) {
-                direct(gate, tile + t, acts, gates[t]);
-                direct(up, tile + t, acts, ups[t]);
-            }
+            prefetch_start(at(gate, tile));
+            prefetch_start(at(up, tile));
+            for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates[t]);
+            for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups[t]);
             for (int row = 0; row < acts.rows; row++) {
                 for (int t = 0; t < count; t++) put(gates[t][row], ups[t][row], t);
                 out.finish(runs, row, values, 16 * tile, 16 * count);

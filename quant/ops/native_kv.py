@@ -28,6 +28,13 @@ class _Layer:
     v_scale: npt.NDArray[np.float32] | None
 
     @property
+    def address(self) -> tuple[int, int, int | None, int | None]:
+        """Where the four lie."""
+        scales = (self.k_scale, self.v_scale)
+        k_scale, v_scale = (None if s is None else s.ctypes.data for s in scales)
+        return self.k.ctypes.data, self.v.ctypes.data, k_scale, v_scale
+
+    @property
     def arrays(self) -> list[npt.NDArray[Any]]:
         scales = (self.k_scale, self.v_scale)
         return [self.k, self.v, *(scale for scale in scales if scale is not None)]
@@ -50,6 +57,7 @@ class NativeKVCache(GrowingCache):
         self._kv_format = kv_format
         self._shapes = list(shapes)
         self.layers = [self._empty(groups, width, 0) for groups, width in shapes]
+        self.addresses = [layer.address for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -74,3 +82,4 @@ class NativeKVCache(GrowingCache):
             for mine, theirs in zip(new.arrays[1:], old.arrays[1:], strict=True):
                 mine[:, : self._length] = theirs[:, : self._length]
             self.layers[index] = new
+            self.addresses[index] = new.address

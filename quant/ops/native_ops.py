@@ -46,13 +46,24 @@ Floats = npt.NDArray[np.float32]
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
+class NativeVector:
+    """A norm weight or bias, and where it lies: asking numpy again costs half a microsecond."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, values: Floats) -> None:
+        self.values = values
+        self.address: int = values.ctypes.data
+
+
 @dataclass(slots=True)
 class _Pass:
     batch: Batch
     rows: int
-    spans: dict[int, ctypes.Array[SpanArgs]] = field(default_factory=dict)
+    positions: int  # where they lie
+    attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
-    tables: dict[Rope, tuple[Floats, Floats]] = field(default_factory=dict)
+    tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
 
 
 class NativeOps:
@@ -107,9 +118,9 @@ class NativeOps:
         """A whole matrix in tiles: what ``tile_tensor`` gives, sooner."""
         return self._tiler.tile(tensor, hadamard=hadamard)
 
-    def vector(self, values: npt.NDArray[np.float32]) -> Floats:
+    def vector(self, values: npt.NDArray[np.float32]) -> NativeVector:
         """A norm weight or bias."""
-        return np.ascontiguousarray(values, np.float32)
+        return NativeVector(np.ascontiguousarray(values, np.float32))
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Packed bytes, rows rounded up to whole tiles."""
@@ -131,7 +142,7 @@ class NativeOps:
         """Reserve room in every cache."""
         # Arrays of other numbers of rows would pile up.
         self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
-        step = _Pass(batch, len(batch.tokens))
+        step = _Pass(batch, len(batch.tokens), batch.positions.ctypes.data)
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
             mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
@@ -163,7 +174,7 @@ class NativeOps:
     ) -> Floats:
         """(R, D)."""
         out = self._array(step.rows, weights.out.stack.rows)
-        args = self._attention_args(weights, spec, step, layer)
+        args = step.attention[layer]
         args.q, args.out = q.ctypes.data, out.ctypes.data
         self._api.lrt_attention_output(self._handle, args)
         self._spare[q.shape] = q
@@ -175,8 +186,8 @@ class NativeOps:
         args = MlpArgs(
             x=x.ctypes.data,
             out=out.ctypes.data,
-            norm=_address(weights.norm),
-            post_norm=_address(weights.post_norm),
+            norm=_vector(weights.norm),
+            post_norm=_vector(weights.post_norm),
             gate_up=weights.gate_up.stack,
             down=weights.down.stack,
             rows=x.shape[0],
@@ -196,7 +207,7 @@ class NativeOps:
         self,
         x: Floats,
         rows: npt.NDArray[np.intp],
-        norm: Floats,
+        norm: NativeVector,
         eps: float,
         weight: NativeWeight,
         softcap: float | None = None,
@@ -208,7 +219,7 @@ class NativeOps:
             x=x.ctypes.data,
             wanted=wanted.ctypes.data,
             logits=logits.ctypes.data,
-            norm=_address(norm),
+            norm=norm.address,
             weight=weight.stack,
             count=len(rows),
             eps=eps,
@@ -234,18 +245,19 @@ class NativeOps:
     def _attention_args(
         self, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
     ) -> AttentionArgs:
+        """Of both steps: the second finds them in the pass."""
         cos, sin = self._rope_tables(spec.rope, step)
         spans = self._spans(step, layer)
-        return AttentionArgs(
-            norm=_address(weights.norm),
-            qkv_bias=_address(weights.qkv_bias),
-            q_norm=_address(weights.q_norm),
-            k_norm=_address(weights.k_norm),
-            out_bias=_address(weights.out_bias),
-            post_norm=_address(weights.post_norm),
-            cos=_address(cos),
-            sin=_address(sin),
-            positions=step.batch.positions.ctypes.data,
+        args = step.attention[layer] = AttentionArgs(
+            norm=_vector(weights.norm),
+            qkv_bias=_vector(weights.qkv_bias),
+            q_norm=_vector(weights.q_norm),
+            k_norm=_vector(weights.k_norm),
+            out_bias=_vector(weights.out_bias),
+            post_norm=_vector(weights.post_norm),
+            cos=cos,
+            sin=sin,
+            positions=step.positions,
             spans=spans,
             qkv=weights.qkv.stack,
             proj=weights.out.stack,
@@ -254,47 +266,46 @@ class NativeOps:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            rotary=0 if cos is None else 2 * cos.shape[1],
+            rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
             window=spec.window or 0,
             eps=spec.eps,
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
         )
+        return args
 
     def _spans(self, step: _Pass, layer: int) -> ctypes.Array[SpanArgs]:
-        found = step.spans.get(layer)
-        if found is None:
-            spans = []
-            for span, mask in zip(step.batch.spans, step.masks, strict=True):
-                cache = span.cache
-                assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
-                held = cache.layers[layer]
-                spans.append(
-                    SpanArgs(
-                        k=held.k.ctypes.data,
-                        v=held.v.ctypes.data,
-                        k_scale=_address(held.k_scale),
-                        v_scale=_address(held.v_scale),
-                        mask=_address(mask),
-                        allocated=cache.allocated,
-                        held=cache.length,
-                        rows=span.rows,
-                    )
-                )
-            found = step.spans[layer] = (SpanArgs * len(spans))(*spans)
-        return found
+        spans = (SpanArgs * len(step.masks))()
+        for index, span in enumerate(step.batch.spans):
+            cache = span.cache
+            assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
+            spans[index] = SpanArgs(
+                *cache.addresses[layer],
+                _address(step.masks[index]),
+                cache.allocated,
+                cache.length,
+                span.rows,
+            )
+        return spans
 
-    def _rope_tables(
-        self, rope: Rope | None, step: _Pass
-    ) -> tuple[Floats, Floats] | tuple[None, None]:
+    def _rope_tables(self, rope: Rope | None, step: _Pass) -> tuple[int, int] | tuple[None, None]:
+        """Where the cosines and sines of the pass lie, each (R, rotary / 2)."""
         if rope is None:
             return None, None
         if rope not in step.tables:
             frequencies = np.asarray(rope.inv_freq, np.float32)
             angles = step.batch.positions.astype(np.float32)[:, None] * frequencies
             scale = np.float32(rope.scale)
-            step.tables[rope] = np.cos(angles) * scale, np.sin(angles) * scale
-        return step.tables[rope]
+            step.tables[rope] = (
+                NativeVector(np.cos(angles) * scale),
+                NativeVector(np.sin(angles) * scale),
+            )
+        cos, sin = step.tables[rope]
+        return cos.address, sin.address
+
+
+def _vector(vector: NativeVector | None) -> int | None:
+    return None if vector is None else vector.address
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:

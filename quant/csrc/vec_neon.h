@@ -1,0 +1,132 @@
+// Sixteen lanes in four 128-bit registers. Needs AArch64 with the dot product instructions.
+#pragma once
+#include <arm_neon.h>
+#include <cstdint>
+
+namespace {
+
+#define LRT_PANEL_ROWS 3
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384;
+// Signed products take up to six bits as they are; eight bits need a correction.
+constexpr int DOT_BITS(int bits) { return bits > 6 ? 8 : 6; }
+constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
+
+struct I16 {
+    int32x4_t v[4];
+    template <class Fn> static I16 each(Fn fn) { return {{fn(0), fn(1), fn(2), fn(3)}}; }
+    static I16 zero() { return set1(0); }
+    static I16 set1(int32_t x) { return each([=](int) { return vdupq_n_s32(x); }); }
+    static I16 load(const void* p) { return each([=](int i) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p + 16 * i)); }); }
+    static I16 load_i8(const void* p) {
+        const int8x16_t b = vld1q_s8((const int8_t*)p);
+        const int16x8_t low = vmovl_s8(vget_low_s8(b)), high = vmovl_s8(vget_high_s8(b));
+        return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)), vmovl_s16(vget_high_s16(high))}};
+    }
+    static I16 load_u8(const void* p) {
+        const uint8x16_t b = vld1q_u8((const uint8_t*)p);
+        const uint16x8_t low = vmovl_u8(vget_low_u8(b)), high = vmovl_u8(vget_high_u8(b));
+        return {{vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low))),
+                 vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)))}};
+    }
+    I16 operator+(I16 o) const { return each([&](int i) { return vaddq_s32(v[i], o.v[i]); }); }
+    I16 operator&(I16 o) const { return each([&](int i) { return vandq_s32(v[i], o.v[i]); }); }
+    I16 operator|(I16 o) const { return each([&](int i) { return vorrq_s32(v[i], o.v[i]); }); }
+    I16 shl(int n) const { return each([&](int i) { return vshlq_s32(v[i], vdupq_n_s32(n)); }); }
+    I16 shr(int n) const {
+        return each([&](int i) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v[i]), vdupq_n_s32(-n))); });
+    }
+    void store_i8(int8_t* p) const {
+        const int16x8_t low = vcombine_s16(vqmovn_s32(v[0]), vqmovn_s32(v[1])), high = vcombine_s16(vqmovn_s32(v[2]), vqmovn_s32(v[3]));
+        vst1q_s8(p, vcombine_s8(vqmovn_s16(low), vqmovn_s16(high)));
+    }
+    int32_t sum() const { return vaddvq_s32(vaddq_s32(vaddq_s32(v[0], v[1]), vaddq_s32(v[2], v[3]))); }
+};
+
+struct F16L {
+    float32x4_t v[4];
+    template <class Fn> static F16L each(Fn fn) { return {{fn(0), fn(1), fn(2), fn(3)}}; }
+    static F16L zero() { return set1(0); }
+    static F16L set1_shared(const float* p) { return set1(*p); }
+    static F16L set1(float x) { return each([=](int) { return vdupq_n_f32(x); }); }
+    static F16L load(const float* p) { return each([=](int i) { return vld1q_f32(p + 4 * i); }); }
+    static F16L load_f16(const void* p) {
+        return each([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t*)p + 8 * i))); });
+    }
+    static F16L load_bf16(const void* p) {
+        return each([=](int i) {
+            return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8((const uint8_t*)p + 8 * i)), 16));
+        });
+    }
+    static F16L from(I16 x) { return each([&](int i) { return vcvtq_f32_s32(x.v[i]); }); }
+    static F16L bits(I16 x) { return each([&](int i) { return vreinterpretq_f32_s32(x.v[i]); }); }
+    I16 as_bits() const { return I16::each([&](int i) { return vreinterpretq_s32_f32(v[i]); }); }
+    I16 rounded() const { return I16::each([&](int i) { return vcvtnq_s32_f32(v[i]); }); }
+    void store(float* p) const {
+        for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, v[i]);
+    }
+    F16L operator+(F16L o) const { return each([&](int i) { return vaddq_f32(v[i], o.v[i]); }); }
+    F16L operator-(F16L o) const { return each([&](int i) { return vsubq_f32(v[i], o.v[i]); }); }
+    F16L operator*(F16L o) const { return each([&](int i) { return vmulq_f32(v[i], o.v[i]); }); }
+    F16L operator/(F16L o) const { return each([&](int i) { return vdivq_f32(v[i], o.v[i]); }); }
+    F16L max(F16L o) const { return each([&](int i) { return vmaxq_f32(v[i], o.v[i]); }); }
+    F16L min(F16L o) const { return each([&](int i) { return vminq_f32(v[i], o.v[i]); }); }
+    float highest() const { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(v[0], v[1]), vmaxq_f32(v[2], v[3]))); }
+    // Lane i of the result is lane i ^ N.
+    template <int N> F16L across() const {
+        if (N == 1) return each([&](int i) { return vrev64q_f32(v[i]); });
+        if (N == 2) return each([&](int i) { return vextq_f32(v[i], v[i], 2); });
+        return each([&](int i) { return v[i ^ (N / 4)]; });
+    }
+    F16L fma(F16L b, F16L c) const { return each([&](int i) { return vfmaq_f32(c.v[i], v[i], b.v[i]); }); }  // this * b + c
+};
+
+// 64 bytes: lane r holds four consecutive codes of row r.
+struct B64 {
+    uint8x16_t v[4];
+    template <class Fn> static B64 each(Fn fn) { return {{fn(0), fn(1), fn(2), fn(3)}}; }
+    static B64 load(const void* p) { return each([=](int i) { return vld1q_u8((const uint8_t*)p + 16 * i); }); }
+    void store(void* p) const {
+        for (int i = 0; i < 4; i++) vst1q_u8((uint8_t*)p + 16 * i, v[i]);
+    }
+    static B64 set1(int x) { return each([=](int) { return vdupq_n_u8((uint8_t)x); }); }
+    static B64 table(const uint8_t* t) { return each([=](int) { return vld1q_u8(t); }); }
+    B64 operator&(B64 o) const { return each([&](int i) { return vandq_u8(v[i], o.v[i]); }); }
+    B64 operator|(B64 o) const { return each([&](int i) { return vorrq_u8(v[i], o.v[i]); }); }
+    template <int N> B64 shr() const { return each([&](int i) { return vshrq_n_u8(v[i], N); }); }
+    template <int N> B64 shl() const { return each([&](int i) { return vshlq_n_u8(v[i], N); }); }
+    B64 lookup(B64 index) const { return each([&](int i) { return vqtbl1q_u8(v[i], index.v[i]); }); }
+    // bit where the mask's bit of this byte is set
+    B64 with_bits(uint64_t mask, int bit) const {
+        const uint8x16_t powers = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
+        return each([&](int i) {
+            const uint16_t part = (uint16_t)(mask >> 16 * i);
+            const uint8x16_t bytes = vcombine_u8(vdup_n_u8((uint8_t)part), vdup_n_u8((uint8_t)(part >> 8)));
+            return vorrq_u8(v[i], vandq_u8(vtstq_u8(bytes, powers), vdupq_n_u8((uint8_t)bit)));
+        });
+    }
+};
+
+// Four activations, for all lanes.
+struct Quad {
+    int8x16_t v;
+    static Quad load(const int8_t* p) {
+        int32_t four;
+        __builtin_memcpy(&four, p, 4);
+        return {vreinterpretq_s8_s32(vdupq_n_s32(four))};
+    }
+    static Quad load_shared(const int8_t* p) { return load(p); }
+};
+
+// acc + the four products of each lane; codes unsigned, activations signed.
+template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad a) {
+    if (BITS <= 6) return I16::each([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), a.v); });
+    // code = (code - 128) + 2 * 64
+    const int8x16_t half = vdupq_n_s8(64);
+    const int32x4_t twice = vdotq_s32(vdotq_s32(vdupq_n_s32(0), half, a.v), half, a.v);
+    return I16::each([&](int i) {
+        const int8x16_t centred = vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(128)));
+        return vaddq_s32(vdotq_s32(acc.v[i], centred, a.v), twice);
+    });
+}
+
+}  // namespace
