@@ -36,6 +36,7 @@ setup(
                     "activation",
                     "acts",
                     "attention",
+                    "ceilings",
                     "formats",
                     "kernels",
                     "matmul",

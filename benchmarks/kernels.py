@@ -1,9 +1,10 @@
-"""The CPU kernels one at a time: GB/s of packed bytes, share of the read floor, GFLOP/s.
+"""The CPU kernels one at a time, beside ggml's: GB/s, share of the read floor, GFLOP/s.
 
-    .venv/bin/python benchmarks/kernels.py [--formats q4_0,q4_k] [--rows 1,8,64,512] [--json FILE]
+    .venv/bin/python benchmarks/kernels.py [--formats q4_0,q4_k] [--rows 1,8,64] [--json FILE]
 
 Every product runs over copies that together exceed the last-level cache, so that weights come from
-memory. The floor is the best of several read kernels in the same run.
+memory. The floor (plain reading) and the peak (int8 products from registers) are measured in the
+same run, as is ggml at its better of weights repacked or not, where llama-cpp-python is installed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,97 +24,188 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from benchmarks.ggml_kernels import TYPES, GgmlProduct, find_ggml  # noqa: E402
 from localrt import hardware  # noqa: E402
 from localrt.formatting import format_rate, table  # noqa: E402
 from localrt.quant.formats import FORMATS, PackedTensor  # noqa: E402
 from localrt.quant.ops.native_abi import layout_of  # noqa: E402
-from localrt.quant.ops.native_ops import NativeOps, NativeWeight  # noqa: E402
+from localrt.quant.ops.native_ops import NativeOps  # noqa: E402
+from localrt.quant.ops.protocol import MlpSpec, MlpWeights  # noqa: E402
 
-SHAPES = ((4096, 4096), (14336, 4096), (768, 2048), (2048, 768))
-WORKING_SET = 512 << 20
+SHAPES = ((4096, 4096), (14336, 4096))
+EXPERT = (768, 2048)  # inner, hidden
+WORKING_SET = 256 << 20
 MAX_COPIES = 64
 
 
-def copies(ops: NativeOps, name: str, rows: int, cols: int) -> list[NativeWeight]:
-    """Different weights of one shape, together larger than any cache."""
-    format_ = FORMATS[name]
-    nbytes = rows * format_.row_bytes(cols)
-    rng = np.random.default_rng(0)
-    made = []
-    for _ in range(max(1, min(MAX_COPIES, WORKING_SET // nbytes))):
-        data = rng.integers(0, 64, (rows, format_.row_bytes(cols)), dtype=np.uint8)
-        made.append(ops.weight((rows, cols), [PackedTensor("w", format_, (rows, cols), data)]))
-    return made
+def random_rows(name: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Packed bytes whose scales are finite."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 60, (shape[0], FORMATS[name].row_bytes(shape[1])), dtype=np.uint8)
 
 
-def measure(ops: NativeOps, weights: list[NativeWeight], rows: int, runs: int) -> float:
-    """Median seconds of one product."""
-    cols = weights[0].stack.cols
-    x = np.random.default_rng(1).standard_normal((rows, cols)).astype(np.float32)
-    samples = []
-    for _ in range(runs + 1):
-        start = time.perf_counter()
-        for weight in weights:
-            ops.linear(x, weight)
-        samples.append((time.perf_counter() - start) / len(weights))
-    return statistics.median(samples[1:])
+def copies(name: str, *shapes: tuple[int, int]) -> int:
+    """How many sets of such matrices exceed any cache."""
+    nbytes = sum(rows * FORMATS[name].row_bytes(cols) for rows, cols in shapes)
+    return max(2, min(MAX_COPIES, WORKING_SET // nbytes))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="single CPU kernels")
-    parser.add_argument("--formats", default="q4_0,q4_k,q5_0,q6_k,q8_0,mxfp4")
-    parser.add_argument("--rows", default="1,2,4,8,16,64,512")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--isa", default="")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    ops = NativeOps(isa=args.isa)
-    machine = hardware.probe()
-    floor = hardware.measure_memory_read(machine.cpu.usable_cores)
-    results: list[dict[str, Any]] = []
+def interleaved(contestants: dict[str, tuple[Callable[[int], Any], int]], runs: int) -> dict:
+    """Median seconds of one call of each: ``(call(i), how many i there are)``, by turns."""
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    for run in range(runs + 1):
+        for name, (call, count) in contestants.items():
+            time.sleep(0.03)  # the other's threads spin for a while
+            call(0)
+            start = time.perf_counter()
+            for index in range(count):
+                call(index)
+            if run:
+                samples[name].append((time.perf_counter() - start) / count)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def products(ops: NativeOps, ggml: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every format, shape and number of rows."""
+    results = []
     for name in args.formats.split(","):
-        if name not in FORMATS or layout_of(FORMATS[name]) is None:
-            parser.error(f"unknown format {name}: known are {', '.join(FORMATS)}")
-        for rows, cols in SHAPES:
-            weights = copies(ops, name, rows, cols)
-            nbytes = weights[0].nbytes
-            for batch in map(int, args.rows.split(",")):
-                seconds = measure(ops, weights, batch, args.runs)
+        for shape in SHAPES:
+            count = copies(name, shape)
+            data = [random_rows(name, shape, seed) for seed in range(count)]
+            packed = [PackedTensor("w", FORMATS[name], shape, rows) for rows in data]
+            weights = [ops.weight(shape, [tensor]) for tensor in packed]
+            for rows in map(int, args.rows.split(",")):
+                x = np.random.default_rng(1).standard_normal((rows, shape[1])).astype(np.float32)
+                out = np.empty((rows, shape[0]), np.float32)
+
+                def ours(index: int, x: Any = x, out: Any = out, weights: Any = weights) -> None:
+                    ops.linear(x, weights[index], out)
+
+                contestants: dict[str, Any] = {"localrt": (ours, count)}
+                theirs = []
+                if ggml is not None and name in TYPES:
+                    for kind in ("repacked", "plain"):
+                        product = GgmlProduct(ggml, kind, name, shape, data, x)
+                        theirs.append(product)
+                        contestants[kind] = (product.run, count)
+                seconds = interleaved(contestants, args.runs)
+                for product in theirs:
+                    product.close()
                 results.append(
-                    {
-                        "format": name,
-                        "shape": [rows, cols],
-                        "rows": batch,
-                        "seconds": seconds,
-                        "gb_s": nbytes / seconds / 1e9,
-                        "floor_share": nbytes / seconds / floor,
-                        "gflop_s": 2 * batch * rows * cols / seconds / 1e9,
-                    }
+                    record(name, shape, rows, weights[0].nbytes, seconds.pop("localrt"), seconds)
                 )
+    return results
+
+
+def record(
+    name: str, shape: Any, rows: int, nbytes: int, seconds: float, ggml: dict[str, float]
+) -> dict[str, Any]:
+    """One line of the JSON."""
+    operations = 2 * rows * shape[0] * shape[1]
+    return {
+        "format": name,
+        "shape": list(shape),
+        "rows": rows,
+        "seconds": seconds,
+        "bytes_s": nbytes / seconds,
+        "operations_s": operations / seconds,
+        "ggml_seconds": ggml or None,
+        "times_ggml": min(ggml.values()) / seconds if ggml else None,
+    }
+
+
+def experts(ops: NativeOps, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """An expert's three matrices at one row, as one gated MLP."""
+    results = []
+    inner, hidden = EXPERT
+    spec = MlpSpec(activation="silu", eps=1e-6)
+    for name in args.formats.split(","):
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        if any(cols % FORMATS[name].block for _, cols in shapes):
+            continue
+        count = copies(name, *shapes)
+        units = []
+        for seed in range(count):
+            gate, up, down = (
+                PackedTensor(label, FORMATS[name], shape, random_rows(name, shape, seed))
+                for label, shape in zip(("gate", "up", "down"), shapes, strict=True)
+            )
+            units.append(
+                MlpWeights(
+                    norm=ops.vector(np.ones(hidden, np.float32)),
+                    gate_up=ops.weight((2 * inner, hidden), [gate, up]),
+                    down=ops.weight((hidden, inner), [down]),
+                )
+            )
+        x = np.random.default_rng(1).standard_normal((1, hidden)).astype(np.float32)
+
+        def one(index: int, units: Any = units, x: Any = x) -> None:
+            ops.norm_gated_mlp(x, units[index], spec)
+
+        seconds = interleaved({"localrt": (one, count)}, args.runs)["localrt"]
+        nbytes = units[0].gate_up.nbytes + units[0].down.nbytes
+        results.append(record(f"{name} expert", (3 * inner, hidden), 1, nbytes, seconds, {}))
+    return results
+
+
+def describe(results: list[dict[str, Any]], floor: float, peak: float) -> str:
+    """The table for people."""
     cells = [
         [
             r["format"],
             "x".join(map(str, r["shape"])),
             str(r["rows"]),
             f"{r['seconds'] * 1e3:.3f}",
-            format_rate(r["gb_s"]),
-            f"{100 * r['floor_share']:.0f} %",
-            format_rate(r["gflop_s"]),
+            format_rate(r["bytes_s"] / 1e9),
+            f"{100 * r['bytes_s'] / floor:.0f} %",
+            format_rate(r["operations_s"] / 1e9),
+            f"{100 * r['operations_s'] / peak:.0f} %",
+            f"{r['times_ggml']:.2f}x" if r["times_ggml"] else "",
         ]
         for r in results
     ]
-    headers = ["format", "shape", "rows", "ms", "GB/s", "of floor", "GFLOP/s"]
-    print(f"{ops.isa} kernels, {machine.cpu.usable_cores} threads, floor {floor / 1e9:.1f} GB/s")
-    print(table(cells, headers, "llrrrrr"))
+    headers = ["format", "shape", "rows", "ms", "GB/s", "of floor", "GFLOP/s", "of peak", "ggml"]
+    return table(cells, headers, "llrrrrrrr")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="single CPU kernels beside ggml's")
+    parser.add_argument("--formats", default="q4_0,q4_k,int4-g128,nf4,mxfp4,nvfp4")
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,512")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--isa", default="")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    for name in args.formats.split(","):
+        if name not in FORMATS or layout_of(FORMATS[name]) is None:
+            parser.error(f"unknown format {name}: known are {', '.join(FORMATS)}")
+    ops = NativeOps(isa=args.isa)
+    machine = hardware.probe()
+    threads = machine.cpu.usable_cores
+    peak, floor = ops.measure_ceilings()
+    floor = max(floor, hardware.measure_memory_read(threads))
+    ggml = find_ggml(threads)
+    results = products(ops, ggml, args) + experts(ops, args)
+    print(
+        f"{ops.isa} kernels, {threads} threads, floor {floor / 1e9:.1f} GB/s, "
+        f"int8 peak {peak / 1e9:.0f} GOP/s; ggml: its better of repacked and plain"
+    )
+    print(describe(results, floor, peak))
     if args.json:
-        record = {
+        try:
+            theirs = version("llama-cpp-python")
+        except PackageNotFoundError:
+            theirs = None
+        whole = {
             "machine": machine.to_dict(),
-            "command": "benchmarks/kernels.py",
+            "command": "benchmarks/kernels.py " + " ".join(sys.argv[1:]),
             "isa": ops.isa,
+            "llama_cpp_python": theirs,
             "floor_bytes_s": floor,
+            "peak_operations_s": peak,
             "results": results,
         }
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        args.json.write_text(json.dumps(whole, indent=2) + "\n")
     return 0
 
 

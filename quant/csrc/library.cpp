@@ -65,7 +65,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 2; }
+LRT_API int lrt_abi_version() { return 3; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -88,6 +88,9 @@ LRT_API void lrt_linear(Runtime* r, const Stack* stack, const float* x, int rows
 LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows, int count, float factor, float* out) {
     r->kernels.read_rows(*matrix, rows, count, factor, out);
 }
+// Ceilings to measure kernels against: see ceilings.h.
+LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
+LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }
 // Rows of GGUF blocks (rows, cols) to tiles; `to` has room for the rows rounded up to 16.
 LRT_API void lrt_tile(Runtime* r, int source, const uint8_t* from, int rows, int cols, uint8_t* to) {
     tile_rows(r->context, source, from, rows, cols, to);

@@ -10,11 +10,6 @@ namespace {
 
 constexpr int PREFETCH = 4096;  // bytes ahead: earlier than the hardware does, a third of decode speed
 
-// What the first steps of a tile would otherwise wait for.
-inline void prefetch_start(const uint8_t* tile) {
-    for (int line = 0; line < PREFETCH; line += 64) __builtin_prefetch(tile + line);
-}
-
 // Up to four rows: a step of weights is unpacked into registers and meets them at once.
 template <class Layout, int R>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
@@ -158,8 +153,14 @@ template <class Layout> struct Packed {
             for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
     }
     // The gated product of two matrices of one layout, one's tiles beside the other's: rows of `out`.
-    static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, const Acts& acts, const Runs& runs,
-                               RunRange range, const Gated& out) {
+    static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
+                               const Runs& runs, RunRange range, const Gated& out) {
+        if (acts.rows <= DIRECT_ROWS && count > TASK_TILES / 2) {
+            const int piece = TASK_TILES / 2 / unit * unit;
+            for (int t = 0; t < count; t += piece)
+                multiply_gated(gate, up, tile + t, least(piece, count - t), unit, acts, runs, range, out);
+            return;
+        }
         alignas(64) float values[TASK_TILES / 2 * 16];
         auto put = [&](F16L g, F16L u, int t) {
             g = activate(g * F16L::set1(gate.scale), out.activation);
@@ -167,8 +168,6 @@ template <class Layout> struct Packed {
         };
         if (acts.rows <= DIRECT_ROWS) {
             F16L gates[TASK_TILES / 2][DIRECT_ROWS], ups[TASK_TILES / 2][DIRECT_ROWS];
-            prefetch_start(at(gate, tile));
-            prefetch_start(at(up, tile));
             for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates[t]);
             for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups[t]);
             for (int row = 0; row < acts.rows; row++) {
@@ -292,29 +291,34 @@ struct Chunks {
     RunRange operator[](int chunk) const { return {chunk * runs.count / count, (chunk + 1) * runs.count / count}; }
 };
 
-// Tiles of a task: about 64 KB of weights, small enough to share evenly, large enough to stream.
-inline int task_tiles(const Context& context, int tiles, size_t tile_bytes, bool panels) {
-    const int fair = most(1, tiles / (4 * context.pool.threads()));
-    const int step = least(least(most(1, (int)(65536 / tile_bytes)), fair), TASK_TILES);
-    return panels ? (step + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES : step;
+// Tiles of the next task, `left` being those not handed out yet. For few rows reading is everything: a
+// share of what is left, so that most of it streams in long pieces and the last ones are short. For
+// many rows as much as stays in the cache.
+inline int next_tiles(const Context& context, int left, bool panels) {
+    const int threads = context.pool.threads();
+    if (!panels) return most(1, left / (2 * threads));
+    const int step = least(most(1, left / (2 * threads)), TASK_TILES);
+    return (step + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
 }
 
 // out (R, stack.rows) = x (R, K) times the stack's rows.
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out) {
     struct Task { const Matrix* matrix; int tile, tiles, column; };
-    int most_tasks = 0;
-    for (int part = 0; part < stack.count; part++) most_tasks += (stack.parts[part].rows + 15) / 16;
-    Task* tasks = scratch<Task>(context.tasks, most_tasks);
+    int left = 0;
+    for (int part = 0; part < stack.count; part++) left += (stack.parts[part].rows + 15) / 16;
+    Task* tasks = scratch<Task>(context.tasks, left);
     const Runs runs(acts.rows);
     const Chunks chunks(runs);
     int count = 0, column = 0;
     for (int part = 0; part < stack.count; part++) {
         const Matrix& m = stack.parts[part];
         const int tiles = (m.rows + 15) / 16;
-        size_t bytes = 1;
-        with_layout(m.layout, [&](auto kind) { bytes = kind.tile_bytes(m); });
-        const int step = task_tiles(context, tiles, bytes, acts.rows > DIRECT_ROWS);
-        for (int tile = 0; tile < tiles; tile += step) tasks[count++] = {&m, tile, least(step, tiles - tile), column};
+        for (int tile = 0; tile < tiles;) {
+            const int step = least(next_tiles(context, left, acts.rows > DIRECT_ROWS), tiles - tile);
+            tasks[count++] = {&m, tile, step, column};
+            tile += step;
+            left -= step;
+        }
         column += m.rows;
     }
     parallel(context, chunks.count * count, [&](int index) {
@@ -350,11 +354,19 @@ inline void gated_matmul(Context& context, const Stack& stack, const Acts& acts,
     const Gated target = {out, activation, down.hadamard};
     with_layout(gate.layout, [&](auto kind) {
         if constexpr (decltype(kind)::PACKED) {
-            const int wanted = task_tiles(context, 2 * tiles, kind.tile_bytes(gate), true) / 2;
-            const int step = (wanted + unit - 1) / unit * unit, count = (tiles + step - 1) / step;
+            const bool panels = acts.rows > DIRECT_ROWS;
+            int* starts = scratch<int>(context.tasks, tiles + 1);
+            int count = 0;
+            for (int tile = 0; tile < tiles; count++) {
+                starts[count] = tile;
+                int step = next_tiles(context, tiles - tile, panels);
+                if (panels) step = least(step, TASK_TILES / 2);
+                tile += (step + unit - 1) / unit * unit;
+            }
+            starts[count] = tiles;
             parallel(context, chunks.count * count, [&](int index) {
-                const int tile = index % count * step;
-                kind.multiply_gated(gate, up, tile, least(step, tiles - tile), acts, runs, chunks[index / count], target);
+                const int tile = starts[index % count], tiles_here = starts[index % count + 1] - tile;
+                kind.multiply_gated(gate, up, tile, tiles_here, unit, acts, runs, chunks[index / count], target);
             });
         }
     });

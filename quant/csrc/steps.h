@@ -2,6 +2,7 @@
 #pragma once
 #include "matmul.h"
 #include "attention.h"
+#include "ceilings.h"
 
 namespace {
 
@@ -228,4 +229,4 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, head, linear, read_rows};
+const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, head, linear, read_rows, multiply_peak, read_all};

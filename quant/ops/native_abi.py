@@ -6,7 +6,7 @@ Importing it loads nothing; ``load_library`` finds the shared library beside thi
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -28,7 +28,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
 SOURCES = {
@@ -190,6 +190,8 @@ _SIGNATURES = {
     "lrt_head": (None, (c_void_p, POINTER(HeadArgs))),
     "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),
+    "lrt_multiply_peak": (c_double, (c_void_p, c_int)),
+    "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -228,12 +229,29 @@ class NativeOps:
         self._api.lrt_head(self._handle, args)
         return logits
 
-    def linear(self, x: Floats, weight: NativeWeight) -> Floats:
+    def linear(self, x: Floats, weight: NativeWeight, out: Floats | None = None) -> Floats:
         """x (R, K) times the weight's rows: (R, out). For tests and benchmarks."""
         x = np.ascontiguousarray(x, np.float32)
-        out = np.empty((x.shape[0], weight.stack.rows), np.float32)
+        if out is None:
+            out = np.empty((x.shape[0], weight.stack.rows), np.float32)
         self._api.lrt_linear(self._handle, weight.stack, x.ctypes.data, x.shape[0], out.ctypes.data)
         return out
+
+    def measure_ceilings(self, read_bytes: int = 512 << 20) -> tuple[float, float]:
+        """Int8 operations per second from registers, and bytes per second of plain reading.
+
+        The best of several runs each, on this instance's threads: what kernels are measured against.
+        """
+        rounds, data = 2_000_000, np.ones(read_bytes, np.uint8)
+        peak = read = 0.0
+        for _ in range(5):
+            start = time.perf_counter()
+            operations = self._api.lrt_multiply_peak(self._handle, rounds)
+            peak = max(peak, operations / (time.perf_counter() - start))
+            start = time.perf_counter()
+            self._api.lrt_read_all(self._handle, data.ctypes.data, read_bytes)
+            read = max(read, read_bytes / (time.perf_counter() - start))
+        return peak, read
 
     def _array(self, rows: int, cols: int) -> Floats:
         """An array that the pass before gave up, or a new one: fresh pages cost more than a row."""

@@ -1,0 +1,131 @@
+"""One ggml matrix product on the CPU, through the library that llama-cpp-python brings.
+
+For comparing single kernels in one process; it knows nothing of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_bool, c_int, c_int64, c_size_t, c_void_p
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["GgmlProduct", "find_ggml"]
+
+TYPES = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
+
+
+class _InitParams(Structure):
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+class _Ggml:
+    """The few functions that a product needs."""
+
+    def __init__(self, folder: Path) -> None:
+        base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
+        cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"), mode=ctypes.RTLD_GLOBAL)
+        pointers = {
+            "ggml_init": (_InitParams,),
+            "ggml_new_tensor_2d": (c_void_p, c_int, c_int64, c_int64),
+            "ggml_mul_mat": (c_void_p, c_void_p, c_void_p),
+            "ggml_new_graph": (c_void_p,),
+            "ggml_backend_alloc_ctx_tensors": (c_void_p, c_void_p),
+            "ggml_backend_alloc_ctx_tensors_from_buft": (c_void_p, c_void_p),
+        }
+        for name, arguments in pointers.items():
+            function = getattr(base, name)
+            function.restype, function.argtypes = c_void_p, list(arguments)
+            setattr(self, name, function)
+        others = {
+            "ggml_build_forward_expand": (None, (c_void_p, c_void_p)),
+            "ggml_backend_tensor_set": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
+            "ggml_backend_tensor_get": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
+            "ggml_backend_graph_compute": (c_int, (c_void_p, c_void_p)),
+            "ggml_backend_buffer_free": (None, (c_void_p,)),
+            "ggml_free": (None, (c_void_p,)),
+        }
+        for name, (result, arguments) in others.items():
+            function = getattr(base, name)
+            function.restype, function.argtypes = result, list(arguments)
+            setattr(self, name, function)
+        cpu.ggml_backend_cpu_init.restype = c_void_p
+        cpu.ggml_backend_cpu_set_n_threads.argtypes = [c_void_p, c_int]
+        repack = cpu._Z35ggml_backend_cpu_repack_buffer_typev
+        repack.restype = c_void_p
+        plain = base.ggml_backend_cpu_buffer_type
+        plain.restype = c_void_p
+        self.buffer_types = {"repacked": repack(), "plain": plain()}
+        self.backend = cpu.ggml_backend_cpu_init()
+        self._set_threads = cpu.ggml_backend_cpu_set_n_threads
+
+    def set_threads(self, threads: int) -> None:
+        self._set_threads(self.backend, threads)
+
+
+def find_ggml(threads: int) -> _Ggml | None:
+    """The library, or None where llama-cpp-python is not installed."""
+    spec = find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        return None
+    found = _Ggml(Path(spec.origin).parent / "lib")
+    found.set_threads(threads)
+    return found
+
+
+class GgmlProduct:
+    """``weights`` (n matrices as GGUF rows) times x: ``run(i)`` computes with the i-th."""
+
+    def __init__(
+        self,
+        ggml: _Ggml,
+        kind: str,
+        format_name: str,
+        shape: tuple[int, int],
+        weights: list[npt.NDArray[np.uint8]],
+        x: npt.NDArray[np.float32],
+    ) -> None:
+        self._ggml = ggml
+        rows, cols = shape
+        type_id = TYPES[format_name]
+        self._weights = ggml.ggml_init(_InitParams(1 << 20, None, True))
+        tensors = [ggml.ggml_new_tensor_2d(self._weights, type_id, cols, rows) for _ in weights]
+        buffer_type = ggml.buffer_types[kind]
+        self._buffers = [ggml.ggml_backend_alloc_ctx_tensors_from_buft(self._weights, buffer_type)]
+        if not self._buffers[0]:
+            raise RuntimeError(f"ggml cannot keep {format_name} {kind}")
+        for tensor, data in zip(tensors, weights, strict=True):
+            ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
+        self._context = ggml.ggml_init(_InitParams(64 << 20, None, True))
+        inputs = ggml.ggml_new_tensor_2d(self._context, TYPES["f32"], cols, len(x))
+        self._graphs, self._outputs = [], []
+        for tensor in tensors:
+            output = ggml.ggml_mul_mat(self._context, tensor, inputs)
+            graph = ggml.ggml_new_graph(self._context)
+            ggml.ggml_build_forward_expand(graph, output)
+            self._graphs.append(graph)
+            self._outputs.append(output)
+        self._buffers.append(ggml.ggml_backend_alloc_ctx_tensors(self._context, ggml.backend))
+        x = np.ascontiguousarray(x, np.float32)
+        ggml.ggml_backend_tensor_set(inputs, x.ctypes.data, 0, x.nbytes)
+        self._shape = (len(x), rows)
+
+    def run(self, index: int) -> None:
+        """Compute."""
+        self._ggml.ggml_backend_graph_compute(self._ggml.backend, self._graphs[index])
+
+    def result(self, index: int) -> npt.NDArray[np.float32]:
+        """What ``run(index)`` gave, (R, rows)."""
+        out = np.empty(self._shape, np.float32)
+        self._ggml.ggml_backend_tensor_get(self._outputs[index], out.ctypes.data, 0, out.nbytes)
+        return out
+
+    def close(self) -> None:
+        """Free everything."""
+        for buffer in self._buffers:
+            self._ggml.ggml_backend_buffer_free(buffer)
+        self._ggml.ggml_free(self._context)
+        self._ggml.ggml_free(self._weights)

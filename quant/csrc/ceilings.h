@@ -1,0 +1,48 @@
+// What this machine can do at most, to measure kernels against: products from registers, plain reading.
+#pragma once
+
+namespace {
+
+// `rounds` times twelve independent chains of products on every thread; returns the operations done,
+// a product and its sum being two.
+double multiply_peak(Context& context, int rounds) {
+    constexpr int CHAINS = 12;
+    const int threads = context.pool.threads();
+    volatile int sink = 0;
+    parallel(context, threads, [&](int) {
+        alignas(64) uint8_t bytes[64];
+        for (int i = 0; i < 64; i++) bytes[i] = (uint8_t)(sink + i % 16);
+        const B64 codes = B64::load(bytes);
+        const Quad a = Quad::load((const int8_t*)bytes);
+        I16 sums[CHAINS];
+        for (auto& sum : sums) sum = I16::zero();
+        for (int round = 0; round < rounds; round++) {
+#pragma GCC unroll 12
+            for (auto& sum : sums) sum = dot4<4>(sum, codes, a);
+        }
+        int total = 0;
+        for (auto& sum : sums) total += sum.sum();
+        if (total == 1) sink = total;
+    });
+    return 128. * CHAINS * rounds * threads;
+}
+
+// Reads every byte once, in pieces that threads take in turn.
+void read_all(Context& context, const uint8_t* data, int64_t bytes) {
+    constexpr int64_t PIECE = 256 << 10;
+    volatile int sink = 0;
+    parallel(context, (int)((bytes + PIECE - 1) / PIECE), [&](int piece) {
+        const uint8_t *p = data + piece * PIECE, *end = data + least(bytes, (piece + 1) * PIECE);
+        I16 sums[4] = {I16::zero(), I16::zero(), I16::zero(), I16::zero()};
+        for (; p + 256 <= end; p += 256)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                __builtin_prefetch(p + 64 * i + PREFETCH);
+                sums[i] = sums[i] | I16::load(p + 64 * i);
+            }
+        const int total = (sums[0] | sums[1] | sums[2] | sums[3]).sum();
+        if (total == 1) sink = total;
+    });
+}
+
+}  // namespace
