@@ -84,7 +84,7 @@ inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* tot
 
 namespace {
 
-constexpr int TASK_TILES = 8;
+constexpr int TASK_TILES = 8, PIECE_TILES = 32;  // of a task with many rows; of gated ones with few
 
 inline int panel_index(int tile, int row, int rows) {
     return (tile / PANEL_TILES * rows + row) * PANEL_TILES + tile % PANEL_TILES;
@@ -155,19 +155,19 @@ template <class Layout> struct Packed {
     // The gated product of two matrices of one layout, one's tiles beside the other's: rows of `out`.
     static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
                                const Runs& runs, RunRange range, const Gated& out) {
-        if (acts.rows <= DIRECT_ROWS && count > TASK_TILES / 2) {
-            const int piece = TASK_TILES / 2 / unit * unit;
+        if (acts.rows <= DIRECT_ROWS && count > PIECE_TILES) {
+            const int piece = PIECE_TILES / unit * unit;
             for (int t = 0; t < count; t += piece)
                 multiply_gated(gate, up, tile + t, least(piece, count - t), unit, acts, runs, range, out);
             return;
         }
-        alignas(64) float values[TASK_TILES / 2 * 16];
+        alignas(64) float values[PIECE_TILES * 16];
         auto put = [&](F16L g, F16L u, int t) {
             g = activate(g * F16L::set1(gate.scale), out.activation);
             (g * (u * F16L::set1(up.scale))).store(values + 16 * t);
         };
         if (acts.rows <= DIRECT_ROWS) {
-            F16L gates[TASK_TILES / 2][DIRECT_ROWS], ups[TASK_TILES / 2][DIRECT_ROWS];
+            F16L gates[PIECE_TILES][DIRECT_ROWS], ups[PIECE_TILES][DIRECT_ROWS];
             for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates[t]);
             for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups[t]);
             for (int row = 0; row < acts.rows; row++) {
