@@ -23,7 +23,6 @@ template <class Layout> inline void unpack_panel(const uint8_t** tiles, int colu
             for (int step = 0; step < span / 32; step++, group++, steps += Layout::STEP) {
                 B64 q[8];
                 Layout::codes(steps, q);
-                for (int line = 0; line < Layout::STEP; line += 64) __builtin_prefetch(steps + PREFETCH + line);
                 for (int v = 0; v < 8; v++) q[v].store(panel.codes + ((group * 8 + v) * PANEL_TILES + t) * 64);
                 for (int half = 0; half < HALVES; half++) {
                     const size_t at = ((group * HALVES + half) * PANEL_TILES + t) * 16;
@@ -37,6 +36,17 @@ template <class Layout> inline void unpack_panel(const uint8_t** tiles, int colu
     }
 }
 
+// What is unpacked next, fetched while the panel at hand is multiplied: a few lines at every group.
+struct Ahead {
+    const uint8_t* tiles[PANEL_TILES];
+    int lines;  // of each tile at a group; 0 for none
+
+    void fetch() {
+        for (int t = 0; t < PANEL_TILES; t++)
+            for (int i = 0; i < lines; i++, tiles[t] += 64) __builtin_prefetch(tiles[t]);
+    }
+};
+
 struct PanelRows {  // a run at the panel's first column
     const int8_t* codes;
     const float *meta, *halves;
@@ -44,7 +54,7 @@ struct PanelRows {  // a run at the panel's first column
 };
 
 template <int R, int HALVES, bool SYMMETRIC, int BITS>
-LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, F16L* totals) {
+LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahead& ahead, F16L* totals) {
     constexpr int T = PANEL_TILES, QUADS = 8 / HALVES;
     const uint8_t* codes = panel.codes;
     const float *scales = panel.scale, *offsets = panel.offset;
@@ -52,6 +62,7 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, F16
     for (int r = 0; r < R; r++)
         for (int t = 0; t < T; t++) sums[r][t] = totals[r * T + t];
     for (int group = 0; group < groups; group++) {
+        ahead.fetch();
         for (int half = 0; half < HALVES; half++) {
             I16 dots[R][T];
 #pragma GCC unroll 8
@@ -95,12 +106,13 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, F16
         for (int t = 0; t < T; t++) totals[r * T + t] = sums[r][t];
 }
 
-template <class Layout> inline void panel_run(int size, const Panel& panel, int groups, const PanelRows& rows, F16L* totals) {
+template <class Layout>
+inline void panel_run(int size, const Panel& panel, int groups, const PanelRows& rows, Ahead& ahead, F16L* totals) {
     // Codes of one width share their kernels; only plain AVX2 is quicker with fewer bits.
     constexpr int BITS = DOT_BITS(Layout::BITS);
     switch (size) {
 #define LRT_RUN(R) \
-    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, BITS>(panel, groups, rows, totals);
+    case R: return panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, BITS>(panel, groups, rows, ahead, totals);
         LRT_RUN(1) LRT_RUN(2) LRT_RUN(3)
 #if LRT_PANEL_ROWS > 3
         LRT_RUN(4) LRT_RUN(5) LRT_RUN(6)
@@ -119,17 +131,26 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
     const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
     for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
     const int32_t* starts = Layout::SYMMETRIC ? acts.start(Layout::ZERO, Layout::HALVES) : nullptr;
+    // A tile's bytes of one panel, spread over the first runs.
+    const int bytes = PANEL_COLUMNS / 32 * Layout::STEP + PANEL_COLUMNS / span * Layout::HEADER;
+    const int fetching = least(4, range.last - range.first) * (PANEL_COLUMNS / 32), lines = (bytes / 64 + fetching) / fetching;
+    for (int t = 0; t < PANEL_TILES; t++)
+        for (int at = 0; at < bytes; at += 64) __builtin_prefetch(tiles[t] + at);
     for (int column = 0; column < acts.cols; column += PANEL_COLUMNS) {
         const int columns = least(PANEL_COLUMNS, acts.cols - column);
         for (int tile = 0; tile < count; tile += PANEL_TILES) {
             unpack_panel<Layout>(tiles + tile, columns, span, panel);
+            Ahead ahead;
+            ahead.lines = lines;
+            for (int t = 0; t < PANEL_TILES; t++) ahead.tiles[t] = tiles[(tile + PANEL_TILES) % count + t];
             for (int index = range.first; index < range.last; index++) {
+                if (index - range.first == 4) ahead.lines = 0;
                 const RowRun run = runs[index];
                 const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
                 panel_run<Layout>(run.size, panel, columns / 32,
                                   {acts.codes + at * 32, acts.meta + at * 2, acts.halves + at * 2,
                                    Layout::SYMMETRIC ? starts + at * Layout::HALVES : nullptr},
-                                  totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
+                                  ahead, totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
             }
         }
     }
