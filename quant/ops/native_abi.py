@@ -6,7 +6,17 @@ Importing it loads nothing; ``load_library`` finds the shared library beside thi
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path

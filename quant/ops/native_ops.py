@@ -240,7 +240,7 @@ class NativeOps:
     def measure_ceilings(self, read_bytes: int = 512 << 20) -> tuple[float, float]:
         """Int8 operations per second from registers, and bytes per second of plain reading.
 
-        The best of several runs each, on this instance's threads: what kernels are measured against.
+        The best of several runs, on this instance's threads: what kernels are measured against.
         """
         rounds, data = 2_000_000, np.ones(read_bytes, np.uint8)
         peak = read = 0.0
@@ -249,9 +249,13 @@ class NativeOps:
             operations = self._api.lrt_multiply_peak(self._handle, rounds)
             peak = max(peak, operations / (time.perf_counter() - start))
             start = time.perf_counter()
-            self._api.lrt_read_all(self._handle, data.ctypes.data, read_bytes)
+            self.read_all(data)
             read = max(read, read_bytes / (time.perf_counter() - start))
         return peak, read
+
+    def read_all(self, data: npt.NDArray[np.uint8]) -> None:
+        """Read every byte once, on all threads."""
+        self._api.lrt_read_all(self._handle, data.ctypes.data, data.nbytes)
 
     def _array(self, rows: int, cols: int) -> Floats:
         """An array that the pass before gave up, or a new one: fresh pages cost more than a row."""
