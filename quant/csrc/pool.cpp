@@ -41,17 +41,19 @@ struct Pool::State {
         for (auto& worker : workers) worker.join();
     }
 
-    // Runs tasks of one job until none are left to start. `ticket` holds the job's number above the
-    // next task's: taking a task fails once the job is over, so a worker that comes late, because
-    // its core was busy with something else, keeps nobody waiting.
+    // Runs tasks of one job until none are left to start. `ticket` holds the job's number above how many
+    // of its tasks nobody has taken: taking one fails once the job is over, so a worker that comes
+    // late, because its core was busy with something else, keeps nobody waiting. While tasks are left,
+    // the job's parameters stay as they are; what was read of them counts only if the exchange succeeds.
     void take(uint32_t job) {
         uint64_t seen = ticket.load(std::memory_order_acquire);
         while ((uint32_t)(seen >> 32) == job) {
-            const int task = (int)(uint32_t)seen, last = count.load(std::memory_order_relaxed);
+            const int left = (int)(uint32_t)seen;
+            if (left == 0) return;
+            const int task = count.load(std::memory_order_relaxed) - left;
             auto fn = call.load(std::memory_order_relaxed);
             void* argument = context.load(std::memory_order_relaxed);
-            if (task >= last) return;
-            if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+            if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) continue;
             fn(argument, task);
             done.fetch_add(1, std::memory_order_release);
             seen = ticket.load(std::memory_order_acquire);
@@ -108,7 +110,7 @@ void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
     bool wake;
     {
         std::lock_guard<std::mutex> lock(s.mutex);
-        s.ticket.store((uint64_t)job << 32, std::memory_order_release);
+        s.ticket.store((uint64_t)job << 32 | (uint32_t)count, std::memory_order_release);
         wake = s.sleeping > 0;
     }
     if (wake) s.wake.notify_all();

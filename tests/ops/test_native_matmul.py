@@ -214,3 +214,15 @@ def test_a_rotated_weight_gets_rotated_inputs(size: int, isa: str) -> None:
     assert np.abs(error).max() < 2e-3 * np.abs(ops.linear(x, rotated)).max()
     with pytest.raises(ValueError, match="rotation"):
         ops.weight((80, 256), [tile_tensor(tensor, hadamard=size), tile_tensor(tensor)])
+
+
+def test_more_threads_than_cores_change_nothing() -> None:
+    """Workers that come late to a job must not take tasks of the next one."""
+    small, large = random_tensor("q4_0", 96, 128, seed=12), random_tensor("q4_0", 512, 128, seed=13)
+    ops = NativeOps(threads=8)
+    weights = [ops.weight(tensor.shape, [tensor]) for tensor in (small, large)]
+    x = np.random.default_rng(12).standard_normal((1, 128)).astype(np.float32)
+    expected = [ops.linear(x, weight) for weight in weights]
+    for _ in range(1500):
+        for weight, result in zip(weights, expected, strict=True):
+            assert np.array_equal(ops.linear(x, weight), result)
