@@ -66,6 +66,7 @@ def load(
     gpu_memory: str | int | None = None,
     ram: str | int | None = None,
     ctx: int | None = None,
+    kv_format: str | None = None,
     draft: str = "auto",
     threads: int | None = None,
     revision: str | None = None,
@@ -82,6 +83,8 @@ def load(
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
         gpu_memory, ram: budgets, such as ``"8GB"``; loading fails early when they cannot hold it.
         ctx: context length in tokens; None takes the model's own, or what fits.
+        kv_format: how the KV cache is kept: ``"bf16"``, or ``"int8"``, which takes half the memory
+            (CPU kernels only); None is bf16.
         draft: default for speculation, ``"auto"`` or ``"off"``.
         threads: CPU threads of the engine; None takes the machine's physical cores.
         revision: branch, tag or commit of a hub model.
@@ -102,6 +105,7 @@ def load(
         gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
         ram=None if ram is None else parse_size(ram),
         ctx=ctx,
+        kv_format=kv_format,
         threads=threads,
     )
     read_options({"draft": draft})

@@ -35,6 +35,7 @@ __all__ = ["LoadOptions", "LoadedModel", "load_parts"]
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
+KV_FORMATS = (None, "bf16", "int8")
 
 # Activations, scratch of one prefill pass, the interpreter and its libraries.
 _SCRATCH_BYTES = 256 << 20
@@ -51,6 +52,7 @@ class LoadOptions:
     gpu_memory: int | None = None
     ram: int | None = None
     ctx: int | None = None
+    kv_format: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class LoadOptions:
             raise OptionError(
                 f"format must be bf16 or f32 in this version (or unset), is {self.format!r}"
             )
+        if self.kv_format not in KV_FORMATS:
+            raise OptionError(f"kv_format must be bf16 or int8 (or unset), is {self.kv_format!r}")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise OptionError(f"device must be auto, cpu or cuda, is {self.device!r}")
         for name in ("ctx", "threads"):
@@ -100,11 +104,14 @@ def load_parts(
     try:
         notes: list[str] = []
         name = _choose_engine(checkpoint, options, notes)
+        # Before the weights: what building a large vocabulary leaves behind is used again for them.
+        tokenizer, problem = _load_tokenizer(checkpoint)
         if name == "native":
             engine, ctx = _load_native(checkpoint, options, notes, progress, cancel)
         else:
             engine, ctx = _load_llamacpp(checkpoint, options, notes, progress)
-        tokenizer, problem = _load_tokenizer(checkpoint, engine, name)
+            tokenizer = tokenizer or _llamacpp_tokenizer(engine)
+            problem = ""
         if problem:
             notes.append(problem)
         template: MessageTemplate | None = load_template(checkpoint)
@@ -128,17 +135,19 @@ def load_parts(
 
 
 def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str]) -> str:
+    from localrt.models.checkpoints import GgufCheckpoint
     from localrt.models.registry import find_architecture, require_readable
 
+    is_gguf = isinstance(checkpoint, GgufCheckpoint)  # a store of one has its kind, not its file
     if options.engine == "llamacpp":
-        if checkpoint.kind != "gguf":
+        if not is_gguf:
             raise OptionError("the llamacpp engine reads GGUF files only: use --engine native")
         return "llamacpp"
     try:
         find_architecture(checkpoint.architecture)
         require_readable(checkpoint)
     except UnsupportedModelError as error:
-        if options.engine == "native" or checkpoint.kind != "gguf":
+        if options.engine == "native" or not is_gguf:
             raise
         if not _has_llamacpp():
             raise MissingExtraError(
@@ -181,6 +190,7 @@ def _load_native(
         config.attention,
         device=options.device,
         compute_format=options.format,
+        kv_format=options.kv_format,
         threads=options.threads,
     )
     ctx = _fit_context(checkpoint, config, ops, options, notes)
@@ -304,6 +314,8 @@ def _load_llamacpp(
 
     if options.format is not None:
         raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
+    if options.kv_format is not None:
+        raise OptionError("the llamacpp engine chooses its own cache: leave kv_format out")
     trained = checkpoint.config.get("max_position_embeddings")
     ctx = options.ctx or min(int(trained or 4096), 8192)
     if trained and ctx > int(trained):
@@ -318,21 +330,22 @@ def _load_llamacpp(
     return engine, ctx
 
 
-def _load_tokenizer(
-    checkpoint: Checkpoint, engine: Engine, engine_name: str
-) -> tuple[Tokenizer | None, str]:
-    """The model's tokenizer; llama.cpp's own where ours does not know the type."""
+def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
+    """The model's tokenizer, or why there is none."""
     from localrt.models.tokenizers import load_tokenizer
 
     try:
         return load_tokenizer(checkpoint), ""
     except (TokenizerError, UnsupportedModelError) as error:
-        if engine_name == "llamacpp":
-            from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppTokenizer
-
-            assert isinstance(engine, LlamaCppEngine)
-            return LlamaCppTokenizer(engine), ""
         return None, str(error)
+
+
+def _llamacpp_tokenizer(engine: Engine) -> Tokenizer:
+    """llama.cpp's own, of a type that ours does not know."""
+    from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppTokenizer
+
+    assert isinstance(engine, LlamaCppEngine)
+    return LlamaCppTokenizer(engine)
 
 
 def _eos_ids(tokenizer: Tokenizer | None, generation_config: Mapping[str, Any]) -> frozenset[int]:

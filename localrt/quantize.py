@@ -1,121 +1,296 @@
-"""Quantizes a model layer by layer, each calibrated on what the quantized ones before it give.
+"""Quantizes a model into a store, layer by layer, each calibrated on what those before it give.
 
-Two passes of a layer over the calibration text: one with its own weights, to learn its inputs; one
-with the quantized ones, for the next layer's inputs. Memory: the hidden states of the text, and one
-layer's statistics. It knows neither files nor stores: a caller takes each weight as it is done.
+What a layer takes in is measured with its own weights; what it gives to the next is computed with
+those that were written. So a run that was ended goes on from the files it has finished, to the same
+bytes. One layer is in memory, and with calibration the hidden states of the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from localrt.calibration import HiddenStates, calibration_ops, calibration_windows
 from localrt.engine.types import Progress, ProgressCallback
-from localrt.errors import OptionError
-from localrt.models.decoder import Block, Decoder, GatedMlp
-from localrt.quant.formats import Format
-from localrt.quant.methods import Quantized, quantize, restore
-from localrt.quant.ops.protocol import Batch
+from localrt.errors import OptionError, TokenizerError, UnsupportedModelError
+from localrt.layer_quantizer import LayerQuantizer, folded_rotation
+from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
+from localrt.models.checkpoints.store_manifest import Quantization
+from localrt.models.decoder import DecoderConfig
+from localrt.models.registry import find_architecture, read_config, require_readable
+from localrt.models.tokenizers import load_tokenizer
+from localrt.models.units import EMBEDDING, HEAD, list_units
+from localrt.offload.store import StoreWriter, Tiler, fast_tiler
+from localrt.offload.store.layout import FilePlan, plan_files
+from localrt.offload.store.pack import describe_source, main_format, stored_infos
+from localrt.offload.store.text import text_files
+from localrt.quant.formats import CODECS, Format
+from localrt.quant.methods import METHODS, default_method, fitting_format, quantized_format
 
 if TYPE_CHECKING:
     from localrt.quant.ops.calibration import CalibrationOps
 
-__all__ = ["calibration_windows", "quantize_decoder"]
+__all__ = ["CALIBRATION_TOKENS", "HEAD_BITS", "QuantizeReport", "quantize_model"]
+
+CALIBRATION_TOKENS = 16_384
+MOST_CALIBRATION_TOKENS = 65_536
+_WINDOW = 512
+
+HEAD_BITS = 8.5
+"""Embedding and head stay as published up to so many bits per weight; above, they become int8."""
+_HEAD_FORMAT = CODECS["int8-g32"].format
+_TABLES = (EMBEDDING, HEAD)
 
 
-def calibration_windows(
-    tokens: Sequence[int], *, length: int = 512, count: int = 128
-) -> list[list[int]]:
-    """The first ``count`` windows of ``length`` tokens of a calibration text.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeReport:
+    """What was written.
 
-    Raises:
-        OptionError: the text is shorter than one window.
+    ``bits_per_weight`` counts all matrices, ``layer_bits_per_weight`` those of the layers.
+    ``fallbacks`` are tensors whose rows are no whole groups of the format, and what they got.
     """
-    starts = range(0, len(tokens) - length + 1, length)[:count]
-    if not starts:
-        raise OptionError(
-            f"the calibration text has {len(tokens)} tokens: at least {length} are needed"
-        )
-    return [list(tokens[start : start + length]) for start in starts]
+
+    path: Path
+    format: str
+    method: str
+    head_format: str
+    nbytes: int
+    parameters: int
+    bits_per_weight: float
+    layer_bits_per_weight: float
+    calibration_tokens: int
+    fallbacks: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same names and values as plain JSON."""
+        return {**asdict(self), "path": str(self.path)}
 
 
-def quantize_decoder(
-    decoder: Decoder,
-    ops: CalibrationOps,
-    format_: Format,
+def quantize_model(
+    source: Checkpoint | Path,
+    out: Path,
+    format: str,
     *,
-    method: str = "rtn",
-    windows: Sequence[Sequence[int]] = (),
-    take: Callable[[Quantized], None] | None = None,
+    method: str | None = None,
+    calibration: Sequence[int] | None = None,
+    calibration_tokens: int = CALIBRATION_TOKENS,
+    seed: int = 0,
+    head_format: str | None = None,
+    name: str | None = None,
+    revision: str | None = None,
+    threads: int | None = None,
+    tiler: Tiler | None = None,
     progress: ProgressCallback | None = None,
-) -> None:
-    """Put what ``format_`` leaves of every layer's matrices in their place.
+    cancel: threading.Event | None = None,
+) -> QuantizeReport:
+    """Write ``source`` to the store ``out`` with the layers' matrices in ``format``.
 
-    Embedding and head stay as they are. ``decoder`` must have been loaded with ``ops``; ``windows``
-    are calibration tokens, needed by every method but rtn. ``take`` gets each
-    packed weight, named ``model.layers.N.self_attn.qkv`` and so on (q, k, v and gate, up stacked).
+    The same arguments give the same bytes, and a call that was interrupted is gone on with by the
+    next one.
+
+    Args:
+        source: an open checkpoint, or where one lies.
+        out: the store's folder, which must not exist.
+        format: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...
+        method: ``"rtn"``, ``"gptq"`` or ``"mr-gptq"``; None takes what is best for the format.
+        calibration: token ids of a text, for every method but rtn.
+        calibration_tokens: how many of them to use, in windows of 512.
+        seed: which windows.
+        head_format: of embedding and head; None keeps the published one up to ``HEAD_BITS``.
+        name, revision: what the manifest calls the source.
+        threads: CPU threads of the calibration passes.
+        tiler: from rows to tiles; None takes the fastest here.
+        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes.
+        cancel: set it from another thread to stop with ``CancelledError``.
 
     Raises:
-        OptionError: see ``quantize``.
+        OptionError: an unknown format or method, too little text, or ``out`` exists.
+        CheckpointError: the model is damaged, or a named tensor holds NaN or infinity.
+        UnsupportedModelError: an architecture or weights that localrt does not know.
+        MissingExtraError: calibration needs torch.
+        StorageError: the disk is full or fails.
+        CancelledError: ``cancel`` was set.
     """
-    if method == "rtn":
-        windows = ()
-    elif not windows:
-        raise OptionError(f"method {method} needs calibration text: give --calibration")
-    with ops.scope():
-        states = _States(decoder, ops, windows)
-        for layer, block in enumerate(decoder.blocks):
-            weights = dict(_matrices(layer, block))
-            ops.watch(weights.values() if windows else ())
-            states.observe(block)
-            for name, weight in weights.items():
-                hessian = ops.hessian(weight) if windows else None
-                done = quantize(
-                    ops.values(weight), format_, method=method, hessian=hessian, name=name
-                )
-                ops.replace(weight, restore(done))
-                if take is not None:
-                    take(done)
-            ops.watch(())
-            states.advance(block)
+    target = quantized_format(format)
+    method = _method(method, target, calibrated=calibration is not None)
+    with ExitStack() as opened:
+        if isinstance(source, Path):
+            source = opened.enter_context(closing(open_checkpoint(source)))
+        require_readable(source)
+        config = read_config(source)
+        names = find_architecture(source.architecture).names
+        formats = _formats(source.tensors, target, head_format)
+        infos = stored_infos(source.tensors, formats)
+        units = list_units(infos, config, names)
+        windows: list[list[int]] = []
+        ops: CalibrationOps | None = None
+        if method != "rtn":
+            assert calibration is not None, "checked with the method"
+            windows = _windows(source, config, calibration, calibration_tokens, seed)
+            ops = calibration_ops(threads)
+        rotated = folded_rotation(config, names, infos) if method == "mr-gptq" else 0
+        manifest = describe_source(
+            source,
+            name=name,
+            revision=revision,
+            format=main_format(units, infos),
+            exactness="approximate",
+            quantization=Quantization(
+                format=target.name,
+                head_format=head_format,
+                method=method,
+                seed=seed,
+                calibration=_digest(windows),
+                calibration_tokens=sum(map(len, windows)),
+                compute=ops.compute_format if ops is not None else None,
+                folded=rotated,
+            ),
+        )
+        weights = LayerQuantizer(
+            source, config, names, infos, method=method, folded=rotated, tiler=tiler or fast_tiler()
+        )
+
+        def show(done: int, total: int, detail: str) -> None:
             if progress is not None:
-                progress(Progress("quantize", layer + 1, len(decoder.blocks), "layers"))
+                progress(Progress("quantize", done, total, "bytes", detail))
+
+        files = plan_files(units, infos)
+        with StoreWriter(out, manifest, files, progress=show, cancel=cancel) as writer:
+            for text_name, data in text_files(source):
+                writer.write_bytes(text_name, data)
+            if ops is not None:
+                _write_calibrated_layers(writer, files, weights, ops, windows)
+            for file in writer.pending:
+                writer.write(file, weights.rounded)
+            path = writer.finish()
+        matrices = [info for info in infos.values() if len(info.shape) == 2]
+        return QuantizeReport(
+            path=path,
+            format=target.name,
+            method=method,
+            head_format=infos[EMBEDDING if config.tied_head else HEAD].format.name,
+            nbytes=writer.nbytes,
+            parameters=sum(info.shape[0] * info.shape[1] for info in matrices),
+            bits_per_weight=_bits_per_weight(matrices),
+            layer_bits_per_weight=_bits_per_weight(_of_layers(matrices)),
+            calibration_tokens=sum(map(len, windows)),
+            fallbacks={i.name: i.format.name for i in _of_layers(matrices) if i.format != target},
+        )
 
 
-class _States:
-    """Hidden states of the calibration windows before the layer at hand."""
-
-    def __init__(
-        self, decoder: Decoder, ops: CalibrationOps, windows: Sequence[Sequence[int]]
-    ) -> None:
-        self._ops = ops
-        self._batches: list[Batch] = []
-        self._hidden: list[Any] = []
-        if not windows:
+def _write_calibrated_layers(
+    writer: StoreWriter,
+    files: Sequence[FilePlan],
+    weights: LayerQuantizer,
+    ops: CalibrationOps,
+    windows: Sequence[Sequence[int]],
+) -> None:
+    """Write the layers that are not finished; those that are only pass the text on."""
+    pending = [file for file in writer.pending if file.layer is not None]
+    if not pending:
+        return
+    step = ""
+    states = HiddenStates(
+        weights.source,
+        weights.config,
+        weights.names,
+        ops,
+        windows,
+        check=lambda: writer.report(step),
+    )
+    for layer, file in enumerate(files):
+        if file in pending:
+            step = f"layer {layer}: measuring inputs"
+            hessians = states.observe(weights.source, layer)
+            writer.write(file, weights.calibrated(layer, hessians))
+        if file == pending[-1]:
             return
-        # One cache serves all: a layer reads what a window wrote before the next one writes.
-        cache = decoder.cache(max(len(window) for window in windows))
-        scale = decoder.config.embedding_scale
-        for window in windows:
-            batch = Batch.extend([(cache, window)])
-            self._batches.append(batch)
-            self._hidden.append(ops.embed(decoder.embedding, ops.begin(batch), scale))
-
-    def observe(self, block: Block) -> None:
-        """Run the layer for its inputs' sake."""
-        for hidden, batch in zip(self._hidden, self._batches, strict=True):
-            block(self._ops, self._ops.copy(hidden), self._ops.begin(batch))
-
-    def advance(self, block: Block) -> None:
-        """Run the layer for the next one."""
-        pairs = zip(self._hidden, self._batches, strict=True)
-        self._hidden = [block(self._ops, hidden, self._ops.begin(batch)) for hidden, batch in pairs]
+        step = f"layer {layer}: computing outputs"
+        with closing(writer.reader(file)) as finished:
+            states.advance(finished, layer)
 
 
-def _matrices(layer: int, block: Block) -> Iterator[tuple[str, Any]]:
-    prefix = f"model.layers.{layer}."
-    yield f"{prefix}self_attn.qkv", block.attention.weights.qkv
-    yield f"{prefix}self_attn.o_proj", block.attention.weights.out
-    if isinstance(block.mlp, GatedMlp):
-        yield f"{prefix}mlp.gate_up", block.mlp.weights.gate_up
-        yield f"{prefix}mlp.down_proj", block.mlp.weights.down
+def _method(method: str | None, target: Format, *, calibrated: bool) -> str:
+    if method is None:
+        return default_method(target, calibrated=calibrated)
+    if method not in METHODS:
+        raise OptionError(f"method must be one of {', '.join(METHODS)}, is {method!r}")
+    if method != "rtn" and target.name not in CODECS:
+        raise OptionError(f"{target.name} is only rounded to: leave method out")
+    if method != "rtn" and not calibrated:
+        raise OptionError(f"method {method} needs calibration text: give --calibration")
+    return method
+
+
+def _formats(
+    tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None
+) -> dict[str, Format]:
+    """What every matrix is stored in."""
+    head = quantized_format(head_format) if head_format is not None else None
+    formats: dict[str, Format] = {}
+    for name, info in tensors.items():
+        if len(info.shape) != 2:
+            continue
+        wanted = target
+        if name in _TABLES:
+            wanted = head or _default_head(info.format, target)
+        kept = wanted == info.format
+        formats[name] = wanted if kept else fitting_format(wanted, info.shape[1])
+    return formats
+
+
+def _default_head(published: Format, target: Format) -> Format:
+    if published.bits_per_weight <= HEAD_BITS:
+        return published
+    return _HEAD_FORMAT if target.name in CODECS else target
+
+
+def _windows(
+    source: Checkpoint,
+    config: DecoderConfig,
+    tokens: Sequence[int],
+    count: int,
+    seed: int,
+) -> list[list[int]]:
+    length = min(_WINDOW, config.context_length)
+    if not length <= count <= MOST_CALIBRATION_TOKENS:
+        raise OptionError(
+            f"calibration_tokens must be from {length} to {MOST_CALIBRATION_TOKENS}, is {count}"
+        )
+    if len(tokens) and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+        raise OptionError(f"calibration token ids must be from 0 to {config.vocab_size - 1}")
+    return calibration_windows(
+        tokens, length=length, count=count // length, seed=seed, bos=_bos(source)
+    )
+
+
+def _bos(source: Checkpoint) -> int | None:
+    """The token that the model begins every text with, if it does."""
+    try:
+        tokenizer = load_tokenizer(source)
+    except (TokenizerError, UnsupportedModelError):
+        return None
+    bos = tokenizer.bos_id
+    return bos if tokenizer.encode("a")[:1] == [bos] else None
+
+
+def _digest(windows: Sequence[Sequence[int]]) -> str | None:
+    if not windows:
+        return None
+    return hashlib.sha256(np.array(windows, "<i8").tobytes()).hexdigest()
+
+
+def _of_layers(matrices: Iterable[TensorInfo]) -> list[TensorInfo]:
+    return [info for info in matrices if info.name not in _TABLES]
+
+
+def _bits_per_weight(matrices: Sequence[TensorInfo]) -> float:
+    weights = sum(info.shape[0] * info.shape[1] for info in matrices)
+    return 8 * sum(info.nbytes for info in matrices) / weights

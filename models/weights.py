@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.checkpoints.base import Checkpoint, WeightBlock
 from localrt.quant.formats import unpack
-from localrt.quant.formats.packed import PackedTensor
 from localrt.quant.ops.protocol import Ops, Vector, Weight
 
-__all__ = ["WeightLoader"]
+__all__ = ["WeightLoader", "is_ignored"]
 
 # Derived from the config, read elsewhere, or of another modality: never part of the text model.
 _IGNORED_PARTS = (
@@ -28,6 +28,11 @@ _IGNORED_PARTS = (
     "vision_model.",
     "multi_modal_projector.",
 )
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a tensor may lie unread in a checkpoint: it is no part of the text model."""
+    return any(part in name for part in _IGNORED_PARTS)
 
 
 class WeightLoader:
@@ -55,7 +60,7 @@ class WeightLoader:
         shapes = [self._shape(name) for name in names]
         if any(len(s) != 1 for s in shapes) or sum(s[0] for s in shapes) != size:
             self._mismatch(names, shapes, (size,))
-        values = np.concatenate([unpack(block).reshape(-1) for block in self._blocks(names)])
+        values = np.concatenate([self._values(name) for name in names])
         return self._ops.vector(values + np.float32(offset))
 
     def has(self, name: str) -> bool:
@@ -69,19 +74,26 @@ class WeightLoader:
     def finish(self) -> None:
         """Raise if the checkpoint holds a tensor that nothing asked for."""
         for name in self._checkpoint.tensors:
-            if name not in self._used and not any(part in name for part in _IGNORED_PARTS):
+            if name not in self._used and not is_ignored(name):
                 raise UnsupportedModelError(
                     f"{self._checkpoint.path.name}: tensor {name} is not part of the "
                     f"{self._checkpoint.architecture} architecture as localrt knows it"
                 )
 
-    def _blocks(self, names: tuple[str, ...]) -> Iterator[PackedTensor]:
+    def _blocks(self, names: tuple[str, ...]) -> Iterator[WeightBlock]:
         for name in names:
             self._used.add(name)
             for block in self._checkpoint.blocks(name):
                 yield block
                 if self._on_bytes is not None:
                     self._on_bytes(block.nbytes)
+
+    def _values(self, name: str) -> npt.NDArray[np.float32]:
+        self._used.add(name)
+        packed = self._checkpoint.read(name)
+        if self._on_bytes is not None:
+            self._on_bytes(packed.nbytes)
+        return unpack(packed).reshape(-1)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         info = self._checkpoint.tensors.get(name)

@@ -17,7 +17,18 @@ from localrt.errors import LocalrtError, OptionError
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = ("chat", "run", "pull", "list", "rm", "bench", "eval", "doctor", "completion")
+COMMANDS = (
+    "chat",
+    "run",
+    "pull",
+    "list",
+    "rm",
+    "quantize",
+    "bench",
+    "eval",
+    "doctor",
+    "completion",
+)
 
 _USAGE = 2
 # As shells report a process that a signal ended.

@@ -19,7 +19,7 @@ DEMO_MODEL = "smollm2"
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p")
 _MORE_SAMPLING = ("repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop")
-_LOADING = ("engine", "format", "device", "gpu_memory", "ram", "ctx", "threads", "revision")
+_LOADING = ("engine", "format", "device", "gpu_memory", "ram", "ctx", "kv_format", "threads")
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu-memory", metavar="SIZE", help="most GPU memory to use, like 8GB")
     group.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
     group.add_argument("--ctx", type=int, metavar="TOKENS", help="context length")
+    group.add_argument(
+        "--kv-format", choices=("bf16", "int8"), help="int8 halves the KV cache (CPU kernels)"
+    )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--revision", help="branch, tag or commit of a hub model")
     group.add_argument("--offline", action="store_true", default=None, help="never use the network")
@@ -61,7 +64,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
-    return {name: getattr(args, name) for name in (*_LOADING, "offline")}
+    return {name: getattr(args, name) for name in (*_LOADING, "revision", "offline")}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

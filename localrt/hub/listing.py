@@ -1,11 +1,13 @@
 """What is on this machine, and making room: the list of models, and removing one.
 
 Walks the folders with ``os.scandir``: the answer is there in milliseconds, without huggingface_hub.
-Knows files, not what is in them.
+Knows files, not what is in them, but for the format that a store's manifest names.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,13 +28,17 @@ from localrt.settings import Settings
 
 __all__ = ["LocalModel", "list_models", "remove_model"]
 
+# As models/checkpoints/store_manifest.py has them: importing it would take numpy, and time.
+_MANIFEST = "manifest.json"
+_PARTIAL_MANIFEST = "manifest.partial.json"
+
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
     """A model that ``resolve(name)`` finds without the network.
 
-    ``bytes`` counts its files, ``kind`` is ``"gguf"`` or ``"safetensors"``, ``modified`` is in
-    POSIX seconds.
+    ``bytes`` counts its files, ``kind`` is ``"gguf"``, ``"safetensors"`` or ``"store"``,
+    ``modified`` is in POSIX seconds. A store's name is its path.
     """
 
     name: str
@@ -44,13 +50,14 @@ class LocalModel:
 
 
 def list_models(settings: Settings) -> list[LocalModel]:
-    """Every model in the package, in localrt's cache and in the hub's cache, by name."""
+    """Every model in the package, in localrt's folders and in the hub's cache, by name."""
     models = []
     demo = demo_in_package() or demo_cache_file(settings)
     if demo.is_file():
         models.append(_local(DEMO_NAME, demo, [demo], "gguf", quantization_label(demo.stem)))
     for repo in CachedRepo.all_in(settings.hub_cache):
         models += _models_of(repo)
+    models += _stores(settings)
     return sorted(models, key=lambda model: (model.name != DEMO_NAME, model.name.lower()))
 
 
@@ -58,7 +65,8 @@ def remove_model(name: str, settings: Settings) -> int:
     """Delete a model's files; returns the bytes this freed.
 
     ``org/name`` removes the repository with all its revisions, ``org/name:LABEL`` one GGUF
-    variant, ``org/name@revision`` one revision. Bytes that another model shares stay.
+    variant, ``org/name@revision`` one revision, a path one of localrt's own stores, finished or
+    not. Bytes that another model shares stay.
 
     Raises:
         ModelNotFoundError: it is not in a cache of this machine.
@@ -68,6 +76,8 @@ def remove_model(name: str, settings: Settings) -> int:
     try:
         if name == DEMO_NAME:
             return _remove_demo(settings)
+        if (store := _own_store(name, settings)) is not None:
+            return _remove_folder(store)
         ref = parse_hub_ref(name)
         if ref is None:
             raise OptionError(f"{name} is not a downloaded model: delete such files yourself")
@@ -97,6 +107,42 @@ def _models_of(repo: CachedRepo) -> Iterator[LocalModel]:
             full_name = f"{name}:{variant_name(variant, variants)}"
             label = variant.label if variant.is_labelled else None
             yield _local(full_name, paths[0], paths, "gguf", label)
+
+
+def _stores(settings: Settings) -> Iterator[LocalModel]:
+    """What ``localrt quantize`` wrote without ``--out``."""
+    for folder in _entries(_store_root(settings)):
+        try:
+            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            yield _local(_shown(folder), folder, files, "store", str(manifest["format"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # unfinished, or not a store
+
+
+def _store_root(settings: Settings) -> Path:
+    return settings.data_dir / "stores"
+
+
+def _own_store(name: str, settings: Settings) -> Path | None:
+    """The folder that ``name`` is the path of, if it is one of localrt's own stores."""
+    path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
+    manifests = (_MANIFEST, _PARTIAL_MANIFEST)
+    if path.parent != _store_root(settings) or not any((path / m).is_file() for m in manifests):
+        return None
+    return path
+
+
+def _shown(path: Path) -> str:
+    """``path`` below ``~`` where it lies there: ``resolve`` takes both."""
+    home = Path.home()
+    return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)
+
+
+def _remove_folder(folder: Path) -> int:
+    freed = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    shutil.rmtree(folder)
+    return freed
 
 
 def _revision_suffix(refs: dict[str, str], commit: str) -> str:

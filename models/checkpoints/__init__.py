@@ -1,14 +1,16 @@
-"""Models as published: GGUF files and Hugging Face folders, behind one protocol."""
+"""Models on disk: GGUF files, Hugging Face folders and stores, behind one protocol."""
 
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.gguf_checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.opening import open_checkpoint
 from localrt.models.checkpoints.safetensors_folder import SafetensorsCheckpoint
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 
 __all__ = [
     "Checkpoint",
     "GgufCheckpoint",
     "SafetensorsCheckpoint",
+    "StoreCheckpoint",
     "TensorInfo",
     "open_checkpoint",
 ]

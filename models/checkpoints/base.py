@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor
 
-__all__ = ["Checkpoint", "TensorInfo"]
+__all__ = ["Checkpoint", "TensorInfo", "WeightBlock"]
+
+WeightBlock: TypeAlias = PackedTensor | TiledTensor
+"""Rows of a matrix or a whole vector as published, or a matrix as a store holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class TensorInfo:
 
 
 class Checkpoint(Protocol):
-    """A model as published: a GGUF file (possibly split) or a Hugging Face folder."""
+    """A model on disk: a GGUF file (possibly split), a Hugging Face folder, or a store."""
 
     @property
     def path(self) -> Path:
@@ -36,7 +40,10 @@ class Checkpoint(Protocol):
 
     @property
     def kind(self) -> str:
-        """``"gguf"`` or ``"safetensors"``."""
+        """Whose conventions config and text files follow: ``"gguf"`` or ``"safetensors"``.
+
+        A store keeps those of the model that it was packed from.
+        """
 
     @property
     def architecture(self) -> str:
@@ -65,8 +72,11 @@ class Checkpoint(Protocol):
             CheckpointError: no such tensor, or the file ends before its data.
         """
 
-    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
-        """The tensor's rows in order, in pieces of at most ``max_bytes`` packed bytes each."""
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
+        """The tensor's rows in order, in pieces of at most ``max_bytes`` packed bytes each.
+
+        A store gives a matrix as one ``TiledTensor``, however large.
+        """
 
     def close(self) -> None:
         """Close the files. Reading afterwards raises ``CheckpointError``."""

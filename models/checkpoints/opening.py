@@ -13,6 +13,8 @@ from localrt.models.checkpoints.safetensors_folder import (
     WEIGHTS_NAME,
     SafetensorsCheckpoint,
 )
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import MANIFEST_NAME, PARTIAL_NAME
 
 __all__ = ["open_checkpoint"]
 
@@ -22,7 +24,8 @@ _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 def open_checkpoint(path: Path) -> Checkpoint:
     """The model at ``path``: a GGUF file, any part of a split one, or a folder.
 
-    A folder is a Hugging Face model (``config.json`` and safetensors) or holds one GGUF model.
+    A folder is a Hugging Face model (``config.json`` and safetensors), a store, or holds one GGUF
+    model.
 
     Raises:
         CheckpointError: nothing there, not a model, several models, truncated or malformed.
@@ -49,6 +52,13 @@ def _open_folder(path: Path) -> Checkpoint:
     has_config = "config.json" in names
     if has_config and (WEIGHTS_NAME in names or INDEX_NAME in names):
         return SafetensorsCheckpoint(path)
+    if PARTIAL_NAME in names:
+        raise CheckpointError(
+            f"{path} is a store that is not finished: run the same `localrt quantize` again, which "
+            "goes on from there"
+        )
+    if MANIFEST_NAME in names:
+        return StoreCheckpoint(path)
     if ggufs := _gguf_models(names):
         if len(ggufs) > 1:
             raise CheckpointError(

@@ -6,6 +6,8 @@ codes come back in the weight's own order, so the result needs no permutation to
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -76,23 +78,36 @@ def _inverse_factor(hessian: Floats, order: npt.NDArray[np.intp], name: str) -> 
 
     With the order reversed, H = L L^T, and U is L^-1 reversed back: H itself is never inverted.
     """
-    from scipy.linalg import LinAlgError, cholesky, lapack
-
     backwards = order[::-1]
     mean = float(np.diagonal(hessian).mean())
     damping = _DAMPING
     while damping <= 1:
-        damped = hessian[np.ix_(backwards, backwards)].astype(np.float64, order="F")
+        damped = hessian[np.ix_(backwards, backwards)]
         # Inputs that calibration never saw have nothing but the damping: they are just rounded.
         damped[np.diag_indices_from(damped)] += damping * mean if mean > 0 else 1.0
-        try:
-            lower = cholesky(damped, lower=True, overwrite_a=True, check_finite=False)
-        except LinAlgError:
-            damping *= 10
-            continue
-        inverse, _ = lapack.dtrtri(lower, lower=1, overwrite_c=1)
-        return np.ascontiguousarray(inverse[::-1, ::-1], np.float32)
+        for precision in (np.float32, np.float64):
+            inverse = _inverse_of_root(damped.astype(precision))
+            if inverse is not None:
+                return np.ascontiguousarray(inverse[::-1, ::-1], np.float32)
+        damping *= 10
     raise LocalrtError(
         f"{name or 'a tensor'}: the calibration statistics are not positive definite: "
         "calibrate with more text, or use method rtn"
     )
+
+
+def _inverse_of_root(matrix: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """L^-1 of a symmetric ``matrix`` = L L^T; None where rounding makes it not positive definite.
+
+    A symmetric matrix in C order is one in Fortran's: nothing is copied.
+    """
+    from scipy.linalg import lapack
+
+    double = matrix.dtype == np.float64
+    lower, failed = (lapack.dpotrf if double else lapack.spotrf)(
+        matrix.T, lower=1, clean=1, overwrite_a=1
+    )
+    if failed:
+        return None
+    inverse, failed = (lapack.dtrtri if double else lapack.strtri)(lower, lower=1, overwrite_c=1)
+    return None if failed or not np.isfinite(inverse).all() else inverse

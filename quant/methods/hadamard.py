@@ -12,6 +12,8 @@ from localrt.quant.formats.codec import Floats
 
 __all__ = ["block_hadamard"]
 
+_PIECE = 1 << 16  # values rotated at a time: they stay in the cache
+
 
 def block_hadamard(values: Floats, size: int) -> Floats:
     """Every ``size`` consecutive values of the last axis times the Hadamard matrix / sqrt(size).
@@ -26,13 +28,22 @@ def block_hadamard(values: Floats, size: int) -> Floats:
             f"a block Hadamard of {size} needs a power of two that divides {values.shape[-1]}"
         )
     out = values.reshape(-1, size).astype(np.float32, copy=True)
+    step = max(1, _PIECE // size)
+    for start in range(0, len(out), step):
+        _rotate(out[start : start + step], size)
+    return out.reshape(values.shape)
+
+
+def _rotate(rows: Floats, size: int) -> None:
+    """In place: rows (n, size)."""
+    columns = np.ascontiguousarray(rows.T)  # long runs, however small the step
     half = 1
     while half < size:
-        pairs = out.reshape(-1, size // (2 * half), 2, half)
-        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        pairs = columns.reshape(size // (2 * half), 2, half, -1)
+        low, high = pairs[:, 0], pairs[:, 1]
         difference = low - high
         low += high
         high[...] = difference
         half *= 2
-    out *= np.float32(size**-0.5)
-    return out.reshape(values.shape)
+    columns *= np.float32(size**-0.5)
+    rows[...] = columns.T

@@ -12,22 +12,50 @@ from localrt.quant.formats.codec import Floats
 
 __all__ = ["HessianSum", "require_finite_hessian"]
 
+_BLOCK_ROWS = 2048
+
 
 class HessianSum:
-    """Accumulates H for a matrix with ``columns`` inputs. Memory: columns^2 * 4 bytes."""
+    """Accumulates H for a matrix with ``columns`` inputs. Memory: columns^2 * 4 bytes, and a block.
+
+    Activations are gathered first: few large products are several times as fast as many small
+    ones, and a symmetric one costs half.
+    """
 
     def __init__(self, columns: int) -> None:
-        self._sum = np.zeros((columns, columns), np.float32)
+        self._sum = np.zeros((columns, columns), np.float32, order="F")  # the upper triangle
+        self._block = np.empty((_BLOCK_ROWS, columns), np.float32)
+        self._held = 0
         self.rows = 0
 
     def add(self, inputs: Floats) -> None:
         """Count activations (n, columns)."""
-        self._sum += inputs.T @ inputs
+        done = 0
+        while done < len(inputs):
+            count = min(len(inputs) - done, _BLOCK_ROWS - self._held)
+            self._block[self._held : self._held + count] = inputs[done : done + count]
+            self._held += count
+            done += count
+            if self._held == _BLOCK_ROWS:
+                self._flush()
         self.rows += len(inputs)
 
     def matrix(self) -> Floats:
         """H, (columns, columns): a new array. Zero without activations."""
-        return self._sum * np.float32(2 / max(self.rows, 1))
+        self._flush()
+        upper = self._sum * np.float32(2 / max(self.rows, 1))
+        diagonal = np.diagonal(upper).copy()
+        upper += upper.T.copy()
+        np.fill_diagonal(upper, diagonal)
+        return upper
+
+    def _flush(self) -> None:
+        from scipy.linalg.blas import ssyrk
+
+        if self._held:
+            columns_first = self._block[: self._held].T  # Fortran order, without a copy
+            self._sum = ssyrk(1.0, columns_first, beta=1.0, c=self._sum, overwrite_c=1)
+            self._held = 0
 
 
 def require_finite_hessian(hessian: Floats, name: str) -> None:

@@ -7,32 +7,19 @@ inputs, and ``mr-gptq`` rotates the inputs by a block Hadamard before (MR-GPTQ, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from localrt.errors import OptionError
-from localrt.quant.formats import NVFP4, Codec, Format, PackedTensor, assemble, codec_of, unpack
+from localrt.quant.formats import Codec, Format, assemble, codec_of
 from localrt.quant.formats.codec import Floats
 from localrt.quant.formats.pack import require_finite, require_whole_groups
+from localrt.quant.methods.choices import METHODS, rotation
 from localrt.quant.methods.gptq import gptq_codes
 from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.methods.restore import Quantized
 from localrt.quant.methods.search import best_scales
 
-__all__ = ["METHODS", "Quantized", "quantize", "restore", "rotation", "tensor_scale"]
-
-METHODS = ("rtn", "gptq", "mr-gptq")
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """A packed weight. With ``hadamard`` n > 0 it holds W H: its inputs need the same rotation.
-
-    H is ``block_hadamard`` with blocks of n inputs.
-    """
-
-    tensor: PackedTensor
-    hadamard: int = 0
+__all__ = ["quantize", "tensor_scale"]
 
 
 def quantize(
@@ -90,20 +77,6 @@ def quantize(
     return Quantized(tensor, hadamard)
 
 
-def rotation(format_: Format) -> int:
-    """Block size of mr-gptq's rotation: the format's group; 0 for NVFP4.
-
-    NVFP4's small groups keep an outlier to themselves already; a rotation would spread it.
-    """
-    return 0 if format_ == NVFP4 else format_.block
-
-
 def tensor_scale(codec: Codec, *matrices: Floats) -> float:
     """The factor that ``matrices`` would share: 1 for all formats but NVFP4."""
     return codec.tensor_scale(max(float(np.abs(m).max(initial=0)) for m in matrices))
-
-
-def restore(quantized: Quantized) -> Floats:
-    """The weight that computing with ``quantized`` amounts to, float32, without the rotation."""
-    values = unpack(quantized.tensor)
-    return block_hadamard(values, quantized.hadamard) if quantized.hadamard else values

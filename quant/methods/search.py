@@ -7,6 +7,10 @@ which clips nothing.
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import numpy as np
 
 from localrt.quant.formats.codec import Codec, Floats
@@ -20,8 +24,11 @@ _PIECE = 1 << 16  # weights searched at a time: they stay in the cache
 def best_scales(codec: Codec, groups: Floats) -> Floats:
     """Scales (n, k) for groups (n, block). Infinite where a group is too large for the format."""
     step = max(1, _PIECE // codec.format.block)
-    pieces = [_search(codec, groups[i : i + step]) for i in range(0, len(groups), step)]
-    return np.concatenate(pieces) if pieces else codec.fit(groups)
+    pieces = [groups[i : i + step] for i in range(0, len(groups), step)]
+    if len(pieces) < 2:
+        return _search(codec, groups) if pieces else codec.fit(groups)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy computes outside of the lock
+        return np.concatenate(list(pool.map(partial(_search, codec), pieces)))
 
 
 def _search(codec: Codec, groups: Floats) -> Floats:

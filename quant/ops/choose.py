@@ -16,15 +16,17 @@ def make_ops(
     *,
     device: str = "auto",
     compute_format: str | None = None,
+    kv_format: str | None = None,
     threads: int | None = None,
 ) -> Ops:
     """The implementation for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``.
 
-    ``compute_format=None`` keeps weights as published where the compiled kernels run, and unpacks
-    them to bf16 elsewhere. ``attention`` is what the kernels must be able to do.
+    ``compute_format=None`` keeps weights as published where our kernels run (the compiled ones on a
+    CPU, Triton's on a GPU), and unpacks them to bf16 elsewhere. ``attention`` is what the kernels
+    must be able to do.
 
     Raises:
-        OptionError: the device is not on this machine.
+        OptionError: the device is not on this machine, or ``kv_format`` is for other ones.
         MissingExtraError: neither the compiled kernels nor torch can do it.
     """
     if device == "auto":
@@ -32,7 +34,9 @@ def make_ops(
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.ops.native_ops import NativeOps
 
-        return NativeOps(threads=threads)
+        return NativeOps(threads=threads, kv_format="int8" if kv_format == "int8" else "bf16")
+    if kv_format == "int8":
+        raise OptionError("kv_format int8 is for the compiled CPU kernels: leave it out here")
     try:
         import torch
     except ImportError as error:
@@ -45,6 +49,10 @@ def make_ops(
         index = device.removeprefix("cuda").removeprefix(":") or "0"
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
+        if compute_format is None and _triton_runs(int(index)):
+            from localrt.quant.ops.triton_ops import TritonOps
+
+            return TritonOps(device=f"cuda:{index}")
     return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
 
 
@@ -58,6 +66,22 @@ def _default_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _triton_runs(index: int) -> bool:
+    """Whether our GPU kernels do: Triton is there, and the GPU multiplies bf16 (Ampere and later).
+
+    A broken install counts as none: torch computes as well, on unpacked weights.
+    """
+    import torch
+
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (8, 0):
+        return False
+    try:
+        import triton
+    except (ImportError, OSError):
+        return False
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
 
 
 def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:

@@ -232,7 +232,7 @@ class Ops(Protocol):
     def attention_output(
         self, q: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
     ) -> Array:
-        """Attention over each row's sequence and the output projection: (R, D); ``q`` is given up."""
+        """Attention over each row's sequence, output projection: (R, D). ``q`` is given up."""
 
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""

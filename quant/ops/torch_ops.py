@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.methods.restore import restored_rows
 from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -76,14 +77,16 @@ class TorchOps:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def weight(self, shape: tuple[int, int], blocks: Iterable[PackedTensor]) -> Tensor:
-        """Unpack row blocks into one matrix of the compute dtype."""
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> Tensor:
+        """Unpack row blocks into one matrix of the compute dtype; a rotation is undone."""
         out = torch.empty(shape, dtype=self._dtype, device=self._device)
         row = 0
         for block in blocks:
-            rows = block.shape[0]
-            out[row : row + rows] = torch.from_numpy(unpack(block)).to(self._device)
-            row += rows
+            for values in restored_rows(block):
+                out[row : row + len(values)] = torch.from_numpy(values).to(self._device)
+                row += len(values)
         if row != shape[0]:
             raise ValueError(f"blocks hold {row} rows, the matrix has {shape[0]}")
         return out

@@ -1,0 +1,176 @@
+"""``localrt quantize MODEL --format F``: a smaller copy of a model, as a store.
+
+What was interrupted is gone on with by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localrt.errors import OptionError, TokenizerError
+from localrt.formatting import format_bytes, format_seconds
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.hub import ResolvedModel
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.quantize import QuantizeReport
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "write a copy of a model in fewer bits"
+
+_EPILOG = """\
+formats  int4-g32 and so on: int4, int5, int6, int8 in groups of g16, g32, g64, g128 (g32m: with
+         minima); nf4, mxfp4, nvfp4; bf16 and f16
+methods  rtn rounds; gptq and mr-gptq make up for the error by what the layers see of a text
+         (torch is needed: pip install 'localrt[quantize]')
+
+Norms and biases stay exact. Embedding and head keep the published format up to 8.5 bits per weight
+and become int8-g32 above, unless --head-format says otherwise.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "model", metavar="MODEL", help="smollm2, org/name of the hub, a folder or a .gguf file"
+    )
+    parser.add_argument("--format", required=True, metavar="F", help="format of the layers")
+    parser.add_argument(
+        "--method", metavar="M", help="rtn, gptq or mr-gptq (default: the best for the format)"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="PATH",
+        help="a UTF-8 text, or a folder of them, like what the model will read "
+        "(default: Python's language reference)",
+    )
+    parser.add_argument(
+        "--calibration-tokens", type=int, metavar="N", help="how much of it (default: 16384)"
+    )
+    parser.add_argument("--head-format", metavar="F", help="format of embedding and head")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the store (default: beside localrt's others)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="which parts of the text (default: 0)"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of calibration")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument(
+        "--offline", action="store_true", default=None, help="never use the network"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantize, and say where the result lies."""
+    from localrt.cli.pull import ProgressLine
+    from localrt.hub import resolve
+    from localrt.models.checkpoints import open_checkpoint
+    from localrt.quant.methods import quantized_format
+    from localrt.quantize import CALIBRATION_TOKENS, quantize_model
+
+    quantized_format(args.format)  # before anything is downloaded
+    settings = Settings.from_environment()
+    notes: list[str] = []
+    started = time.monotonic()
+    line = ProgressLine(sys.stderr)
+    try:
+        model = resolve(
+            args.model,
+            settings=settings,
+            revision=args.revision,
+            offline=args.offline,
+            progress=line,
+        )
+        out = args.out or settings.data_dir / "stores" / _store_name(model, args.format)
+        with closing(open_checkpoint(model.path)) as checkpoint:
+            report = quantize_model(
+                checkpoint,
+                out,
+                args.format,
+                method=args.method,
+                calibration=_calibration(args, checkpoint, notes),
+                calibration_tokens=args.calibration_tokens or CALIBRATION_TOKENS,
+                seed=args.seed,
+                head_format=args.head_format,
+                name=model.name,
+                revision=model.revision,
+                threads=args.threads,
+                progress=line,
+            )
+    finally:
+        line.close()
+    notes += _fallback_notes(report)
+    seconds = time.monotonic() - started
+    if args.json:
+        record = {"model": model.name, **report.to_dict(), "seconds": seconds, "notes": notes}
+        print(json.dumps(record, indent=2))
+        return 0
+    for note in notes:
+        print(f"localrt: {note}", file=sys.stderr)
+    print(
+        f"{model.name} is here in {report.format} ({report.method}): {report.path}\n"
+        f"{format_bytes(report.nbytes)}, {report.layer_bits_per_weight:.2f} bits per weight in the "
+        f"layers, {report.bits_per_weight:.2f} in all, after {format_seconds(seconds)}"
+    )
+    return 0
+
+
+def _store_name(model: ResolvedModel, format_: str) -> str:
+    """``org/name:Q8_0`` in int4-g32 is ``name-Q8_0-int4-g32``."""
+    if model.source == "local":
+        path = model.path.resolve()
+        base = path.stem if path.is_file() else path.name
+    else:
+        base = model.name.rpartition("/")[2]
+    return f"{base.replace(':', '-').replace('@', '-')}-{format_}"
+
+
+def _calibration(
+    args: argparse.Namespace, checkpoint: Checkpoint, notes: list[str]
+) -> list[int] | None:
+    """Token ids of the text to calibrate with; None where only rounding is possible or wanted."""
+    from localrt.calibration_text import BUILTIN, builtin_text, read_text
+    from localrt.models.tokenizers import load_tokenizer
+    from localrt.quant.methods import default_method, quantized_format
+
+    text = read_text(args.calibration) if args.calibration is not None else None
+    method = args.method or default_method(quantized_format(args.format), calibrated=True)
+    if method == "rtn":
+        return None
+    try:
+        if text is None and (text := builtin_text()) is None:
+            raise TokenizerError("this Python came without its language reference")
+        tokens = load_tokenizer(checkpoint).encode(text, add_special=False)
+    except TokenizerError as error:
+        if args.method is not None or args.calibration is not None:
+            raise OptionError(f"method {method} needs calibration text: {error}") from error
+        notes.append(f"method rtn, for want of calibration text: {error}")
+        return None
+    if args.calibration is None:
+        notes.append(f"calibrated on {BUILTIN}: --calibration takes a text of your own")
+    return tokens
+
+
+def _fallback_notes(report: QuantizeReport) -> list[str]:
+    """One line for each format that tensors fell back to."""
+    notes = []
+    for format_ in sorted(set(report.fallbacks.values())):
+        names = [name for name, got in report.fallbacks.items() if got == format_]
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        notes.append(
+            f"{names[0]}{others} became {format_}: rows are no whole groups of {report.format}"
+        )
+    return notes

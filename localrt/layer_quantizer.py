@@ -1,0 +1,179 @@
+"""A model's tensors as a quantized store wants them: rounded alone, or by what a layer takes in.
+
+Matrices that share an input are quantized as one: q, k and v, and gate and up, share the rotation
+of their input and the factor of a tensor. With mr-gptq, the rotation of the output projection's
+input is folded into v where its blocks divide a head: attention only mixes rows of v, so
+o (H a) with a v rotated by H is o H in stored weights, and nothing is rotated at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints import Checkpoint, TensorInfo
+from localrt.models.checkpoints.base import WeightBlock
+from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.offload.store.tiling import Tiler, stored_pieces, tiled_pieces
+from localrt.offload.store.writer import Pieces
+from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
+from localrt.quant.formats.pack import require_finite
+from localrt.quant.methods import Quantized, block_hadamard, quantize, restored_rows, rotation
+
+__all__ = ["LayerQuantizer", "folded_rotation"]
+
+Floats = npt.NDArray[np.float32]
+
+
+def folded_rotation(
+    config: DecoderConfig, names: LayerNames, infos: Mapping[str, TensorInfo]
+) -> int:
+    """Block size of the rotation that can be folded into v of every layer; 0 for none."""
+    out = infos[f"model.layers.0.{names.out}.weight"]
+    size = rotation(out.format) if out.format.name in CODECS else 0
+    return size if size and all(spec.head_dim % size == 0 for spec in config.attention) else 0
+
+
+class LayerQuantizer:
+    """Pieces of tensors in the formats of ``infos``, out of ``source``, with one ``method``."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        config: DecoderConfig,
+        names: LayerNames,
+        infos: Mapping[str, TensorInfo],
+        *,
+        method: str,
+        folded: int,
+        tiler: Tiler,
+    ) -> None:
+        self.source = source
+        self.config = config
+        self.names = names
+        self._infos = infos
+        self._method = method
+        self._folded = folded
+        self._tiler = tiler
+        self._groups = (names.qkv, (names.out,), names.gate_up, (names.down,))
+
+    def rounded(self, name: str) -> Iterator[WeightBlock]:
+        """A tensor of any part of the model, rounded to nearest, a few rows at a time.
+
+        What has its format already, and vectors, keep their values.
+        """
+        format_ = self._infos[name].format
+        if len(self._infos[name].shape) == 1 or format_ == self.source.tensors[name].format:
+            yield from stored_pieces(self.source, name, self._tiler)
+            return
+        scale = self._shared_scale(name)
+        yield from tiled_pieces(
+            (self._round(name, values, scale) for values in self._rows(name)), self._tiler
+        )
+
+    def calibrated(self, layer: int, hessians: Mapping[str, Floats]) -> Pieces:
+        """The tensors of a layer, given H of the inputs of each group by its first name."""
+        prefix = f"model.layers.{layer}."
+        group_of = {f"{prefix}{stem}.weight": group for group in self._groups for stem in group}
+        done: dict[str, Quantized] = {}
+
+        def pieces(name: str) -> Iterator[WeightBlock]:
+            if name not in group_of:
+                yield from self._vector(name, prefix)
+                return
+            if name not in done:
+                group = group_of[name]
+                done.update(self._quantize(layer, group, hessians[group[0]]))
+            quantized = done.pop(name)
+            yield replace(self._tiler(quantized.tensor), hadamard=quantized.hadamard)
+
+        return pieces
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _quantize(
+        self, layer: int, group: tuple[str, ...], hessian: Floats
+    ) -> dict[str, Quantized]:
+        """A group's matrices by name, quantized as one."""
+        names = [f"model.layers.{layer}.{stem}.weight" for stem in group]
+        values = np.concatenate([rows for name in names for rows in self._rows(name)])
+        format_ = self._infos[names[0]].format
+        is_out = self._folded > 0 and group == (self.names.out,)
+        if self._folded and group == self.names.qkv:
+            start = len(values) - self._value_rows(layer)
+            values[start:] = block_hadamard(values[start:].T, self._folded).T
+        if format_.name in CODECS:
+            whole = quantize(
+                values,
+                format_,
+                method=self._method,
+                hessian=hessian,
+                name=names[0],
+                hadamard=self._folded if is_out else None,
+            )
+        else:  # what no groups fit is rounded
+            if is_out:
+                values = block_hadamard(values, self._folded)
+            whole = Quantized(pack(values, format_, name=names[0]))
+        hadamard = 0 if is_out else whole.hadamard
+        found: dict[str, Quantized] = {}
+        start = 0
+        for name in names:
+            stop = start + self._infos[name].shape[0]
+            rows = replace(
+                whole.tensor,
+                name=name,
+                shape=(stop - start, values.shape[1]),
+                data=whole.tensor.data[start:stop],
+            )
+            found[name] = Quantized(rows, hadamard)
+            start = stop
+        return found
+
+    def _vector(self, name: str, prefix: str) -> Iterator[WeightBlock]:
+        """Norms and biases as they are, but for a bias of v that is stored rotated."""
+        if not self._folded or name != f"{prefix}{self.names.qkv[-1]}.bias":
+            yield from stored_pieces(self.source, name, self._tiler)
+            return
+        values = unpack(self.source.read(name)).reshape(-1).copy()
+        start = len(values) - self._value_rows(int(prefix.split(".")[2]))
+        values[start:] = block_hadamard(values[start:], self._folded)
+        yield PackedTensor(name, F32, values.shape, values.view(np.uint8).reshape(1, -1))
+
+    def _rows(self, name: str) -> Iterator[Floats]:
+        """A matrix's values, a few rows at a time."""
+        for block in self.source.blocks(name):
+            for values in restored_rows(block):
+                require_finite(values, name)
+                yield values
+
+    def _round(self, name: str, values: Floats, scale: float | None) -> PackedTensor:
+        format_ = self._infos[name].format
+        if format_.name not in CODECS:
+            return pack(values, format_, name=name)
+        return quantize(values, format_, name=name, scale=scale).tensor
+
+    def _shared_scale(self, name: str) -> float | None:
+        """The factor of a matrix and those that share its input, where the format has one."""
+        codec = CODECS.get(self._infos[name].format.name)
+        if codec is None or codec.tensor_scale(1.0) == 1.0:
+            return None
+        stem = name.removesuffix(".weight")
+        group = next(
+            (
+                [f"{stem.removesuffix(own)}{other}.weight" for other in group]
+                for group in self._groups
+                for own in group
+                if stem.endswith(f".{own}")
+            ),
+            [name],
+        )
+        rows = (values for other in group for values in self._rows(other))
+        return codec.tensor_scale(max(float(np.abs(values).max(initial=0)) for values in rows))
+
+    def _value_rows(self, layer: int) -> int:
+        spec = self.config.attention[layer]
+        return spec.kv_heads * spec.head_dim

@@ -1,0 +1,130 @@
+"""The units of a model: the smallest parts that are stored, placed and moved as one.
+
+A layer's attention and its MLP are a unit each, with their norms and biases. The head is cut by
+rows into units no larger than the largest MLP. The embedding is read by row; where it is the head
+too, it is cut like one. This module knows names, shapes and sizes, neither files nor devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
+from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.weights import is_ignored
+from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
+
+__all__ = ["EMBEDDING", "HEAD", "Unit", "list_units", "packed_nbytes"]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit's tensors in the order in which they lie; ``layer`` is None outside of the layers.
+
+    ``rows`` are those of the one matrix that is cut into several units.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    layer: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+def list_units(
+    tensors: Mapping[str, TensorInfo], config: DecoderConfig, names: LayerNames
+) -> tuple[Unit, ...]:
+    """All units of a model whose ``tensors`` have the formats that they are stored in.
+
+    The order is that of a pass: embedding, layers, final norm, head.
+
+    Raises:
+        CheckpointError: a tensor that every such model has is missing.
+        UnsupportedModelError: a tensor that belongs to no unit, or is neither matrix nor vector.
+    """
+    layers = [unit for n in range(config.layers) for unit in _layer_units(tensors, n, names)]
+    mlp = max(
+        (sum(packed_nbytes(tensors[name]) for name in unit.tensors) for unit in layers[1::2]),
+        default=0,
+    )
+    head = EMBEDDING if config.tied_head else HEAD
+    slices = list(_slices(_info(tensors, head), mlp))
+    rotary = tuple(name for name in tensors if name.startswith("rope_"))
+    units = [
+        *(() if config.tied_head else (Unit("embedding", (_info(tensors, EMBEDDING).name,)),)),
+        *layers,
+        Unit("norm", (_info(tensors, "model.norm.weight").name,)),
+        *((Unit("rotary", rotary),) if rotary else ()),
+        *slices,
+    ]
+    _require_all(tensors, units, tied=config.tied_head)
+    return tuple(units)
+
+
+def packed_nbytes(info: TensorInfo) -> int:
+    """Bytes of a tensor in a store: whole tiles of a matrix, float32 values of a vector.
+
+    Raises:
+        UnsupportedModelError: it is neither.
+    """
+    if len(info.shape) == 1:
+        return 4 * info.shape[0]
+    if len(info.shape) != 2:
+        raise UnsupportedModelError(
+            f"tensor {info.name} has {len(info.shape)} dimensions: only matrices and vectors can "
+            "be packed"
+        )
+    return padded_rows(info.shape[0]) * info.format.row_bytes(info.shape[1])
+
+
+def _layer_units(
+    tensors: Mapping[str, TensorInfo], layer: int, names: LayerNames
+) -> Iterator[Unit]:
+    """Attention, then MLP."""
+    prefix = f"model.layers.{layer}."
+
+    def listed(*stems: str, optional: tuple[str, ...] = ()) -> tuple[str, ...]:
+        found = [_info(tensors, f"{prefix}{stem}.weight").name for stem in stems]
+        extra = [*(f"{stem}.bias" for stem in stems), *(f"{stem}.weight" for stem in optional)]
+        found += [f"{prefix}{name}" for name in extra if prefix + name in tensors]
+        return tuple(found)
+
+    attention = (names.attention_norm, *names.qkv, names.out)
+    optional = (names.q_norm, names.k_norm, names.attention_post_norm)
+    yield Unit(f"layers.{layer}.attention", listed(*attention, optional=optional), layer)
+    mlp = (names.mlp_norm, *names.gate_up, names.down)
+    yield Unit(f"layers.{layer}.mlp", listed(*mlp, optional=(names.mlp_post_norm,)), layer)
+
+
+def _slices(info: TensorInfo, limit: int) -> Iterator[Unit]:
+    """The head in rows of at most ``limit`` bytes.
+
+    A slice is whole tiles and whole pages, so that the matrix is one range of its file too; the
+    fewest rows for which that holds are a slice even where they are more than ``limit``.
+    """
+    rows, columns = info.shape
+    tile = TILE_ROWS * info.format.row_bytes(columns)
+    least = UNIT_ALIGNMENT // math.gcd(tile, UNIT_ALIGNMENT)
+    step = max(least, limit // tile // least * least) * TILE_ROWS
+    for number, start in enumerate(range(0, rows, step)):
+        yield Unit(f"head.{number}", (info.name,), rows=(start, min(start + step, rows)))
+
+
+def _info(tensors: Mapping[str, TensorInfo], name: str) -> TensorInfo:
+    if name not in tensors:
+        raise CheckpointError(f"tensor {name} is missing")
+    return tensors[name]
+
+
+def _require_all(tensors: Mapping[str, TensorInfo], units: list[Unit], *, tied: bool) -> None:
+    """A model without one of its parts gives quietly wrong text."""
+    used = {name for unit in units for name in unit.tensors}
+    for name in tensors:
+        if name not in used and not is_ignored(name) and not (tied and name == HEAD):
+            raise UnsupportedModelError(f"tensor {name} is not part of the architecture")

@@ -1,0 +1,10 @@
+"""The on-disk store: a packed model as one folder, written layer by layer, atomic and resumable.
+
+Its manifest and reading are ``models/checkpoints/store_*.py``: a store opens as a checkpoint.
+"""
+
+from localrt.offload.store.pack import pack_store
+from localrt.offload.store.tiling import Tiler, fast_tiler
+from localrt.offload.store.writer import StoreWriter, partial_folder
+
+__all__ = ["StoreWriter", "Tiler", "fast_tiler", "pack_store", "partial_folder"]

@@ -1,0 +1,125 @@
+"""Packs a model into a store as it was published: every tensor keeps its width and its values.
+
+Tile by tile, so that a model larger than memory can be packed. Quantizing on the way is
+``localrt/quantize.py``'s work; it shares ``describe_source`` and the writer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from localrt.models.checkpoints.base import Checkpoint, TensorInfo
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import Manifest, Quantization, Source
+from localrt.models.registry import find_architecture, read_config, require_readable
+from localrt.models.units import Unit, list_units, packed_nbytes
+from localrt.offload.store.layout import plan_files
+from localrt.offload.store.text import text_files
+from localrt.offload.store.tiling import Tiler, fast_tiler, stored_pieces
+from localrt.offload.store.writer import ProgressFunction, StoreWriter
+from localrt.quant.formats import F32, Exactness, Format
+
+__all__ = ["describe_source", "main_format", "pack_store", "stored_infos"]
+
+
+def pack_store(
+    source: Checkpoint,
+    out: Path,
+    *,
+    tiler: Tiler | None = None,
+    name: str | None = None,
+    revision: str | None = None,
+    progress: ProgressFunction | None = None,
+    cancel: threading.Event | None = None,
+) -> Path:
+    """Write ``source`` to the folder ``out`` in the formats that it has; returns ``out``.
+
+    A call that was interrupted is gone on with by the next one. ``name`` and ``revision`` say in
+    the manifest what was packed, ``tiler`` defaults to the fastest here, and ``progress`` gets
+    bytes done, all bytes, and the file at hand.
+
+    Raises:
+        OptionError: ``out`` exists already.
+        CheckpointError: ``source`` is damaged.
+        UnsupportedModelError: an architecture or weights that localrt does not know.
+        StorageError: the disk is full or fails.
+        CancelledError: ``cancel`` was set.
+    """
+    require_readable(source)
+    config = read_config(source)
+    tiler = tiler or fast_tiler()
+    infos = stored_infos(source.tensors)
+    units = list_units(infos, config, find_architecture(source.architecture).names)
+    manifest = describe_source(
+        source, name=name, revision=revision, format=main_format(units, infos), exactness="exact"
+    )
+    files = plan_files(units, infos)
+    with StoreWriter(out, manifest, files, progress=progress, cancel=cancel) as writer:
+        for text_name, data in text_files(source):
+            writer.write_bytes(text_name, data)
+        for file in writer.pending:
+            writer.write(file, lambda tensor: stored_pieces(source, tensor, tiler))
+        return writer.finish()
+
+
+def describe_source(
+    source: Checkpoint,
+    *,
+    name: str | None,
+    revision: str | None,
+    format: str,
+    exactness: Exactness,
+    quantization: Quantization | None = None,
+) -> Manifest:
+    """The manifest of a store of ``source``, still without units."""
+    return Manifest(
+        kind="gguf" if source.kind == "gguf" else "safetensors",
+        architecture=source.architecture,
+        config=source.config,
+        generation_config=source.generation_config,
+        format=format,
+        exactness=exactness,
+        source=Source(name or source.path.name, _fingerprint(source), revision),
+        quantization=quantization,
+    )
+
+
+def stored_infos(
+    tensors: Mapping[str, TensorInfo], formats: Mapping[str, Format] | None = None
+) -> dict[str, TensorInfo]:
+    """``tensors`` as a store holds them: matrices in their new or own formats, vectors in f32."""
+    infos: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        format_ = F32 if len(info.shape) == 1 else (formats or {}).get(name, info.format)
+        packed = replace(info, format=format_)
+        infos[name] = replace(packed, nbytes=packed_nbytes(packed))
+    return infos
+
+
+def main_format(units: Iterable[Unit], infos: Mapping[str, TensorInfo]) -> str:
+    """The format that most bytes of the layers' matrices have."""
+    bytes_of: Counter[str] = Counter()
+    for unit in units:
+        for name in unit.tensors if unit.layer is not None else ():
+            if len(infos[name].shape) == 2:
+                bytes_of[infos[name].format.name] += infos[name].nbytes
+    return bytes_of.most_common(1)[0][0]
+
+
+def _fingerprint(source: Checkpoint) -> str:
+    """Tells models apart for the price of a row of each tensor."""
+    digest = hashlib.sha256()
+    if isinstance(source, StoreCheckpoint):
+        digest.update("".join(unit.sha256 for unit in source.manifest.units).encode())
+        return digest.hexdigest()
+    digest.update(json.dumps([source.config, source.generation_config]).encode())
+    for name, info in source.tensors.items():
+        digest.update(f"{name} {info.format.name} {info.shape}".encode())
+        digest.update(source.read(name, 0, 1).data.tobytes())
+    return digest.hexdigest()

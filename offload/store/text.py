@@ -1,0 +1,67 @@
+"""What a store keeps of a model beside its weights: tokenizer and chat template, as published.
+
+Files of a Hugging Face folder are copied. A GGUF file's key-value pairs become a GGUF file without
+tensors, byte for byte, so that the readers of tokenizer and template need not know of stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.checkpoints.gguf_cursor import GgufCursor
+from localrt.models.checkpoints.gguf_metadata import GgufMetadata, read_pairs
+from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.store_checkpoint import GGUF_TEXT_NAME
+
+__all__ = ["text_files"]
+
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "chat_templates/*.jinja",
+)
+
+
+def text_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files that go into a store of ``checkpoint``.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    metadata = checkpoint.metadata
+    if isinstance(metadata, GgufMetadata):
+        yield GGUF_TEXT_NAME, _pairs_alone(metadata.path)
+        return
+    for pattern in _TEXT_FILES:
+        for path in sorted(checkpoint.path.glob(pattern)):
+            yield path.relative_to(checkpoint.path).as_posix(), _contents(path)
+
+
+def _pairs_alone(path: Path) -> bytes:
+    """The GGUF file at ``path`` up to where its table of tensors begins, which is left out."""
+    file = RangedFile(path)
+    try:
+        cursor = GgufCursor(file)
+        magic_and_version = cursor.take(8, "the version")
+        cursor.skip(8, "the number of tensors")
+        count = cursor.take(8, "the number of metadata keys")
+        begin = cursor.position
+        read_pairs(cursor, int.from_bytes(count, "little"))
+        pairs = file.read(begin, cursor.position - begin).tobytes()
+    finally:
+        file.close()
+    return magic_and_version + bytes(8) + count + pairs
+
+
+def _contents(path: Path) -> bytes:
+    file = RangedFile(path)
+    try:
+        return file.read(0, file.size).tobytes()
+    finally:
+        file.close()

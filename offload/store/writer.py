@@ -1,0 +1,389 @@
+"""Writes a store file by file, so that it is either whole or can be gone on with.
+
+Everything happens in ``NAME.partial``: each file is written aside, synced and renamed, and then
+listed in the partial manifest. A later run of the same packing keeps the files whose SHA-256 are
+right. The folder gets its own name last. It does not know where tiles come from.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, TypeAlias
+
+from localrt.errors import CancelledError, LocalrtError, OptionError, StorageError
+from localrt.models.checkpoints.base import WeightBlock
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import (
+    MANIFEST_NAME,
+    PARTIAL_NAME,
+    Manifest,
+    StoredUnit,
+    UnitTensor,
+    read_manifest,
+)
+from localrt.offload.budget import format_bytes
+from localrt.offload.store.layout import FilePlan, UnitPlan
+from localrt.quant.formats.tiled import TiledTensor
+
+__all__ = ["Pieces", "ProgressFunction", "StoreWriter", "partial_folder"]
+
+Pieces: TypeAlias = Callable[[str], Iterable[WeightBlock]]
+"""The consecutive pieces of a tensor, by its name."""
+
+ProgressFunction: TypeAlias = Callable[[int, int, str], None]
+"""Called with bytes written, all bytes, and the file at hand."""
+
+_ASIDE = ".writing"
+_HASH_BLOCK = 8 << 20
+
+
+def partial_folder(out: Path) -> Path:
+    """Where the store ``out`` lies until it is finished."""
+    return out.with_name(out.name + ".partial")
+
+
+class StoreWriter:
+    """One store in the making: ``write`` all of ``pending``, then ``finish``. Use it with ``with``.
+
+    ``manifest`` is without units; ``files`` are the whole store's. A partial store that describes
+    the same packing is gone on with, any other is begun again.
+
+    Raises:
+        OptionError: ``out`` exists already.
+        StorageError: the folder cannot be written, has too little room, or another process is
+            writing the same store.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        manifest: Manifest,
+        files: Sequence[FilePlan],
+        *,
+        progress: ProgressFunction | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.out = out
+        self.folder = partial_folder(out)
+        self._files = files
+        self._total = sum(file.nbytes for file in files)
+        self._done = 0
+        self._progress = progress
+        self._cancel = cancel
+        self._stack = ExitStack()
+        if out.exists():
+            raise OptionError(f"{out} exists already: remove it, or choose another folder")
+        try:
+            with _storage_errors(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._stack.enter_context(_locked(self.folder, out))
+                self._manifest = self._resumed(manifest)
+                self._require_room()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others write the folder. What is finished stays."""
+        self._stack.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return self._total
+
+    @property
+    def pending(self) -> list[FilePlan]:
+        """The files that are not finished, in order."""
+        finished = {unit.file for unit in self._manifest.units}
+        return [file for file in self._files if file.name not in finished]
+
+    def report(self, detail: str) -> None:
+        """Say what is being worked on, and stop if that was asked for.
+
+        Raises:
+            CancelledError: ``cancel`` is set.
+        """
+        if self._cancel is not None and self._cancel.is_set():
+            raise CancelledError(f"cancelled: the next run goes on from {self.folder}")
+        if self._progress is not None:
+            self._progress(self._done, self._total, detail)
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """A small file of the store, such as its tokenizer."""
+        with _storage_errors(self.folder), self._aside(name) as stream:
+            stream.write(data)
+
+    def write(self, file: FilePlan, pieces: Pieces) -> None:
+        """Write one file; ``pieces`` is asked for each of its tensors once, in the order they lie.
+
+        Raises:
+            StorageError: the disk is full, or fails.
+            CancelledError: ``cancel`` is set.
+            ValueError: pieces are not what the plan says.
+        """
+        begun = self._done
+        try:
+            with _storage_errors(self.folder), self._aside(file.name) as stream:
+                stream.write(file.header)
+                self._done += len(file.header)
+                tiles: dict[str, _Tiles] = {}
+                units = [self._write_unit(stream, file.name, u, tiles, pieces) for u in file.units]
+                if any(tensor.rest for tensor in tiles.values()):
+                    raise ValueError(f"{file.name}: more rows than the plan says")
+            self._save(replace(self._manifest, units=(*self._manifest.units, *units)))
+        except BaseException:
+            self._done = begun
+            raise
+        self.report(file.name)
+
+    def reader(self, file: FilePlan) -> StoreCheckpoint:
+        """A finished file's tensors."""
+        units = tuple(unit for unit in self._manifest.units if unit.file == file.name)
+        return StoreCheckpoint(
+            self.folder, manifest=replace(self._manifest, units=units), verify=False
+        )
+
+    def finish(self) -> Path:
+        """Give the store its name.
+
+        Raises:
+            StorageError: the disk fails.
+        """
+        assert not self.pending, "all files are written"
+        with _storage_errors(self.folder):
+            order = {file.name: number for number, file in enumerate(self._files)}
+            units = sorted(self._manifest.units, key=lambda unit: order[unit.file])
+            self._manifest = replace(self._manifest, units=tuple(units))
+            self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
+            (self.folder / PARTIAL_NAME).unlink(missing_ok=True)
+            _sync_folder(self.folder)
+            self.folder.rename(self.out)
+            _sync_folder(self.out.parent)
+        self.close()
+        return self.out
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _write_unit(
+        self,
+        stream: BinaryIO,
+        file: str,
+        unit: UnitPlan,
+        tiles: dict[str, _Tiles],
+        pieces: Pieces,
+    ) -> StoredUnit:
+        digest = hashlib.sha256()
+        position = 0
+
+        def put(data: memoryview | bytes) -> None:
+            nonlocal position
+            stream.write(data)
+            digest.update(data)
+            position += len(data)
+            self._done += len(data)
+            self.report(file)
+
+        tensors: list[UnitTensor] = []
+        for tensor in unit.tensors:
+            put(bytes(tensor.offset - position))
+            if tensor.name not in tiles:
+                tiles[tensor.name] = _Tiles(tensor, pieces(tensor.name))
+            source = tiles[tensor.name]
+            for data in source.take(tensor.nbytes):
+                put(data)
+            tensors.append(replace(tensor, scale=source.scale, hadamard=source.hadamard))
+        put(bytes(unit.nbytes - position))
+        return StoredUnit(
+            unit.name, file, unit.offset, unit.nbytes, digest.hexdigest(), tuple(tensors)
+        )
+
+    def _resumed(self, manifest: Manifest) -> Manifest:
+        """``manifest`` with the units of files that are there already."""
+        for name in (MANIFEST_NAME, PARTIAL_NAME):
+            try:
+                earlier = read_manifest(self.folder / name)
+            except LocalrtError:
+                continue
+            if not earlier.describes_same(manifest):
+                continue
+            kept = [unit for file in self._files for unit in self._kept(file, earlier)]
+            # Were it named like a finished one, the folder could be taken for a model.
+            self._save(replace(manifest, units=tuple(kept)))
+            (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
+            return self._manifest
+        self._clear()
+        self._save(manifest)
+        return manifest
+
+    def _kept(self, file: FilePlan, earlier: Manifest) -> list[StoredUnit]:
+        """A file's units if they are as planned and their bytes are those that were written."""
+        units = [unit for unit in earlier.units if unit.file == file.name]
+        planned = [(unit.name, unit.offset, unit.nbytes) for unit in file.units]
+        path = self.folder / file.name
+        if [(unit.name, unit.offset, unit.nbytes) for unit in units] != planned:
+            return []
+        if not path.is_file() or path.stat().st_size != file.nbytes:
+            return []
+        for unit in units:
+            self.report(f"checking {file.name}")
+            if _digest(path, unit) != unit.sha256:
+                return []
+        self._done += file.nbytes
+        return units
+
+    def _clear(self) -> None:
+        """Remove what another packing left. Only a partial store's own files are touched."""
+        names = [path.name for path in self.folder.iterdir()]
+        ours = {MANIFEST_NAME, PARTIAL_NAME, PARTIAL_NAME + _ASIDE}
+        if names and not ours & set(names):
+            raise StorageError(
+                f"{self.folder} is in the way and not localrt's: move it, or choose another folder"
+            )
+        for name in names:
+            path = self.folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _require_room(self) -> None:
+        free = shutil.disk_usage(self.folder).free
+        missing = self._total - self._done
+        if missing > free:
+            raise StorageError(
+                f"{self.out} needs {format_bytes(missing)} more and the disk has "
+                f"{format_bytes(free)} free: make room, or choose another folder with --out"
+            )
+
+    def _save(self, manifest: Manifest) -> None:
+        self.write_bytes(PARTIAL_NAME, manifest.to_json().encode())
+        self._manifest = manifest
+
+    @contextmanager
+    def _aside(self, name: str) -> Iterator[BinaryIO]:
+        """Where to write the file ``name``, which appears, whole, at the end."""
+        aside = self.folder / (name + _ASIDE)
+        aside.parent.mkdir(exist_ok=True)
+        try:
+            with aside.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            aside.replace(self.folder / name)
+            _sync_folder(aside.parent)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+class _Tiles:
+    """The bytes of one tensor, taken in as many parts as it has units."""
+
+    def __init__(self, tensor: UnitTensor, pieces: Iterable[WeightBlock]) -> None:
+        self._tensor = tensor
+        self._pieces = iter(pieces)
+        self._left = memoryview(b"")
+        self.scale, self.hadamard = 1.0, 0
+        self._begun = False
+
+    def take(self, count: int) -> Iterator[memoryview]:
+        """The next ``count`` bytes."""
+        while count:
+            if not self._left:
+                self._left = self._next()
+            data, self._left = self._left[:count], self._left[count:]
+            count -= len(data)
+            yield data
+
+    @property
+    def rest(self) -> bool:
+        """Whether anything has not been taken."""
+        return bool(self._left) or next(self._pieces, None) is not None
+
+    def _next(self) -> memoryview:
+        piece = next(self._pieces, None)
+        name = self._tensor.name
+        if piece is None:
+            raise ValueError(f"{name}: fewer rows than the plan says")
+        hadamard = piece.hadamard if isinstance(piece, TiledTensor) else 0
+        if self._begun and (self.scale, self.hadamard) != (piece.scale, hadamard):
+            raise ValueError(f"{name}: pieces with different scales or rotations")
+        if piece.format != self._tensor.format or piece.shape[1:] != self._tensor.shape[1:]:
+            raise ValueError(f"{name}: {piece.format.name} {piece.shape} is not what was planned")
+        self.scale, self.hadamard, self._begun = piece.scale, hadamard, True
+        return piece.data.reshape(-1).data.cast("B")
+
+
+def _digest(path: Path, unit: StoredUnit) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        stream.seek(unit.offset)
+        left = unit.nbytes
+        while left and (data := stream.read(min(left, _HASH_BLOCK))):
+            digest.update(data)
+            left -= len(data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    """What the system says of a disk, as one line. Finished files stay, for the next run."""
+    try:
+        yield
+    except LocalrtError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"the disk of {folder} is full: make room and run again, which goes on from here"
+            ) from error
+        raise StorageError(
+            f"{error.filename or folder} cannot be written: {error.strerror or error}"
+        ) from error
+
+
+@contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    """Hold a lock; the system releases it when the process ends, however it ends."""
+    from filelock import FileLock, Timeout
+
+    path = folder.with_name(folder.name + ".lock")
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise StorageError(f"{out} is being written by another process: wait for it") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in ``folder`` last, where the system can."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

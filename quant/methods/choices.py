@@ -1,0 +1,93 @@
+"""What a format gets where nobody says otherwise: the tables of what measured best.
+
+Method with and without calibration text, rotation of mr-gptq, and what a matrix falls back to whose
+rows are no whole groups. Change the tables when ``benchmarks/quality.py`` says so. They know names
+of formats, not weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from localrt.errors import OptionError
+from localrt.quant.formats import BF16, CODECS, F16, FORMATS, Format
+from localrt.quant.formats.tiled import tile_span
+
+__all__ = [
+    "METHODS",
+    "default_method",
+    "fitting_format",
+    "format_names",
+    "quantized_format",
+    "rotation",
+]
+
+METHODS = ("rtn", "gptq", "mr-gptq")
+
+_CALIBRATED: Mapping[str, str] = MappingProxyType(
+    {"int4": "mr-gptq", "mxfp4": "mr-gptq", "nvfp4": "mr-gptq", "nf4": "gptq"}
+)
+"""The method of a format, or of a family of affine ones, with calibration text. Else: rtn.
+
+From five bits on, calibration gains nothing that perplexity shows.
+"""
+
+_ROTATIONS: Mapping[str, int] = MappingProxyType({"nvfp4": 16})
+"""Block of mr-gptq's rotation where it is not the format's group."""
+
+_SMALLER: Mapping[str, str] = MappingProxyType({"nf4": "int4-g32"})
+"""What a format that has one group only falls back to."""
+
+_AFFINE_NAME = re.compile(r"(?P<bits>int[4568])-g(?P<group>\d+)(?P<minimum>m?)")
+
+
+def default_method(format_: Format, *, calibrated: bool) -> str:
+    """The method for ``format_``, with or without calibration text."""
+    family = format_.name.partition("-")[0]
+    return _CALIBRATED.get(family, "rtn") if calibrated else "rtn"
+
+
+def rotation(format_: Format) -> int:
+    """Block size of mr-gptq's Hadamard rotation of a matrix in ``format_``."""
+    return _ROTATIONS.get(format_.name, format_.block)
+
+
+def quantized_format(name: str) -> Format:
+    """The format called ``name``, if localrt can quantize to it or store it.
+
+    Raises:
+        OptionError: it cannot; lists what there is.
+    """
+    if name in CODECS:
+        return CODECS[name].format
+    if name in (F16.name, BF16.name):
+        return FORMATS[name]
+    raise OptionError(f"format must be one of {format_names()}, is {name!r}")
+
+
+def format_names() -> str:
+    """All names that ``quantized_format`` knows, in one line."""
+    return "int4-g32 (int4, int5, int6, int8; g16, g32, g64, g128; g32m with minima), " + ", ".join(
+        [*(name for name in CODECS if not _AFFINE_NAME.fullmatch(name)), F16.name, BF16.name]
+    )
+
+
+def fitting_format(format_: Format, columns: int) -> Format:
+    """``format_``, or what comes closest to it for rows of ``columns`` weights.
+
+    The same bits in smaller groups, and bf16 where no groups fit.
+    """
+    found: Format | None = format_
+    while found is not None and columns % tile_span(found):
+        found = _smaller(found)
+    return found or BF16
+
+
+def _smaller(format_: Format) -> Format | None:
+    match = _AFFINE_NAME.fullmatch(format_.name)
+    name = _SMALLER.get(format_.name, "")
+    if match is not None:
+        name = f"{match['bits']}-g{int(match['group']) // 2}{match['minimum']}"
+    return CODECS[name].format if name in CODECS else None

@@ -1,0 +1,58 @@
+"""The float32 values that computing with a stored weight amounts to, whatever its rotation.
+
+Tiles are taken back to rows, rows unpacked, and a rotation undone: W = (W H) H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from localrt.quant.formats import PackedTensor, unpack
+from localrt.quant.formats.codec import Floats
+from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
+from localrt.quant.methods.hadamard import block_hadamard
+
+__all__ = ["Quantized", "restore", "restored_rows"]
+
+_PIECE = 1 << 22  # values unpacked at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A packed weight. With ``hadamard`` n > 0 it holds W H: its inputs need the same rotation.
+
+    H is ``block_hadamard`` with blocks of n inputs.
+    """
+
+    tensor: PackedTensor
+    hadamard: int = 0
+
+
+def restore(block: PackedTensor | TiledTensor | Quantized) -> Floats:
+    """All values of ``block``, in its shape."""
+    if isinstance(block, Quantized):
+        values = unpack(block.tensor)
+        return block_hadamard(values, block.hadamard) if block.hadamard else values
+    pieces = list(restored_rows(block))
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return whole.reshape(block.shape)
+
+
+def restored_rows(block: PackedTensor | TiledTensor) -> Iterator[Floats]:
+    """The values of consecutive rows, (n, columns), a few at a time."""
+    if isinstance(block, PackedTensor):
+        yield unpack(block)
+        return
+    rows, columns = block.shape
+    tile_bytes = TILE_ROWS * block.format.row_bytes(columns)
+    step = max(1, _PIECE // (TILE_ROWS * columns)) * TILE_ROWS
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
+        tiles = block.data[first * tile_bytes : last * tile_bytes]
+        shape = (stop - start, columns)
+        values = unpack(untile(TiledTensor(block.name, block.format, shape, tiles, block.scale)))
+        yield block_hadamard(values, block.hadamard) if block.hadamard else values

@@ -1,0 +1,122 @@
+"""A checkpoint whose weights are made up when they are read: any size, no files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localrt.models.checkpoints import TensorInfo
+from localrt.quant.formats import F32, FORMATS, PackedTensor
+
+
+class SyntheticCheckpoint:
+    """A random Llama. ``formats`` are those of matrices by the end of their names; else q8_0."""
+
+    kind = "safetensors"
+    architecture = "LlamaForCausalLM"
+    generation_config: Mapping[str, Any] = {}
+    metadata: Mapping[str, Any] = {}
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        vocab: int = 300,
+        hidden: int = 64,
+        inner: int = 96,
+        layers: int = 2,
+        tied: bool = False,
+        formats: Mapping[str, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.path = path
+        self.blocks_read: list[int] = []
+        self._seed = seed
+        self.config: Mapping[str, Any] = {
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": tied,
+        }
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+        for layer in range(layers):
+            prefix = f"model.layers.{layer}."
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "self_attn.q_proj": (hidden, hidden),
+                "self_attn.k_proj": (hidden // 2, hidden),
+                "self_attn.v_proj": (hidden // 2, hidden),
+                "self_attn.o_proj": (hidden, hidden),
+                "post_attention_layernorm": (hidden,),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }.items():
+                shapes[f"{prefix}{name}.weight"] = shape
+        shapes["model.norm.weight"] = (hidden,)
+        if not tied:
+            shapes["lm_head.weight"] = (vocab, hidden)
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, shape in shapes.items():
+            ends = (f for end, f in (formats or {}).items() if name.endswith(f"{end}.weight"))
+            format_ = F32 if len(shape) == 1 else FORMATS[next(ends, "q8_0")]
+            rows = shape[0] if len(shape) == 2 else 1
+            nbytes = rows * format_.row_bytes(shape[-1])
+            self.tensors[name] = TensorInfo(name, shape, format_, nbytes)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        info = self.tensors[name]
+        if len(info.shape) == 1:
+            values = np.linspace(0.5, 1.5, info.shape[0], dtype=np.float32)
+            return PackedTensor(name, F32, info.shape, values.view(np.uint8).reshape(1, -1))
+        stop = info.shape[0] if stop is None else stop
+        row_bytes = info.format.row_bytes(info.shape[1])
+        data = np.empty((stop - start, row_bytes), np.uint8)
+        for row in range(start, stop):
+            seed = zlib.crc32(f"{name} {row} {self._seed}".encode())
+            data[row - start] = _row(info, seed)
+        return PackedTensor(name, info.format, (stop - start, info.shape[1]), data)
+
+    def blocks(self, name: str, max_bytes: int = 64 << 10) -> Iterator[PackedTensor]:
+        info = self.tensors[name]
+        rows = info.shape[0] if len(info.shape) == 2 else 1
+        step = max(1, max_bytes // (info.nbytes // rows))
+        for start in range(0, rows, step):
+            block = self.read(name, start, min(start + step, rows))
+            self.blocks_read.append(block.nbytes)
+            yield block
+
+    def close(self) -> None:
+        pass
+
+
+def _row(info: TensorInfo, seed: int) -> np.ndarray:
+    """Any codes, with finite scales where they lie in every block."""
+    format_ = info.format
+    columns = info.shape[1]
+    rng = np.random.default_rng(seed)
+    if format_.block == 1:
+        values = (rng.standard_normal(columns) * 0.1).astype(np.float32)
+        if format_.name == "bf16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return values.astype("<f2" if format_.name == "f16" else "<f4").view(np.uint8)
+    blocks = rng.integers(0, 256, (columns // format_.block, format_.block_bytes), dtype=np.uint8)
+    half = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    if format_.name in ("mxfp4", "nvfp4"):
+        blocks[:, 0] = 120 if format_.name == "mxfp4" else 0x38
+    elif format_.name == "q6_k":
+        blocks[:, 208:210] = half
+    else:
+        blocks[:, :2] = half
+        if format_.name in ("q4_1", "q5_1", "q4_k", "q5_k") or format_.name.endswith("m"):
+            blocks[:, 2:4] = half
+    return blocks.reshape(-1)

@@ -1,0 +1,230 @@
+"""Packing: the same values, aligned units, files that other tools read, in bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+import tracemalloc
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from localrt.models.chat_template import load_template
+from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
+from localrt.models.registry import load_decoder, read_config
+from localrt.models.tokenizers import load_tokenizer
+from localrt.offload.store import pack_store
+from localrt.offload.store.tiling import tiled_pieces
+from localrt.quant.formats import FORMATS, PackedTensor, unpack
+from localrt.quant.formats.tiled import TiledTensor, tile, tile_tensor, untile
+from localrt.quant.methods import restore
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.torch_ops import TorchOps
+from tests.models.tiny import CONFIGS, save_tiny, tokens
+from tests.ops.packed import random_tensor
+from tests.real_models import real_model
+from tests.store.synthetic import SyntheticCheckpoint
+
+
+def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    return np.concatenate([restore(block) for block in checkpoint.blocks(name)])
+
+
+def packed(source: Checkpoint, out: Path) -> StoreCheckpoint:
+    store = open_checkpoint(pack_store(source, out, tiler=tile_tensor))
+    assert isinstance(store, StoreCheckpoint)
+    return store
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_value_survives_and_every_row_can_be_had(tmp_path: Path, tied: bool) -> None:
+    source = SyntheticCheckpoint(
+        tmp_path,
+        vocab=5003,
+        hidden=256,
+        inner=512,
+        tied=tied,
+        formats={"q_proj": "q4_0", "k_proj": "f16", "v_proj": "bf16", "o_proj": "q6_k",
+                 "gate_proj": "q4_k", "up_proj": "mxfp4", "down_proj": "nf4", "lm_head": "q5_k"},
+    )  # fmt: skip
+    with closing(packed(source, tmp_path / "out")) as store:
+        assert set(store.tensors) == set(source.tensors)
+        for name, info in source.tensors.items():
+            assert store.tensors[name].shape == info.shape
+            assert store.tensors[name].format == info.format
+            np.testing.assert_array_equal(values(store, name), values(source, name))
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        (block,) = store.blocks(name)
+        assert isinstance(block, TiledTensor)
+        for start, stop in ((0, 1), (15, 17), (4990, 5003), (700, 700)):
+            rows = store.read(name, start, stop)
+            np.testing.assert_array_equal(rows.data, source.read(name, start, stop).data)
+
+
+def test_units_are_aligned_ranges_with_their_digests(tmp_path: Path) -> None:
+    with closing(packed(SyntheticCheckpoint(tmp_path, vocab=9000), tmp_path / "out")) as store:
+        ends: dict[str, int] = {}
+        for unit in store.manifest.units:
+            assert unit.offset % 4096 == 0
+            assert unit.nbytes % 4096 == 0
+            assert unit.offset >= ends.get(unit.file, 0)
+            ends[unit.file] = unit.offset + unit.nbytes
+            data = (store.path / unit.file).read_bytes()[unit.offset : ends[unit.file]]
+            assert hashlib.sha256(data).hexdigest() == unit.sha256
+            assert all(tensor.offset % 64 == 0 for tensor in unit.tensors)
+        for file, end in ends.items():
+            assert (store.path / file).stat().st_size == end
+        assert sorted(ends) == [
+            "embedding.safetensors",
+            "head.safetensors",
+            "layer-0000.safetensors",
+            "layer-0001.safetensors",
+        ]
+
+
+def test_the_safetensors_package_reads_every_file(tmp_path: Path) -> None:
+    source = SyntheticCheckpoint(tmp_path, vocab=9000)
+    with closing(packed(source, tmp_path / "out")) as store:
+        found: dict[str, np.ndarray] = {}
+        for path in store.path.glob("*.safetensors"):
+            found |= load_file(path)
+        for name, info in store.tensors.items():
+            if len(info.shape) == 1:
+                np.testing.assert_array_equal(found[name], values(source, name).reshape(-1))
+            else:
+                whole = source.read(name)
+                np.testing.assert_array_equal(found[name], tile(whole))
+        extra = {name for name in found if name not in store.tensors}
+        assert extra
+        assert all(name.startswith("_pad.") and not found[name].any() for name in extra)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    cuts=st.lists(st.integers(0, 70), max_size=6),
+    name=st.sampled_from(["q4_0", "q8_0", "bf16", "q6_k"]),
+)
+def test_blocks_of_any_size_make_the_same_tiles(rows: int, cuts: list[int], name: str) -> None:
+    whole = random_tensor(name, rows, 256)
+    bounds = [0, *sorted(cut for cut in cuts if cut < rows), rows]
+    blocks = [
+        PackedTensor("w", whole.format, (stop - start, 256), whole.data[start:stop])
+        for start, stop in pairwise(bounds)
+    ]
+    pieces = list(tiled_pieces(blocks, tile_tensor))
+    assert all(piece.shape[0] % 16 == 0 for piece in pieces[:-1])
+    np.testing.assert_array_equal(np.concatenate([p.data for p in pieces]), tile(whole))
+
+
+def test_memory_is_bounded_by_a_block_not_by_the_model(tmp_path: Path) -> None:
+    source = SyntheticCheckpoint(tmp_path, vocab=16_000, hidden=256, inner=512, layers=1)
+    biggest = 0
+
+    def counting(tensor: PackedTensor) -> TiledTensor:
+        nonlocal biggest
+        biggest = max(biggest, tensor.nbytes)
+        return tile_tensor(tensor)
+
+    embedding = source.tensors["model.embed_tokens.weight"].nbytes
+    tracemalloc.start()
+    try:
+        pack_store(source, tmp_path / "out", tiler=counting)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert biggest <= max(source.blocks_read) + 16 * 272
+    assert peak < embedding / 3
+
+
+def test_the_tokenizer_and_the_template_come_along(tiny_folder: Path, tmp_path: Path) -> None:
+    with (
+        closing(open_checkpoint(tiny_folder)) as source,
+        closing(packed(source, tmp_path / "s")) as store,
+    ):
+        same_text(source, store)
+        assert store.kind == "safetensors"
+        assert store.generation_config == source.generation_config
+
+
+def same_text(source: Checkpoint, store: Checkpoint) -> None:
+    text = "Tides, <|im_end|> née 中 12.5\n"
+    ours, theirs = load_tokenizer(store), load_tokenizer(source)
+    assert ours.encode(text) == theirs.encode(text)
+    assert (ours.bos_id, ours.eos_ids) == (theirs.bos_id, theirs.eos_ids)
+    messages = [{"role": "user", "content": "Hi"}]
+    template, published = load_template(store), load_template(source)
+    assert template is not None
+    assert published is not None
+    assert template.render(messages) == published.render(messages)
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if "-" not in n])
+def test_a_store_computes_what_its_source_does(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path / "model")
+    with (
+        closing(open_checkpoint(tmp_path / "model")) as source,
+        closing(packed(source, tmp_path / "store")) as store,
+    ):
+        logits = [
+            _logits(checkpoint, TorchOps(compute_format="f32")) for checkpoint in (source, store)
+        ]
+        np.testing.assert_array_equal(*logits)
+
+
+def _logits(checkpoint: Checkpoint, ops: Any) -> np.ndarray:
+    decoder = load_decoder(checkpoint, ops, read_config(checkpoint))
+    return decoder.forward(Batch.extend([(decoder.cache(40), tokens(40, seed=3))]))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
+def test_a_gguf_file_keeps_its_widths_values_and_text(name: str, tmp_path: Path) -> None:
+    path = real_model(name)
+    with (
+        closing(open_checkpoint(path)) as source,
+        closing(open_checkpoint(pack_store(source, tmp_path / "s"))) as store,
+    ):
+        assert isinstance(store, StoreCheckpoint)
+        units = sum(unit.nbytes for unit in store.manifest.units)
+        assert units <= 1.03 * sum(info.nbytes for info in source.tensors.values())
+        everything = sum(file.stat().st_size for file in store.path.rglob("*"))
+        assert everything <= 1.03 * path.stat().st_size
+        for tensor, info in source.tensors.items():
+            assert store.tensors[tensor].format.name == (
+                info.format.name if len(info.shape) == 2 else "f32"
+            )
+            if len(info.shape) == 2 and ("layers" not in tensor or ".7." in tensor):
+                (block,) = store.blocks(tensor)
+                assert isinstance(block, TiledTensor)
+                published = np.concatenate([b.data for b in source.blocks(tensor)])
+                np.testing.assert_array_equal(untile(block).data, published)
+            elif len(info.shape) == 1:
+                np.testing.assert_array_equal(
+                    unpack(store.read(tensor)), unpack(source.read(tensor))
+                )
+        same_text(source, store)
+
+
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def test_every_format_that_can_be_read_can_be_packed(tmp_path: Path) -> None:
+    names = list(FORMATS)
+    for start in range(0, len(names), len(MATRICES)):
+        formats = dict(zip(MATRICES, names[start:], strict=False))
+        source = SyntheticCheckpoint(
+            tmp_path, vocab=64, hidden=256, inner=256, layers=1, formats=formats
+        )
+        with closing(packed(source, tmp_path / str(start))) as store:
+            for tensor, info in source.tensors.items():
+                if len(info.shape) == 2:
+                    (block,) = store.blocks(tensor)
+                    assert isinstance(block, TiledTensor)
+                    np.testing.assert_array_equal(untile(block).data, source.read(tensor).data)

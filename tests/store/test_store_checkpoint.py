@@ -1,0 +1,153 @@
+"""Reading a store: what is damaged, cut short, malformed or too new is said in one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.offload.store import pack_store
+from localrt.quant.formats.tiled import TiledTensor, tile_tensor
+from tests.store.synthetic import SyntheticCheckpoint
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = SyntheticCheckpoint(Path("model"), vocab=9000)
+    return pack_store(source, tmp_path_factory.mktemp("packed") / "store", tiler=tile_tensor)
+
+
+@pytest.fixture
+def store(packed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(packed, tmp_path / "store")
+
+
+def read_everything(path: Path, **options: Any) -> None:
+    with closing(StoreCheckpoint(path, **options)) as checkpoint:
+        for name in checkpoint.tensors:
+            list(checkpoint.blocks(name))
+
+
+def edit_manifest(store: Path, **fields: Any) -> None:
+    path = store / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_flipped_bit_anywhere_in_a_unit_names_the_unit(packed: Path, store: Path) -> None:
+    with closing(StoreCheckpoint(packed)) as checkpoint:
+        units = checkpoint.manifest.units
+    for unit in units:
+        path = store / unit.file
+        sound = path.read_bytes()
+        for at in (unit.offset, unit.offset + unit.nbytes // 2, unit.offset + unit.nbytes - 1):
+            data = bytearray(sound)
+            data[at] ^= 16
+            path.write_bytes(data)
+            with pytest.raises(CheckpointError, match=rf"unit {unit.name} in .* is damaged"):
+                read_everything(store)
+            read_everything(store, verify=False)
+        path.write_bytes(sound)
+    read_everything(store)
+
+
+def test_files_cut_short_or_missing_are_refused_on_opening(store: Path) -> None:
+    path = store / "layer-0001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match=r"layer-0001\.safetensors is truncated"):
+        open_checkpoint(store)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"layer-0001\.safetensors does not exist"):
+        open_checkpoint(store)
+
+
+def test_newer_versions_and_layouts_are_refused(store: Path) -> None:
+    edit_manifest(store, localrt_store=2)
+    with pytest.raises(UnsupportedModelError, match=r"store of version 2.*update localrt"):
+        open_checkpoint(store)
+    edit_manifest(store, localrt_store=1, layout="tiles-32")
+    with pytest.raises(UnsupportedModelError, match="tiles-32"):
+        open_checkpoint(store)
+
+
+@pytest.mark.parametrize("name", ["../up.safetensors", "/etc/passwd", "manifest.json"])
+def test_units_outside_of_the_folder_are_refused(store: Path, name: str) -> None:
+    units = json.loads((store / "manifest.json").read_text())["units"]
+    units[0]["file"] = name
+    edit_manifest(store, units=units)
+    with pytest.raises(CheckpointError, match="lies in no file of this folder"):
+        open_checkpoint(store)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(max_size=8),
+    st.just([]),
+    st.just({}),
+    st.just([{}]),
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_damaged_manifest_does_worse_than_one_line(
+    packed: Path, store: Path, data: st.DataObject
+) -> None:
+    manifest = json.loads((packed / "manifest.json").read_text())
+    manifest = copy.deepcopy(manifest)
+    place: Any = manifest
+    while True:
+        key = data.draw(
+            st.sampled_from(list(place) if isinstance(place, dict) else range(len(place)))
+        )
+        if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    if data.draw(st.booleans()) and isinstance(place, dict):
+        del place[key]
+    else:
+        place[key] = data.draw(JUNK)
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    with suppress(LocalrtError):
+        read_everything(store)
+
+
+def test_a_matrix_is_used_where_it_was_read_to(packed: Path) -> None:
+    with closing(StoreCheckpoint(packed)) as checkpoint:
+        gate, up = (
+            next(checkpoint.blocks(f"model.layers.0.mlp.{name}_proj.weight"))
+            for name in ("gate", "up")
+        )
+        assert isinstance(gate, TiledTensor)
+        assert isinstance(up, TiledTensor)
+        # Both are views of the one range of their unit.
+        assert np.shares_memory(gate.data.base, up.data.base)
+        assert gate.data.flags.c_contiguous
+        unit = next(u for u in checkpoint.manifest.units if u.name == "layers.0.mlp")
+        assert gate.data.base.nbytes == unit.nbytes
+
+
+def test_what_is_not_there_is_said(packed: Path) -> None:
+    checkpoint = open_checkpoint(packed)
+    with pytest.raises(CheckpointError, match="has no tensor 'nothing'"):
+        next(iter(checkpoint.blocks("nothing")))
+    with pytest.raises(ValueError, match="has 64 rows: 3 to 65 cannot be read"):
+        checkpoint.read("model.layers.0.self_attn.q_proj.weight", 3, 65)
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        list(checkpoint.blocks("model.norm.weight"))

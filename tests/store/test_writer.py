@@ -1,0 +1,253 @@
+"""Writing: whole or to be gone on with, whatever ends it and wherever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from localrt.errors import CancelledError, CheckpointError, OptionError, StorageError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.store import pack_store, partial_folder
+from localrt.offload.store.writer import StoreWriter
+from localrt.quant.formats.tiled import tile_tensor
+from tests.store.synthetic import SyntheticCheckpoint
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class KilledError(BaseException):
+    """Nothing in the code expects it."""
+
+
+@pytest.fixture(scope="module")
+def source() -> SyntheticCheckpoint:
+    return SyntheticCheckpoint(Path("model"))
+
+
+@pytest.fixture(scope="module")
+def finished(source: SyntheticCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_store(source, tmp_path_factory.mktemp("whole") / "store", tiler=tile_tensor)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> Callable[[], int]:
+    """The ``call``-th ``os.fsync`` raises; returns how many there were so far."""
+    count = 0
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise error
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    return lambda: count
+
+
+def test_an_end_at_any_step_is_made_good_by_the_next_run(
+    source: SyntheticCheckpoint,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, ended = 0, True
+    while ended:
+        step += 1
+        out = tmp_path / str(step)
+        with monkeypatch.context() as patch:
+            fail_at(patch, step, KilledError())
+            try:
+                pack_store(source, out, tiler=tile_tensor)
+                ended = False
+            except KilledError:
+                # The very last sync is of the parent folder: by then the store has its name.
+                if not out.exists():
+                    partial = partial_folder(out)
+                    if not (partial / "manifest.json").exists():
+                        with pytest.raises(CheckpointError, match=r"not finished|is an empty"):
+                            open_checkpoint(partial)
+        if not out.exists():
+            pack_store(source, out, tiler=tile_tensor)
+        assert contents(out) == contents(finished)
+        assert [path.name for path in tmp_path.iterdir()] == [out.name]
+        shutil.rmtree(out)
+    assert step > 10
+
+
+@pytest.mark.parametrize("step", [3, 9])
+def test_a_killed_process_leaves_what_the_next_one_goes_on_with(
+    finished: Path, tmp_path: Path, step: int
+) -> None:
+    out = tmp_path / "store"
+    code = f"""
+        import os
+        from pathlib import Path
+        from localrt.offload.store import pack_store
+        from localrt.quant.formats.tiled import tile_tensor
+        from tests.store.synthetic import SyntheticCheckpoint
+        fsync, count = os.fsync, 0
+        def counted(descriptor):
+            global count
+            count += 1
+            if count == {step}:
+                os._exit(9)
+            fsync(descriptor)
+        os.fsync = counted
+        pack_store(SyntheticCheckpoint(Path("model")), Path({str(out)!r}), tiler=tile_tensor)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert done.returncode == 9
+    assert not out.exists()
+    source = SyntheticCheckpoint(Path("model"))
+    pack_store(source, out, tiler=tile_tensor)
+    assert contents(out) == contents(finished)
+
+
+def test_finished_files_are_kept_and_damaged_ones_written_again(
+    source: SyntheticCheckpoint, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "store"
+    with monkeypatch.context() as patch:
+        fail_at(patch, 13, KilledError())
+        with pytest.raises(KilledError):
+            pack_store(source, out, tiler=tile_tensor)
+    first, second = (partial_folder(out) / f"layer-000{n}.safetensors" for n in (0, 1))
+    assert second.exists()
+    data = bytearray(first.read_bytes())
+    data[5000] ^= 1
+    first.write_bytes(data)
+    written: list[str] = []
+    pack_store(
+        source, out, tiler=tile_tensor, progress=lambda _done, _all, name: written.append(name)
+    )
+    assert "layer-0000.safetensors" in written
+    assert "layer-0001.safetensors" not in written
+    assert contents(out) == contents(finished)
+
+
+def test_cancelling_stops_at_once_and_the_next_run_goes_on(
+    source: SyntheticCheckpoint, finished: Path, tmp_path: Path
+) -> None:
+    out, cancel = tmp_path / "store", threading.Event()
+    done: list[int] = []
+
+    def progress(count: int, _total: int, _file: str) -> None:
+        done.append(count)
+        if count > 40_000:
+            cancel.set()
+
+    with pytest.raises(CancelledError):
+        pack_store(source, out, tiler=tile_tensor, progress=progress, cancel=cancel)
+    after = done[-1]
+    assert not out.exists()
+    done.clear()
+    cancel.clear()
+    totals: list[int] = []
+    pack_store(
+        source,
+        out,
+        tiler=tile_tensor,
+        progress=lambda count, total, _: (done.append(count), totals.append(total)),
+    )
+    assert done[0] < after < done[-1] == totals[-1]
+    assert done == sorted(done)
+    assert contents(out) == contents(finished)
+
+
+def test_another_model_or_other_options_begin_again(
+    source: SyntheticCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "store"
+    with monkeypatch.context() as patch:
+        fail_at(patch, 9, KilledError())
+        with pytest.raises(KilledError):
+            pack_store(source, out, tiler=tile_tensor)
+    other = SyntheticCheckpoint(Path("model"), seed=1)
+    pack_store(other, out, tiler=tile_tensor)
+    again = pack_store(other, tmp_path / "again", tiler=tile_tensor)
+    assert contents(out) == contents(again)
+
+
+def test_a_full_disk_is_one_line_and_room_lets_it_go_on(
+    source: SyntheticCheckpoint, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "store"
+    with monkeypatch.context() as patch:
+        fail_at(patch, 9, OSError(errno.ENOSPC, "No space left on device"))
+        with pytest.raises(StorageError, match=r"disk of .*store\.partial is full: make room"):
+            pack_store(source, out, tiler=tile_tensor)
+    assert not out.exists()
+    assert not list(partial_folder(out).glob("*.writing"))
+    with pytest.raises(CheckpointError, match="not finished"):
+        open_checkpoint(partial_folder(out))
+    pack_store(source, out, tiler=tile_tensor)
+    assert contents(out) == contents(finished)
+
+
+def test_too_little_room_is_said_before_anything_is_packed(
+    source: SyntheticCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
+    with pytest.raises(StorageError, match=r"needs .* more and the disk has 1 kB free"):
+        pack_store(source, tmp_path / "store", tiler=tile_tensor)
+
+
+def test_what_is_there_already_is_never_touched(
+    source: SyntheticCheckpoint, finished: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match="exists already"):
+        pack_store(source, finished, tiler=tile_tensor)
+    foreign = partial_folder(tmp_path / "store")
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("precious")
+    with pytest.raises(StorageError, match="in the way and not localrt's"):
+        pack_store(source, tmp_path / "store", tiler=tile_tensor)
+    assert (foreign / "thesis.txt").read_text() == "precious"
+
+
+def test_two_writers_of_one_store_do_not_meet(
+    source: SyntheticCheckpoint, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "store"
+    manifest = replace(open_checkpoint(finished).manifest, units=())  # type: ignore[attr-defined]
+    with (
+        StoreWriter(out, manifest, ()),
+        pytest.raises(StorageError, match="being written by another process"),
+    ):
+        pack_store(source, out, tiler=tile_tensor)
+
+
+def test_a_damaged_source_leaves_no_store(tmp_path: Path) -> None:
+    class Damaged(SyntheticCheckpoint):
+        def blocks(self, name: str, max_bytes: int = 64 << 10):  # type: ignore[no-untyped-def]
+            if "layers.1.mlp.down" in name:
+                raise CheckpointError("the file was cut short")
+            return super().blocks(name, max_bytes)
+
+    with pytest.raises(CheckpointError, match="cut short"):
+        pack_store(Damaged(tmp_path), tmp_path / "store", tiler=tile_tensor)
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,215 @@
+"""``localrt quantize`` as a user meets it: where the store lies, what is said, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localrt import calibration_text
+from localrt.calibration_text import builtin_text, read_text
+from localrt.cli import main
+from localrt.errors import OptionError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Folders that are all empty and offline, and nothing on stdin."""
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME", "LOCALRT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield tmp_path / "home"
+
+
+@pytest.fixture
+def model(tiny_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_folder, tmp_path / "tiny")
+
+
+def quantize(*args: str | Path) -> int:
+    return main(["quantize", *map(str, args)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], status: int, *args: str | Path) -> str:
+    assert quantize(*args) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("localrt: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_store_is_listed_runs_and_can_be_removed(
+    model: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize(model, "--format", "int8-g32") == 0
+    out = capsys.readouterr().out
+    folder = home / ".local/share/localrt/stores/tiny-int8-g32"
+    assert str(folder) in out
+    assert "int8-g32 (rtn)" in out
+    assert "8.50 bits per weight in the layers" in out
+
+    assert main(["list", "--json"]) == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    (store,) = [entry for entry in models if entry["kind"] == "store"]
+    assert store["name"] == "~/.local/share/localrt/stores/tiny-int8-g32"
+    assert store["quantization"] == "int8-g32"
+    assert store["bytes"] == sum(path.stat().st_size for path in folder.rglob("*"))
+
+    asked = ("--max-tokens", "5", "--temperature", "0", "--json")
+    assert main(["run", store["name"], "hello", *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["completion_tokens"] > 0
+
+    assert main(["rm", "--yes", store["name"]]) == 0
+    assert not folder.exists()
+    capsys.readouterr()
+    assert main(["rm", "--yes", str(model)]) == 2
+    assert model.exists()
+
+
+def test_json_tells_everything(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "here"
+    assert quantize(model, "--format", "int4-g64", "--method", "rtn", "--out", out, "--json") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert captured.err == ""
+    assert (found["path"], found["method"], found["format"]) == (str(out), "rtn", "int4-g64")
+    assert found["head_format"] == "int8-g32"
+    assert set(found["fallbacks"].values()) == {"int4-g32"}
+    (note,) = found["notes"]
+    assert "down_proj.weight and 1 more became int4-g32" in note
+
+
+def test_without_a_text_it_calibrates_on_what_python_brings(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize(model, "--format", "mxfp4", "--calibration-tokens", "1024") == 0
+    captured = capsys.readouterr()
+    assert "mxfp4 (mr-gptq)" in captured.out
+    assert "calibrated on Python's language reference" in captured.err
+    text = tmp_path / "own.txt"
+    text.write_text("Tides rise and fall. " * 100)
+    out = tmp_path / "own"
+    assert quantize(model, "--format", "mxfp4", "--calibration", text, "--out", out) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_without_any_text_it_rounds_and_says_so(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration_text, "builtin_text", lambda: None)
+    assert quantize(model, "--format", "int4-g32") == 0
+    captured = capsys.readouterr()
+    assert "int4-g32 (rtn)" in captured.out
+    assert "method rtn, for want of calibration text" in captured.err
+
+
+def test_a_model_without_a_tokenizer_is_rounded(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "tokenizer.json").unlink()
+    assert quantize(model, "--format", "int4-g32") == 0
+    assert "method rtn" in capsys.readouterr().err
+    line = refused(capsys, 2, model, "--format", "nf4", "--method", "gptq")
+    assert "gptq needs calibration text: this model has no tokenizer" in line
+
+
+def test_bad_usage_is_status_2(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        quantize(model)
+    assert stopped.value.code == 2
+    capsys.readouterr()
+    line = refused(capsys, 2, model, "--format", "int3")
+    assert "nf4, mxfp4, nvfp4, f16, bf16, is 'int3'" in line
+    line = refused(capsys, 2, model, "--format", "nf4", "--method", "awq")
+    assert "method must be one of rtn, gptq, mr-gptq, is 'awq'" in line
+    line = refused(capsys, 2, model, "--format", "nf4", "--head-format", "q4_k")
+    assert "is 'q4_k'" in line
+    line = refused(capsys, 2, model, "--format", "nf4", "--calibration", tmp_path / "no.txt")
+    assert "there is no calibration text at" in line
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.")
+    line = refused(capsys, 2, model, "--format", "nf4", "--calibration", short)
+    assert "the calibration text has 10 tokens: at least 512 are needed" in line
+    line = refused(capsys, 2, model, "--format", "nf4", "--out", model)
+    assert "exists already" in line
+
+
+def test_failures_are_status_1(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no such file" in refused(capsys, 1, "./nothing", "--format", "nf4")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    line = refused(capsys, 1, model, "--format", "nf4", "--out", tmp_path / "s")
+    assert "is truncated" in line
+    assert not list(tmp_path.glob("s*"))
+
+
+def test_an_unfinished_store_is_no_model(
+    model: Path, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localrt.offload.store.writer import StoreWriter
+
+    def stop(_writer: Any) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "finish", stop)
+        assert quantize(model, "--format", "int8-g32") == 130
+    capsys.readouterr()
+    partial = home / ".local/share/localrt/stores/tiny-int8-g32.partial"
+    assert main(["run", str(partial), "hi"]) == 1
+    assert "is a store that is not finished" in capsys.readouterr().err
+    assert main(["list", "--json"]) == 0
+    kinds = {entry["kind"] for entry in json.loads(capsys.readouterr().out)["models"]}
+    assert "store" not in kinds
+    assert quantize(model, "--format", "int8-g32") == 0
+    assert not partial.exists()
+
+
+def test_rounding_needs_no_torch(model: Path, tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.modules["torch"] = None
+        from localrt.cli import main
+        sys.exit(main(sys.argv[1:]))
+    """
+    command = [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())]
+    asked = ["quantize", str(model), "--format", "int4-g32"]
+    done = subprocess.run(
+        [*command, *asked, "--method", "rtn", "--out", str(tmp_path / "s")], capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([*command, *asked], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'localrt[quantize]'" in done.stderr
+
+
+def test_a_folder_of_texts_is_read_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "z.md").write_text("first")
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / ".hidden").write_text("never")
+    assert read_text(tmp_path) == "first\n\nsecond"
+    with pytest.raises(OptionError, match="is not UTF-8 text: byte 0xff at 0"):
+        read_text(tmp_path / "c.bin")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OptionError, match="holds no UTF-8 text"):
+        read_text(tmp_path / "empty")
+    assert len(builtin_text() or "") > 100_000
