@@ -133,8 +133,9 @@ template <class Layout> struct Packed {
         else if (acts.rows == 2) direct_rows<Layout, 2>(at(m, tile), span(m), acts, sums);
         else direct_rows<Layout, 4>(at(m, tile), span(m), acts, sums);
     }
-    static void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
-                         const Target& target) {
+    // Never inlined, for their totals' sake: side by side in one frame those of all layouts fill the stack.
+    static LRT_NOINLINE void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
+                                      const Target& target) {
         if (acts.rows <= DIRECT_ROWS) {
             F16L sums[DIRECT_ROWS];
             for (int t = tile; t < tile + count; t++) {
@@ -153,8 +154,8 @@ template <class Layout> struct Packed {
             for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
     }
     // The gated product of two matrices of one layout, one's tiles beside the other's: rows of `out`.
-    static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
-                               const Runs& runs, RunRange range, const Gated& out) {
+    static LRT_NOINLINE void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts,
+                                            const Runs& runs, RunRange range, const Gated& out) {
         if (acts.rows <= DIRECT_ROWS && count > PIECE_TILES) {
             const int piece = PIECE_TILES / unit * unit;
             for (int t = 0; t < count; t += piece)
@@ -303,6 +304,7 @@ inline int next_tiles(const Context& context, int left, bool panels) {
 
 // out (R, stack.rows) = x (R, K) times the stack's rows.
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out) {
+    if (acts.rows == 0) return;
     struct Task { const Matrix* matrix; int tile, tiles, column; };
     int left = 0;
     for (int part = 0; part < stack.count; part++) left += (stack.parts[part].rows + 15) / 16;

@@ -206,6 +206,7 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
 }
 
 void head(Context& context, const HeadArgs& args) {
+    if (args.count == 0) return;  // a chunk of a prompt wants no logits
     const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight);
     matmul(context, args.weight, acts, args.logits);
     if (args.softcap > 0) {

@@ -226,3 +226,12 @@ def test_more_threads_than_cores_change_nothing() -> None:
     for _ in range(1500):
         for weight, result in zip(weights, expected, strict=True):
             assert np.array_equal(ops.linear(x, weight), result)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_head_may_be_asked_for_no_rows(rows: int) -> None:
+    ops = NativeOps(threads=2)
+    weight = ops.weight((64, 256), [random_tensor("q8_0", 64, 256)])
+    x = np.ones((rows, 256), np.float32)
+    norm = ops.vector(np.ones(256, np.float32))
+    assert ops.head(x, np.empty(0, np.intp), norm, 1e-6, weight).shape == (0, 64)

@@ -1,0 +1,202 @@
+"""Whole tiny models on the Triton kernels: oracles, packed weights, trees, recorded passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.formats import CODECS, pack, unpack
+from localrt.quant.formats.tiled import TiledTensor, tile_tensor
+from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.ops.protocol import Batch, Span
+from tests.ops.triton_target import DEVICE
+
+from localrt.quant.ops.torch_ops import TorchOps  # isort: skip
+from localrt.quant.ops.triton_graph import GraphedForward  # isort: skip
+from localrt.quant.ops.triton_ops import TritonOps  # isort: skip
+from tests.models.test_architectures import oracle  # isort: skip
+from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
+
+LENGTH = 18  # beyond the window of the windowed configs
+
+
+class Packed:
+    """A checkpoint whose matrices are quantized as they are read; with ``rotated``, as a store."""
+
+    def __init__(self, inner: Any, format_: str, rotated: int = 0) -> None:
+        self._inner, self._codec, self._rotated = inner, CODECS[format_], rotated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def blocks(self, name: str) -> Iterator[Any]:
+        whole = self._inner.read(name)
+        fits = len(whole.shape) == 2 and whole.shape[1] % max(self._codec.format.block, 32) == 0
+        if not fits:
+            yield whole
+            return
+        if self._rotated and "embed" not in name:
+            turned = block_hadamard(unpack(whole), self._rotated)
+            packed = replace(pack(turned, self._codec.format), name=name)
+            yield tile_tensor(packed, hadamard=self._rotated)
+            return
+        packed = replace(pack(unpack(whole), self._codec.format), name=name)
+        # Blocks that do not end with a tile.
+        for rows in np.array_split(np.arange(whole.shape[0]), 3):
+            yield packed.take_rows(rows)
+
+
+class Restored(Packed):
+    """The same numbers, plainly."""
+
+    def blocks(self, name: str) -> Iterator[Any]:
+        from localrt.quant.formats import F32, PackedTensor
+        from localrt.quant.formats.tiled import untile
+
+        for block in super().blocks(name):
+            plain = untile(block) if isinstance(block, TiledTensor) else block
+            values = unpack(plain)
+            if isinstance(block, TiledTensor):
+                values = block_hadamard(values, block.hadamard)
+            data = values.reshape(-1, values.shape[-1]).view(np.uint8)
+            yield PackedTensor(name, F32, block.shape, data)
+
+
+def load(folder: Path, wrap: Any = None, ops: Any = None, *, context: int = 256) -> Decoder:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        source: Any = checkpoint if wrap is None else wrap(checkpoint)
+        config = read_config(source, context=context)
+        return load_decoder(source, ops or TritonOps(device=DEVICE), config)
+
+
+def shallow(folder: Path, wrap: Any = None, ops: Any = None) -> Decoder:
+    """Only the first layer: enough where two ways of running a model are compared."""
+    decoder = load(folder, wrap, ops)
+    del decoder.blocks[1:]
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3", "phi3-longrope"])
+def test_architectures(name: str, tmp_path: Path) -> None:
+    theirs = save_tiny(name, tmp_path)
+    ids = tokens(LENGTH)
+    ours = load(tmp_path, context=LENGTH)
+    got = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
+    # Weights and activations are bf16.
+    assert relative_error(got, oracle(theirs, ids)) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("format_", "rotated"), [("int4-g32m", 0), ("nvfp4", 0), ("nf4", 0), ("mxfp4", 32)]
+)
+def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
+    """nf4 does not fit every matrix: those are bf16."""
+    ids = tokens(LENGTH)
+    ours = shallow(folder, lambda c: Packed(c, format_, rotated))
+    plain = shallow(folder, lambda c: Restored(c, format_, rotated), TorchOps(compute_format="f32"))
+    got = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
+    wanted = plain.forward(Batch.extend([(plain.cache(LENGTH), ids)]))
+    assert relative_error(got, wanted) < 0.03
+
+
+def test_prefill_decode_and_batches_agree(folder: Path) -> None:
+    """Long passes unpack their weights; short ones, and several sequences, do not."""
+    decoder = shallow(folder, lambda c: Packed(c, "int4-g32"))
+    ids = tokens(72)
+    caches = [decoder.cache(128), decoder.cache(128)]
+    for cache, count in zip(caches, (70, 10), strict=True):
+        decoder.forward(Batch.extend([(cache, ids[:count])]), rows=[])
+    both = decoder.forward(
+        Batch.extend([(caches[0], ids[70:]), (caches[1], ids[10:13])]), rows=[1, 4]
+    )
+    assert [cache.length for cache in caches] == [72, 13]
+    for got, count in zip(both, (72, 13), strict=True):
+        alone = decoder.forward(Batch.extend([(decoder.cache(128), ids[:count])]), rows=[count - 1])
+        assert relative_error(got, alone[0]) < 0.03
+
+
+def test_a_tree_equals_its_branches(folder: Path) -> None:
+    decoder = shallow(folder)
+    prompt, nodes, parents = tokens(10), [5, 6, 7, 8], [-1, 0, 0, 2]
+    mask = np.eye(4, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    cache = decoder.cache(64)
+    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
+    positions = len(prompt) + mask.sum(1) - 1
+    tree = decoder.forward(Batch(np.array(nodes), positions, (Span(cache, 4, mask),)))
+    cache.trim(len(prompt))
+    branch = decoder.forward(Batch.extend([(cache, [5, 7, 8])]))
+    for got, wanted in zip(tree[[0, 2, 3]], branch, strict=True):
+        assert relative_error(got, wanted) < 0.02
+
+
+def test_recorded_passes_are_the_passes(folder: Path) -> None:
+    decoder = shallow(folder)
+    assert isinstance(decoder.ops, TritonOps)
+    forward = GraphedForward(decoder.ops, decoder.forward)
+    ids = tokens(12)
+    plain, graphed = decoder.cache(300), decoder.cache(300)
+    for cache in (plain, graphed):
+        decoder.forward(Batch.extend([(cache, ids[:6])]), rows=[])
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+
+    for token in ids[6:10]:  # plainly, recorded, replayed, replayed
+        wanted = decoder.forward(Batch.extend([(plain, [token])]), rows=[0])
+        got = forward(Batch.extend([(graphed, [token])]), rows=[0], check=check)
+        assert np.array_equal(got, wanted)
+        assert graphed.length == plain.length
+    assert calls
+    # A cache that grew has other addresses: recorded anew.
+    graphed.reserve(300)
+    for token in ids[10:]:
+        wanted = decoder.forward(Batch.extend([(plain, [token])]), rows=[0])
+        assert np.array_equal(forward(Batch.extend([(graphed, [token])]), rows=[0]), wanted)
+
+
+def test_recorded_trees_take_their_masks(folder: Path) -> None:
+    decoder = shallow(folder)
+    assert isinstance(decoder.ops, TritonOps)
+    forward = GraphedForward(decoder.ops, decoder.forward)
+    cache = decoder.cache(64)
+    decoder.forward(Batch.extend([(cache, tokens(5))]), rows=[])
+    masks = [np.tril(np.ones((3, 3), bool)), np.eye(3, dtype=bool), np.tril(np.ones((3, 3), bool))]
+    masks[2][2, 1] = False
+    for mask in masks:
+        positions = 5 + mask.sum(1) - 1
+        batch = Batch(np.array([7, 8, 9]), positions, (Span(cache, 3, mask),))
+        wanted = decoder.forward(batch, rows=[0, 2])
+        cache.trim(5)
+        assert np.array_equal(forward(batch, rows=[0, 2]), wanted)
+        cache.trim(5)
+
+
+def test_memory_estimates_are_what_is_taken(folder: Path) -> None:
+    decoder = load(folder, lambda c: Packed(c, "int4-g32"))
+    ops, weights = decoder.ops, decoder.blocks[0].attention.weights
+    form = CODECS["int4-g32"].format
+    assert weights.qkv.nbytes == ops.weight_nbytes((128, 64), form) == 128 * form.row_bytes(64)
+    cache = decoder.cache(100)
+    decoder.forward(Batch.extend([(cache, [1, 2, 3])]), rows=[])
+    assert cache.nbytes == ops.kv_nbytes(decoder.config.attention, 3)
