@@ -1,8 +1,10 @@
-"""Rewrites README's tables from the results committed under ``benchmarks/results``.
+"""Rewrites the tables of README and docs from the results committed under ``benchmarks/results``.
 
     .venv/bin/python benchmarks/readme_tables.py [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is the JSON file's.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``bench-...`` names a JSON
+file of ``localrt bench``, ``kernels`` and ``passes-...`` those of the benchmarks of that name;
+``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``.
 ``--check`` changes nothing and fails when a table is not what its JSON says.
 """
 
@@ -12,13 +14,21 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from localrt.formatting import format_bytes, format_rate, format_seconds
-
 ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
+
+from benchmarks.kernel_tables import kernels_table, passes_table  # noqa: E402
+from benchmarks.quality_tables import claims_list, full_tables, short_table  # noqa: E402
+from localrt.formatting import format_bytes, format_rate, format_seconds  # noqa: E402
+
+PAGES = ("README.md", "docs/quality.md")
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_QUALITY = {"quality": short_table, "quality-full": full_tables, "quality-claims": claims_list}
 
 
 def bench_table(record: dict[str, Any]) -> str:
@@ -52,28 +62,43 @@ def bench_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_KINDS = {"bench": bench_table, "kernels": kernels_table, "passes": passes_table}
+
+
 def _rated(result: dict[str, Any], peers: list[dict[str, Any]], key: str) -> str:
     return f"{format_rate(result[key])} ({result[key] / max(peer[key] for peer in peers):.2f}x)"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="README tables from committed results")
-    parser.add_argument("--check", action="store_true", help="fail when a table is out of date")
-    args = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
+def filled(text: str) -> str:
+    """``text`` with every table made anew."""
 
     def fill(match: re.Match[str]) -> str:
-        record = json.loads((ROOT / "benchmarks/results" / f"{match[2]}.json").read_text())
-        return f"{match[1]}{bench_table(record)}\n{match[3]}"
+        name = match[2]
+        path = ROOT / "benchmarks/results" / f"{'quality' if name in _QUALITY else name}.json"
+        if name in _QUALITY and not path.exists():
+            return f"{match[1]}Not measured yet: run benchmarks/quality.py.\n{match[3]}"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        make = _QUALITY.get(name) or _KINDS[name.partition("-")[0]]
+        return f"{match[1]}{make(record)}\n{match[3]}"
 
-    new = _TABLE.sub(fill, old)
-    if args.check:
-        if new != old:
-            print("README's tables are out of date: run benchmarks/readme_tables.py")
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
-    return 0
+    return _TABLE.sub(fill, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="tables from committed results")
+    parser.add_argument("--check", action="store_true", help="fail when a table is out of date")
+    check = parser.parse_args(arguments).check
+    stale = False
+    for name in PAGES:
+        page = ROOT / name
+        old = page.read_text(encoding="utf-8")
+        new = filled(old)
+        if check and new != old:
+            print(f"the tables of {name} are out of date: run benchmarks/readme_tables.py")
+            stale = True
+        elif not check:
+            page.write_text(new, encoding="utf-8")
+    return int(stale)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Windows are llama.cpp's: ``ctx`` tokens each, the first one replaced by BOS where the model wants
 it, and only the second half scored, so that every scored token has half a window before it. It
-knows the public API only, and neither files nor printing.
+knows models and texts, and neither files nor printing; the arithmetic is in ``scoring``.
 """
 
 from __future__ import annotations
@@ -10,37 +10,43 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from localrt.engine.base import Logits
 from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import OptionError
+from localrt.scoring import Tally, log_softmax
 
 if TYPE_CHECKING:
     from localrt.api import Model
 
-__all__ = ["Comparison", "Evaluation", "evaluate"]
+__all__ = ["Comparison", "Evaluation", "Windows", "evaluate", "logits_of", "text_windows"]
 
 _DEFAULT_CTX = 2048
 _SMALLEST_CTX = 4
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A model beside a reference, over the same scored tokens.
 
+    ``perplexity`` is the reference's, ``perplexity_change`` the model's over it, minus one.
     ``kl_divergence`` is the mean of KL(reference || model) in nats, ``top1_agreement`` the share of
-    positions at which both find the same token most likely.
+    positions at which both find the same token most likely. An ``..._error`` is one standard error.
     """
 
     model: str
+    engine: str
+    format: str
     perplexity: float
+    perplexity_change: float
+    perplexity_change_error: float
     kl_divergence: float
+    kl_divergence_error: float
     top1_agreement: float
 
 
@@ -52,6 +58,8 @@ class Evaluation:
     """
 
     model: str
+    engine: str
+    format: str
     tokens: int
     ctx: int
     stride: int
@@ -69,6 +77,18 @@ class Evaluation:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Tokens cut into windows, of which the tokens after index ``first`` are scored."""
+
+    windows: tuple[tuple[int, ...], ...]
+    first: int
+
+    def targets(self) -> list[int]:
+        """Every scored token, in order."""
+        return [token for window in self.windows for token in window[self.first + 1 :]]
+
+
 def evaluate(
     model: Model,
     text: str,
@@ -82,13 +102,14 @@ def evaluate(
     """Perplexity of ``text`` under ``model``, compared with the reference ``against`` if given.
 
     Args:
-        model: a model with a tokenizer, on the native engine.
+        model: a model with a tokenizer, on any engine.
         text: at least one window of it.
         ctx: tokens of a window; None takes 2048, or the model's context where that is less.
         stride: tokens from one window to the next; None takes ``ctx``. A window scores its last
             ``stride`` tokens, at most its second half.
         limit_tokens: use the beginning of the text only.
-        against: a model of the same vocabulary.
+        against: a model of the same vocabulary; the same one on another engine or in another
+            format says what the engine or the format does.
         progress: called with ``Progress`` after each window.
 
     Raises:
@@ -103,100 +124,78 @@ def evaluate(
         if limit_tokens < 1:
             raise OptionError(f"limit_tokens must be at least 1, is {limit_tokens}")
         tokens = tokens[:limit_tokens]
-    if len(tokens) < ctx:
-        raise OptionError(
-            f"the text has {len(tokens)} tokens, fewer than one window of {ctx}: use a longer text "
-            "or a smaller --ctx"
-        )
-    windows = list(_windows(tokens, ctx, stride, bos))
-    first = max(ctx // 2, ctx - 1 - stride)
-    score, reference = _Score(), _Score()
-    apart = _Distance()
-    targets: list[int] = []
-    for number, window in enumerate(windows, 1):
-        wanted = np.array(window[first + 1 :])
-        targets += window[first + 1 :]
-        pieces = score.timed(model.logits(window[:-1], first=first))
-        others = against.logits(window[:-1], first=first) if against is not None else None
-        for row, piece in _numbered(pieces):
-            target = wanted[row : row + len(piece)]
-            log_p = _log_softmax(piece)
-            score.add(log_p, target)
-            if others is not None:
-                log_q = _log_softmax(next(others))
-                reference.add(log_q, target)
-                apart.add(log_q, log_p)
+    cut = _cut(tokens, ctx, stride, bos)
+    tally, seconds = Tally(), 0.0
+    for number, window in enumerate(cut.windows, 1):
+        targets = np.array(window[cut.first + 1 :])
+        pieces = logits_of(model, window[:-1], first=cut.first)
+        others = None if against is None else logits_of(against, window[:-1], first=cut.first)
+        row = 0
+        while row < len(targets):
+            start = time.perf_counter()
+            piece = next(pieces)
+            seconds += time.perf_counter() - start
+            reference = None if others is None else log_softmax(next(others))
+            tally.add(log_softmax(piece), targets[row : row + len(piece)], reference)
+            row += len(piece)
         if progress is not None:
-            progress(Progress("eval", number, len(windows), "windows"))
-    nats = float(np.mean(score.nll))
-    scored_bytes = sum(len(model.tokenizer.token_bytes(token)) for token in targets)
+            progress(Progress("eval", number, len(cut.windows), "windows"))
+    scored_bytes = sum(len(model.tokenizer.token_bytes(token)) for token in cut.targets())
     return Evaluation(
         model=model.name,
+        engine=model.info.engine,
+        format=model.info.format,
         tokens=len(tokens),
         ctx=ctx,
         stride=stride,
-        windows=len(windows),
-        scored_tokens=len(targets),
+        windows=len(cut.windows),
+        scored_tokens=tally.count,
         scored_bytes=scored_bytes,
-        perplexity=score.perplexity,
-        perplexity_error=score.perplexity * score.standard_error,
-        bits_per_byte=nats * len(targets) / math.log(2) / max(scored_bytes, 1),
-        tok_s=len(windows) * (ctx - 1) / max(score.seconds, 1e-9),
-        against=None
-        if against is None
-        else Comparison(
-            model=against.name,
-            perplexity=reference.perplexity,
-            kl_divergence=apart.kl / apart.count,
-            top1_agreement=apart.same / apart.count,
-        ),
+        perplexity=tally.perplexity,
+        perplexity_error=tally.perplexity_error,
+        bits_per_byte=tally.nats * tally.count / math.log(2) / max(scored_bytes, 1),
+        tok_s=len(cut.windows) * (ctx - 1) / max(seconds, 1e-9),
+        against=None if against is None else _comparison(against, tally),
     )
 
 
-class _Score:
-    """Negative log-likelihoods, and the time that the model took for its logits."""
-
-    def __init__(self) -> None:
-        self.nll: list[float] = []
-        self.seconds = 0.0
-
-    def add(self, log_p: Floats, targets: npt.NDArray[np.int64]) -> None:
-        self.nll += (-log_p[np.arange(len(targets)), targets]).tolist()
-
-    def timed(self, pieces: Iterator[Floats]) -> Iterator[Floats]:
-        while True:
-            start = time.perf_counter()
-            piece = next(pieces, None)
-            self.seconds += time.perf_counter() - start
-            if piece is None:
-                return
-            yield piece
-
-    @property
-    def perplexity(self) -> float:
-        mean = float(np.mean(self.nll))
-        return math.exp(mean) if mean < 700 else math.inf
-
-    @property
-    def standard_error(self) -> float:
-        """Of the mean negative log-likelihood."""
-        return float(np.std(self.nll) / math.sqrt(max(len(self.nll) - 1, 1)))
+def text_windows(model: Model, text: str, *, ctx: int, limit_tokens: int | None = None) -> Windows:
+    """The windows that ``evaluate`` would score of ``text``. Raises as it does."""
+    ctx, stride = _window_sizes(model, None, ctx, None)
+    tokens, bos = _tokens(model, text)
+    return _cut(tokens[:limit_tokens], ctx, stride, bos)
 
 
-class _Distance:
-    """Sums over positions of how far a model is from its reference."""
+def logits_of(model: Model, tokens: Sequence[int], *, first: int) -> Iterator[Logits]:
+    """Logits after each of ``tokens`` from index ``first`` on, on any engine.
 
-    def __init__(self) -> None:
-        self.kl = 0.0
-        self.same = 0
-        self.count = 0
+    Pieces (n, vocab) in order, n at most 64, each the caller's own.
+    """
+    if model.info.engine != "llamacpp":
+        return model.logits(tokens, first=first)
+    return _llamacpp_logits(model, tokens, first)
 
-    def add(self, log_reference: Floats, log_model: Floats) -> None:
-        self.same += int((log_reference.argmax(axis=1) == log_model.argmax(axis=1)).sum())
-        self.count += len(log_model)
-        difference = log_reference - log_model
-        difference *= np.exp(log_reference)
-        self.kl += float(difference.sum(dtype=np.float64))
+
+def _llamacpp_logits(model: Model, tokens: Sequence[int], first: int) -> Iterator[Logits]:
+    from localrt.engine.llamacpp import LlamaCppSession
+
+    with closing(model.new_session()) as session:
+        assert isinstance(session, LlamaCppSession)
+        yield from session.logits(tokens, first=first)
+
+
+def _comparison(against: Model, tally: Tally) -> Comparison:
+    return Comparison(
+        model=against.name,
+        engine=against.info.engine,
+        format=against.info.format,
+        perplexity=tally.reference_perplexity,
+        perplexity_change=tally.change,
+        perplexity_change_error=tally.change_error,
+        kl_divergence=tally.kl_divergence,
+        kl_divergence_error=tally.kl_error,
+        top1_agreement=tally.top1_agreement,
+    )
 
 
 def _window_sizes(
@@ -237,25 +236,14 @@ def _require_same_vocabulary(
         )
 
 
-def _windows(tokens: Sequence[int], ctx: int, stride: int, bos: int | None) -> Iterator[list[int]]:
+def _cut(tokens: Sequence[int], ctx: int, stride: int, bos: int | None) -> Windows:
+    if len(tokens) < ctx:
+        raise OptionError(
+            f"the text has {len(tokens)} tokens, fewer than one window of {ctx}: use a longer text "
+            "or a smaller --ctx"
+        )
+    windows = []
     for start in range(0, len(tokens) - ctx + 1, stride):
-        window = list(tokens[start : start + ctx])
-        if bos is not None:
-            window[0] = bos
-        yield window
-
-
-def _numbered(pieces: Iterator[Floats]) -> Iterator[tuple[int, Floats]]:
-    """Each piece with the number of its first row."""
-    row = 0
-    for piece in pieces:
-        yield row, piece
-        row += len(piece)
-
-
-def _log_softmax(logits: Floats) -> Floats:
-    """In place: (n, vocab) logits become natural-log probabilities."""
-    logits -= logits.max(axis=1, keepdims=True)
-    total = np.exp(logits).sum(axis=1, keepdims=True, dtype=np.float64)
-    logits -= np.log(total).astype(np.float32)
-    return logits
+        window = tuple(tokens[start : start + ctx])
+        windows.append(window if bos is None else (bos, *window[1:]))
+    return Windows(tuple(windows), max(ctx // 2, ctx - 1 - stride))

@@ -74,6 +74,30 @@ def test_one_pass_and_token_by_token_agree(engine: LlamaCppEngine) -> None:
 
 
 @pytest.mark.real
+def test_logits_of_every_token_are_those_of_one_after_another(engine: LlamaCppEngine) -> None:
+    prompt = [*PROMPT, *range(200, 270)]
+    every, single = engine.session(256), engine.session(256)
+    single.extend(PROMPT)  # a context that keeps one row is exchanged for one that keeps more
+    single.trim(0)
+    pieces = list(every.logits(prompt, first=20))
+    assert [piece.shape for piece in pieces] == [(64, 49152), (16, 49152)]
+    assert list(every.tokens) == prompt
+    for token, expected in zip(prompt[:24], [None] * 20 + list(pieces[0][:4]), strict=True):
+        logits = single.extend([token])
+        if expected is not None:  # llama.cpp rounds differently in passes of other sizes
+            p, q = (np.exp(row - row.max()) for row in (logits, expected))
+            assert np.abs(p / p.sum() - q / q.sum()).sum() < 0.1
+    np.testing.assert_array_equal(
+        np.concatenate(list(engine.session(100).logits(prompt))).argmax(1)[20:],
+        np.concatenate(pieces).argmax(1),
+    )
+    with pytest.raises(LocalrtError, match="a session that holds none"):
+        next(every.logits(prompt))
+    with pytest.raises(ContextOverflowError, match="100 tokens"):
+        next(engine.session(64).logits(prompt))
+
+
+@pytest.mark.real
 def test_trim_forgets_exactly_the_rest(engine: LlamaCppEngine) -> None:
     session = engine.session(64)
     expected = session.extend(PROMPT).copy()

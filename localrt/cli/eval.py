@@ -7,7 +7,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localrt.cli.model_options import DEMO_MODEL, add_load_arguments, load_options
 from localrt.errors import OptionError
@@ -38,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="MODEL", help="a reference: KL divergence and top-1 agreement"
     )
+    parser.add_argument(
+        "--against-engine",
+        choices=("auto", "native", "llamacpp"),
+        help="the reference's engine; without --against, the reference is MODEL itself",
+    )
+    parser.add_argument(
+        "--against-format", choices=("bf16", "f32"), help="the reference's format to compute in"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_load_arguments(parser)
 
@@ -48,10 +56,15 @@ def run(args: argparse.Namespace) -> int:
 
     text = _read(args.text)
     with ExitStack() as models:
-        model = models.enter_context(_load(args, args.model))
+        model = models.enter_context(_load(args.model, load_options(args)))
         against = None
-        if args.against is not None:
-            against = models.enter_context(_load(args, args.against))
+        if args.against or args.against_engine or args.against_format:
+            options = load_options(args)
+            if args.against_engine or args.against_format:
+                # One of the two alone replaces both: llamacpp knows no formats to compute in.
+                options["engine"] = args.against_engine or "native"
+                options["format"] = args.against_format
+            against = models.enter_context(_load(args.against or args.model, options))
         try:
             found = evaluate(
                 model,
@@ -79,13 +92,13 @@ def _read(path: Path) -> str:
         ) from error
 
 
-def _load(args: argparse.Namespace, name: str) -> Model:
+def _load(name: str, options: dict[str, Any]) -> Model:
     import localrt
     from localrt.cli.pull import ProgressLine
 
     line = ProgressLine(sys.stderr)
     try:
-        return localrt.load(name, progress=line, **load_options(args))
+        return localrt.load(name, progress=line, **options)
     finally:
         line.close()
 
@@ -98,8 +111,8 @@ def _show(progress: Progress) -> None:
 def _describe(found: Evaluation) -> str:
     stride = "" if found.stride == found.ctx else f", one every {found.stride}"
     lines = [
-        f"{found.model}: {found.windows} windows of {found.ctx} tokens{stride}, "
-        f"{found.scored_tokens} tokens scored",
+        f"{found.model} ({found.engine}, {found.format}): {found.windows} windows of {found.ctx} "
+        f"tokens{stride}, {found.scored_tokens} tokens scored",
         f"perplexity     {found.perplexity:.4f} ± {found.perplexity_error:.4f}",
         f"bits per byte  {found.bits_per_byte:.4f}",
         f"speed          {format_rate(found.tok_s)} tok/s",
@@ -107,8 +120,11 @@ def _describe(found: Evaluation) -> str:
     if found.against is not None:
         other = found.against
         lines += [
-            f"against {other.model}: its perplexity {other.perplexity:.4f}",
-            f"KL divergence  {other.kl_divergence:.5f}",
+            f"against {other.model} ({other.engine}, {other.format}): perplexity "
+            f"{other.perplexity:.4f}",
+            f"change         {100 * other.perplexity_change:+.3f} % ± "
+            f"{100 * other.perplexity_change_error:.3f} %",
+            f"KL divergence  {other.kl_divergence:.5f} ± {other.kl_divergence_error:.5f}",
             f"same top token {100 * other.top1_agreement:.2f} %",
         ]
     return "\n".join(lines)

@@ -150,8 +150,10 @@ class LlamaCppEngine:
         if not self._holders:
             self._free()
 
-    def new_context(self, session: LlamaCppSession, size: int) -> Any:
+    def new_context(self, session: LlamaCppSession, size: int, *, outputs: int = 1) -> Any:
         """A llama.cpp context with room for ``size`` tokens, which ``session`` will release.
+
+        ``outputs`` is the most rows of one pass whose logits are kept.
 
         Raises:
             LocalrtError: the engine is closed.
@@ -163,7 +165,7 @@ class LlamaCppEngine:
         params.n_ctx = size
         params.n_batch = params.n_ubatch = min(CHUNK, size)
         params.n_seq_max = 1
-        params.n_outputs_max = 1  # logits of the last token only: no room for all of a batch
+        params.n_outputs_max = outputs  # llama.cpp would make room for a whole batch's logits
         params.n_threads = params.n_threads_batch = self.threads
         params.no_perf = True
         if self.settings.flash_attention is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,8 @@ __all__ = ["CHUNK", "LlamaCppSession"]
 CHUNK = 512  # tokens per call: llama.cpp's own default for a physical batch
 _GROWTH = 1024  # a context grows in multiples of this many tokens
 _ABORTED = 2
+# Rows whose logits are kept at once where all are wanted: 39 MB at a vocabulary of 151,936.
+_LOGIT_ROWS = 64
 
 # llama.cpp asks its abort callback once per graph node, about a thousand times a pass. A call into
 # Python costs a microsecond or two, so only passes that take long enough not to feel it are asked.
@@ -40,6 +42,7 @@ class LlamaCppSession:
         self._capacity = capacity
         self._tokens: list[int] = []
         self._size = 0  # tokens that the context has room for; 0: there is none yet
+        self._outputs = 1  # rows of a pass whose logits the context keeps
         self._context: Any = None
         self._free: Callable[[], Any] = _nothing
         self._abort = _Abort(self._api)
@@ -78,19 +81,8 @@ class LlamaCppSession:
             MemoryBudgetError: the cache cannot grow.
             OptionError: no tokens, or an id outside the vocabulary.
         """
-        self._engine.check_open()
+        self._make_room(tokens)
         vocab = self._engine.info.vocab_size
-        if not tokens:
-            raise OptionError("there are no tokens to run")
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            raise OptionError(f"token ids must be 0 to {vocab - 1}")
-        needed = len(self._tokens) + len(tokens)
-        if needed > self._capacity:
-            raise ContextOverflowError(
-                f"{needed} tokens do not fit the session's {self._capacity}: use a larger ctx"
-            )
-        if needed > self._size:
-            self._grow(needed)
         for start in range(0, len(tokens), CHUNK):
             if check is not None:
                 check()
@@ -101,6 +93,34 @@ class LlamaCppSession:
                 on_progress(start + len(chunk))
         logits = self._api.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(logits, shape=(vocab,))
+
+    def logits(
+        self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
+    ) -> Iterator[Logits]:
+        """Logits after each of ``tokens`` from index ``first`` on; the session held nothing before.
+
+        Pieces (n, vocab) in order, n at most 64. Each piece is the caller's own.
+
+        Raises:
+            See ``extend``. LocalrtError also where the session holds tokens.
+        """
+        if self._tokens:
+            raise LocalrtError("logits of all tokens need a session that holds none")
+        if self._outputs == 1:
+            self.close()  # a context keeps as many rows as it was made for
+            self._outputs = _LOGIT_ROWS
+        self._make_room(tokens)
+        vocab = self._engine.info.vocab_size
+        if first:
+            self.extend(tokens[:first], check=check)
+        for start in range(first, len(tokens), _LOGIT_ROWS):
+            if check is not None:
+                check()
+            chunk = tokens[start : start + _LOGIT_ROWS]
+            self._run(chunk, check, every_row=True)
+            self._tokens.extend(chunk)
+            kept = self._api.llama_get_logits(self._context)
+            yield np.ctypeslib.as_array(kept, shape=(len(chunk), vocab)).copy()
 
     def trim(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
@@ -124,10 +144,32 @@ class LlamaCppSession:
         self._context, self._size, self._tokens, self._free = None, 0, [], _nothing
         self._engine.release(self)
 
-    def _run(self, chunk: Sequence[int], check: Check | None) -> None:
-        """One pass over at most `CHUNK` tokens; the cache is as before if it does not finish."""
+    def _make_room(self, tokens: Sequence[int]) -> None:
+        """Check ``tokens`` and have a context that they fit into."""
+        self._engine.check_open()
+        if not tokens:
+            raise OptionError("there are no tokens to run")
+        vocab = self._engine.info.vocab_size
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            raise OptionError(f"token ids must be 0 to {vocab - 1}")
+        needed = len(self._tokens) + len(tokens)
+        if needed > self._capacity:
+            raise ContextOverflowError(
+                f"{needed} tokens do not fit the session's {self._capacity}: use a larger ctx"
+            )
+        if needed > self._size:
+            self._grow(needed)
+
+    def _run(self, chunk: Sequence[int], check: Check | None, *, every_row: bool = False) -> None:
+        """One pass over at most `CHUNK` tokens; the cache is as before if it does not finish.
+
+        Logits are kept of the last token, or of every one (at most as many as the context keeps).
+        """
         ids = (ctypes.c_int32 * len(chunk))(*chunk)
         batch = self._api.llama_batch_get_one(ids, len(chunk))
+        if every_row:
+            wanted = (ctypes.c_int8 * len(chunk))(*[1] * len(chunk))
+            batch.logits = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int8))
         slow = len(chunk) > 1 or self._last_pass_s > _ABORTABLE_PASS_S
         with self._engine.lock, self._abort.during(self._context, check if slow else None):
             started = time.perf_counter()
@@ -152,7 +194,7 @@ class LlamaCppSession:
             state = (ctypes.c_uint8 * count)()
             self._api.llama_state_seq_get_data(self._context, state, count, 0)
         self.close()
-        self._context = self._engine.new_context(self, size)
+        self._context = self._engine.new_context(self, size, outputs=self._outputs)
         self._free = weakref.finalize(self, self._api.llama_free, self._context)
         self._size = size
         if state is not None:

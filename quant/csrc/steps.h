@@ -205,10 +205,54 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.eps);
 }
 
+// What rounding a row to int8 leaves over.
+inline void rounding_left(const float* x, int cols, float* out) {
+    for (int at = 0; at < cols; at += 32) {
+        const F16L a = F16L::load(x + at), b = F16L::load(x + at + 16);
+        const float peak = a.max(negated(a)).max(b.max(negated(b))).highest();
+        const F16L scale = F16L::set1(peak / 127.f), inverse = F16L::set1(peak > 0 ? 127.f / peak : 0.f);
+        (a - F16L::from((a * inverse).rounded()) * scale).store(out + at);
+        (b - F16L::from((b * inverse).rounded()) * scale).store(out + at + 16);
+    }
+}
+
+// Logits feel every rounding, and a head waits for its weights: rows go in with their rounding's rest as
+// another row each, and the two products are added.
+void precise_head(Context& context, const HeadArgs& args, int first, int count) {
+    const int cols = args.weight.cols, vocabulary = args.weight.rows;
+    float* pairs = scratch<float>(context.joined, (size_t)2 * count * cols);
+    parallel(context, count, [&](int row) {
+        float *x = pairs + (size_t)2 * row * cols, *rest = x + cols;
+        rms_norm(args.x + (size_t)args.wanted[first + row] * cols, args.norm, args.eps, cols, x);
+        if (args.weight.hadamard) block_hadamard(x, cols, args.weight.hadamard);
+        rounding_left(x, cols, rest);
+    });
+    Stack weight = args.weight;
+    weight.hadamard = 0;
+    const Acts acts = prepare(context, context.rows, pairs, nullptr, 2 * count, nullptr, 0, weight);
+    float* products = scratch<float>(context.wide, (size_t)2 * count * vocabulary);
+    matmul(context, weight, acts, products);
+    const int piece = 16384, pieces = (vocabulary + piece - 1) / piece;
+    parallel(context, count * pieces, [&](int task) {
+        const int row = task / pieces, begin = task % pieces * piece, end = least(vocabulary, begin + piece);
+        const float *x = products + (size_t)2 * row * vocabulary, *rest = x + vocabulary;
+        float* out = args.logits + (size_t)(first + row) * vocabulary;
+        for (int i = begin; i < end; i++) out[i] = x[i] + rest[i];
+    });
+}
+
 void head(Context& context, const HeadArgs& args) {
     if (args.count == 0) return;  // a chunk of a prompt wants no logits
-    const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight);
-    matmul(context, args.weight, acts, args.logits);
+    bool packed = true;
+    for (int i = 0; i < args.weight.count; i++) packed &= is_packed(args.weight.parts[i].layout);
+    if (packed) {
+        const int at_once = 32;  // bounds the products' memory
+        for (int first = 0; first < args.count; first += at_once)
+            precise_head(context, args, first, least(at_once, args.count - first));
+    } else {
+        const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight);
+        matmul(context, args.weight, acts, args.logits);
+    }
     if (args.softcap > 0) {
         const size_t total = (size_t)args.count * args.weight.rows;
         for (size_t i = 0; i < total; i++) args.logits[i] = std::tanh(args.logits[i] / args.softcap) * args.softcap;

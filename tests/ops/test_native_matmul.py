@@ -235,3 +235,22 @@ def test_a_head_may_be_asked_for_no_rows(rows: int) -> None:
     x = np.ones((rows, 256), np.float32)
     norm = ops.vector(np.ones(256, np.float32))
     assert ops.head(x, np.empty(0, np.intp), norm, 1e-6, weight).shape == (0, 64)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["q6_k", "q4_k", "int8-g32"])
+def test_a_head_is_far_more_precise_than_int8_activations(name: str, isa: str) -> None:
+    tensor = random_tensor(name, 300, 512, seed=14)
+    ops = NativeOps(threads=2, isa=isa)
+    weight = ops.weight((300, 512), [tensor])
+    x = np.random.default_rng(14).standard_normal((70, 512)).astype(np.float32)
+    norm = np.linspace(0.5, 2, 512, dtype=np.float32)
+    rows = np.arange(70)
+    logits = ops.head(x, rows, ops.vector(norm), 1e-6, weight)
+    wide = x.astype(np.float64)
+    wide = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-6) * norm
+    expected = wide @ unpack(tensor).astype(np.float64).T
+    assert np.abs(logits - expected).max() < 2e-4 * np.abs(expected).max()
+    for count in (1, 2, 3, 5, 33):
+        some = ops.head(x, rows[:count], ops.vector(norm), 1e-6, weight)
+        assert np.array_equal(some, logits[:count])
