@@ -24,7 +24,7 @@ from benchmarks.quality_peers import PEERS
 from benchmarks.quality_texts import Corpus
 from localrt.engine.base import Logits
 from localrt.errors import MissingExtraError
-from localrt.evaluate import Windows, logits_of, text_windows
+from localrt.evaluate import Windows, text_windows
 from localrt.scoring import Tally, log_softmax
 
 __all__ = [
@@ -137,7 +137,7 @@ def kernel_scores(
             raise MissingExtraError(f"the compiled kernels cannot run {source.name} here")
 
         def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
-            return logits_of(model, tokens, first=first)
+            return model.logits(tokens, first=first)
 
         scores = [reference.score(pieces) for reference in references]
         prompt = list(references[0].windows.windows[0][:_SPEED_TOKENS])

@@ -238,17 +238,9 @@ class Model:
 
         Raises:
             ContextOverflowError: more tokens than the context holds.
-            OptionError: an id outside the vocabulary, or an engine that keeps logits of the last
-                token only.
+            OptionError: an id outside the vocabulary.
         """
-        from localrt.engine.native import NativeEngine
-
         engine, ctx = self._parts.engine, self.info.ctx
-        if not isinstance(engine, NativeEngine):
-            raise OptionError(
-                f"{self.name} runs on {self.info.engine}, which gives logits of the last token "
-                "only: use --engine native"
-            )
         ids = [int(token) for token in token_ids]
         if len(ids) > ctx:
             raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {ctx}")

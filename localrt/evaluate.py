@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localrt.engine.base import Logits
 from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import OptionError
 from localrt.scoring import Tally, log_softmax
@@ -24,7 +22,7 @@ from localrt.scoring import Tally, log_softmax
 if TYPE_CHECKING:
     from localrt.api import Model
 
-__all__ = ["Comparison", "Evaluation", "Windows", "evaluate", "logits_of", "text_windows"]
+__all__ = ["Comparison", "Evaluation", "Windows", "evaluate", "text_windows"]
 
 _DEFAULT_CTX = 2048
 _SMALLEST_CTX = 4
@@ -128,8 +126,8 @@ def evaluate(
     tally, seconds = Tally(), 0.0
     for number, window in enumerate(cut.windows, 1):
         targets = np.array(window[cut.first + 1 :])
-        pieces = logits_of(model, window[:-1], first=cut.first)
-        others = None if against is None else logits_of(against, window[:-1], first=cut.first)
+        pieces = model.logits(window[:-1], first=cut.first)
+        others = None if against is None else against.logits(window[:-1], first=cut.first)
         row = 0
         while row < len(targets):
             start = time.perf_counter()
@@ -164,24 +162,6 @@ def text_windows(model: Model, text: str, *, ctx: int, limit_tokens: int | None 
     ctx, stride = _window_sizes(model, None, ctx, None)
     tokens, bos = _tokens(model, text)
     return _cut(tokens[:limit_tokens], ctx, stride, bos)
-
-
-def logits_of(model: Model, tokens: Sequence[int], *, first: int) -> Iterator[Logits]:
-    """Logits after each of ``tokens`` from index ``first`` on, on any engine.
-
-    Pieces (n, vocab) in order, n at most 64, each the caller's own.
-    """
-    if model.info.engine != "llamacpp":
-        return model.logits(tokens, first=first)
-    return _llamacpp_logits(model, tokens, first)
-
-
-def _llamacpp_logits(model: Model, tokens: Sequence[int], first: int) -> Iterator[Logits]:
-    from localrt.engine.llamacpp import LlamaCppSession
-
-    with closing(model.new_session()) as session:
-        assert isinstance(session, LlamaCppSession)
-        yield from session.logits(tokens, first=first)
 
 
 def _comparison(against: Model, tally: Tally) -> Comparison:

@@ -7,7 +7,7 @@ behave the same on every engine. Neither knows text: tokenizer and template stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +86,14 @@ class Engine(Protocol):
 
         Raises:
             MemoryBudgetError: the cache cannot fit.
+        """
+
+    def logits(
+        self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
+    ) -> Iterator[Logits]:
+        """Logits after each of ``tokens`` from index ``first`` on, computed from nothing.
+
+        Pieces (n, vocab) in order, n at most 64, each the caller's own.
         """
 
     def close(self) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from localrt.engine.base import EngineInfo
+from localrt.engine.base import Check, EngineInfo, Logits
 from localrt.engine.llamacpp_library import Library, load_library
 from localrt.engine.llamacpp_session import CHUNK, LlamaCppSession
 from localrt.engine.llamacpp_tokenizer import LlamaCppTokenizer
@@ -143,6 +145,13 @@ class LlamaCppEngine:
             raise OptionError(f"a session needs room for at least one token, not {capacity}")
         self._check_cache_fits(capacity)
         return LlamaCppSession(self, capacity)
+
+    def logits(
+        self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
+    ) -> Iterator[Logits]:
+        """See the ``Engine`` protocol."""
+        with closing(self.session(len(tokens))) as session:
+            yield from session.logits(tokens, first=first, check=check)
 
     def close(self) -> None:
         """Free the weights, once the last session that still has a cache is closed."""

@@ -318,7 +318,7 @@ def _split_scales(words: Bytes) -> Bytes:
     """The inverse of ``_regrouped_scales``: (..., 3, 16 rows, 4 bytes) to (..., 16, 12)."""
     values = np.ascontiguousarray(words).view("<u4")[..., 0]  # (..., 3, 16)
     six = [values[..., i // 5, :] >> 6 * (i % 5) & 63 for i in range(15)]
-    six.append(sum(values[..., w, :] >> 30 << 2 * w for w in range(3)))
+    six.append(np.bitwise_or.reduce([values[..., w, :] >> 30 << 2 * w for w in range(3)]))
     numbers = np.stack(six, axis=-1).astype(np.uint8)  # (..., 16, 16)
     low, last = numbers[..., :4], numbers[..., 4:8]
     low_minima, last_minima = numbers[..., 8:12], numbers[..., 12:]
