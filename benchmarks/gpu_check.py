@@ -1,21 +1,25 @@
 """Every check that needs a CUDA GPU, from a bare checkout: torch and numpy are all it needs.
 
-    scripts/gpu_check [--out FILE] [--device cpu]
+    scripts/gpu_check [--out FILE] [--device cpu] [--only NAME,...] [--sweep]
 
 It makes its own weights, prints one line per check and writes one JSON. Exit status 1 when a check
-fails, or when there is no GPU. ``--device cpu`` tries the script itself.
+fails, or when there is no GPU. Speeds never fail: their targets stand beside them. ``--device cpu``
+tries the script itself, the Triton kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from gpu_configs import ARCHITECTURES, QWEN_1_5B, TINY  # noqa: E402
+from gpu_timing import RUNS, Result, copy_bandwidth, guarded, timed  # noqa: E402
 from random_checkpoint import RandomCheckpoint  # noqa: E402
 
 from localrt.models.decoder import Decoder  # noqa: E402
@@ -31,58 +37,9 @@ from localrt.models.registry import load_decoder, read_config  # noqa: E402
 from localrt.quant.ops.protocol import Batch  # noqa: E402
 from localrt.quant.ops.torch_ops import TorchOps  # noqa: E402
 
-TINY: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "Qwen2ForCausalLM": {},
-    "Qwen3ForCausalLM": {"head_dim": 64},
-    "Gemma2ForCausalLM": {
-        "head_dim": 64,
-        "sliding_window": 32,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "Gemma3ForCausalLM": {"head_dim": 64, "sliding_window": 32},
-    "Phi3ForCausalLM": {"sliding_window": 64},
-    "SmolLM3ForCausalLM": {},
-}
-# Qwen2.5-Coder-1.5B's shape: the model most of the project's numbers are about.
-QWEN_1_5B: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
 # Largest difference over largest magnitude. float32 differs by the order of sums alone (TF32 is
 # off); bf16 keeps 8 bits, through 4 layers.
 BOUND_F32, BOUND_BF16 = 1e-4, 0.05
-RUNS = 5
-
-
-@dataclass
-class Result:
-    """One check: ``ok`` against its bound, and whatever numbers it found."""
-
-    name: str
-    ok: bool
-    seconds: float = 0.0
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 def decoder(architecture: str, config: dict[str, Any], format: str, device: str) -> Decoder:
@@ -156,46 +113,63 @@ def check_decode(device: str) -> list[Result]:
 
 def check_copy(device: str) -> list[Result]:
     """The ceiling: device copy bandwidth, bytes read and written counted."""
-    size = (1 << 30) if device.startswith("cuda") else (16 << 20)
-    a = torch.empty(size, dtype=torch.uint8, device=device)
-    b = torch.empty_like(a)
-    seconds = [timed(lambda: b.copy_(a)) for _ in range(RUNS + 1)][1:]
-    return [
-        Result("copy bandwidth", True, values={"gb_s": 2 * size / statistics.median(seconds) / 1e9})
-    ]
+    return [Result("copy bandwidth", True, values={"gb_s": copy_bandwidth(device) / 1e9})]
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds of ``work``, device work included."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def from_module(module: str, check: str) -> Callable[[str], list[Result]]:
+    """A check of a module that needs Triton, which is imported when it runs."""
+
+    def run(device: str) -> list[Result]:
+        if find_spec("triton") is None:
+            return [Result(check, True, values={"skipped": "Triton is not installed"})]
+        found: list[Result] = getattr(import_module(module), check)(device)
+        return found
+
+    return run
 
 
-CHECKS = (check_copy, check_logits, check_decode)
+CHECKS: dict[str, Callable[[str], list[Result]]] = {
+    "copy": check_copy,
+    "logits": check_logits,
+    "decode": check_decode,
+    "products": from_module("gpu_kernels", "check_products"),
+    "one-row": from_module("gpu_kernels", "check_one_row"),
+    "batches": from_module("gpu_kernels", "check_batches"),
+    "unpacking": from_module("gpu_kernels", "check_unpacking"),
+    "attention": from_module("gpu_kernels", "check_attention"),
+    "triton-logits": from_module("gpu_models", "check_logits"),
+    "packed": from_module("gpu_models", "check_packed"),
+}
+EXTRA = {"sweep": from_module("gpu_kernels", "sweep")}
+"""Run when asked for."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="checks that need a CUDA GPU")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_check.json")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help=f"of {','.join(CHECKS)}")
+    parser.add_argument("--sweep", action="store_true", help="try ways to cut the products' work")
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA GPU here", file=sys.stderr)
         return 1
+    if not args.device.startswith("cuda"):
+        os.environ["TRITON_INTERPRET"] = "1"
+    checks = {**CHECKS, **EXTRA}
+    names = args.only.split(",") if args.only else list(CHECKS)
+    names += ["sweep"] if args.sweep else []
+    if unknown := [name for name in names if name not in checks]:
+        parser.error(f"no check is called {unknown[0]}: choose from {', '.join(checks)}")
     torch.backends.cuda.matmul.allow_tf32 = False
     results: list[Result] = []
-    for check in CHECKS:
+    started = time.perf_counter()
+    for name in names:
         start = time.perf_counter()
-        found = check(args.device)
+        found = guarded(name, lambda name=name: checks[name](args.device))
         for result in found:
             result.seconds = (time.perf_counter() - start) / len(found)
-            numbers = "  ".join(f"{k} {v:.4g}" for k, v in result.values.items())
-            print(f"{'ok  ' if result.ok else 'FAIL'} {result.name}: {numbers}", flush=True)
+            print(result.line(), flush=True)
         results += found
     cuda = args.device.startswith("cuda")
     machine = {
@@ -203,10 +177,13 @@ def main() -> int:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "triton": version_of("triton"),
+        "bitsandbytes": version_of("bitsandbytes"),
     }
     record = {
         "machine": machine,
         "command": "scripts/gpu_check",
+        "seconds": time.perf_counter() - started,
         "results": [asdict(result) for result in results],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -214,6 +191,15 @@ def main() -> int:
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
+
+
+def version_of(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +21,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "gpu_check.py"
+    command = [sys.executable, script, "--device", "cpu", "--only", "kernel"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no check is called kernel" in done.stderr
+
+
 def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     script = ROOT / "benchmarks" / "gpu_check.py"
@@ -29,4 +38,8 @@ def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     record = json.loads(out.read_text())
     names = [result["name"] for result in record["results"]]
     assert "logits LlamaForCausalLM f32" in names
+    if find_spec("triton") is None:
+        assert "check_products" in names  # and says that it was skipped
+    else:
+        assert {"product nvfp4", "attention", "resident int4-g32"} <= set(names)
     assert all(result["ok"] for result in record["results"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from localrt.engine.base import Check, EngineInfo, Logits
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
@@ -15,6 +16,8 @@ from localrt.models.decoder import Decoder
 from localrt.quant.ops.protocol import Batch, KVCache
 
 __all__ = ["NativeEngine", "NativeSession"]
+
+Forward: TypeAlias = Callable[..., Logits]  # of a decoder
 
 # Rows of one prefill pass: enough for the matrix units, few enough for progress and small scratch.
 _PREFILL_ROWS = 512
@@ -27,6 +30,9 @@ class NativeEngine:
 
     def __init__(self, decoder: Decoder, info: EngineInfo) -> None:
         self._decoder: Decoder | None = decoder
+        # An implementation may know a quicker way through the same pass (CUDA graphs).
+        graphed = getattr(decoder.ops, "graphed", None)
+        self._forward: Forward | None = graphed(decoder.forward) if graphed else decoder.forward
         self.info = info
         self._turn = threading.Lock()
 
@@ -37,7 +43,7 @@ class NativeEngine:
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
         with self._turn:
-            self._decoder = None
+            self._decoder = self._forward = None
 
     def forward(
         self, cache: KVCache, tokens: Sequence[int], check: Check | None, *, want_logits: bool
@@ -46,7 +52,7 @@ class NativeEngine:
         with self._turn:
             rows = [len(tokens) - 1] if want_logits else []
             batch = Batch.extend([(cache, tokens)])
-            logits: Logits = self._loaded().forward(batch, rows=rows, check=check)
+            logits = self._pass(batch, rows=rows, check=check)
             return logits[0] if want_logits else None
 
     def logits(
@@ -64,8 +70,14 @@ class NativeEngine:
         for start in range(first, len(tokens), _LOGIT_ROWS):
             with self._turn:
                 batch = Batch.extend([(cache, tokens[start : start + _LOGIT_ROWS])])
-                piece: Logits = self._loaded().forward(batch, check=check)
+                piece = self._pass(batch, check=check)
             yield piece
+
+    def _pass(self, batch: Batch, **options: Any) -> Logits:
+        self._loaded()
+        assert self._forward is not None, "there is one as long as there is a decoder"
+        logits: Logits = self._forward(batch, **options)
+        return logits
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:

@@ -53,6 +53,10 @@ def make_ops(
             from localrt.quant.ops.triton_ops import TritonOps
 
             return TritonOps(device=f"cuda:{index}")
+        if compute_format is None and find_spec("bitsandbytes") is not None:
+            from localrt.quant.ops.bnb_ops import BnbOps
+
+            return BnbOps(device=f"cuda:{index}")
     return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
 
 
@@ -81,7 +85,7 @@ def _triton_runs(index: int) -> bool:
         import triton
     except (ImportError, OSError):
         return False
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
