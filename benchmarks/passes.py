@@ -105,7 +105,8 @@ def main() -> int:
     if args.json:
         record = {
             "machine": machine.to_dict(),
-            "command": "benchmarks/passes.py " + " ".join([args.model.name, *sys.argv[2:]]),
+            "command": f"benchmarks/passes.py {args.model.name} --held {args.held} --rows {args.rows} "
+            f"--settings '{args.settings}' --runs {args.runs}",
             "model": args.model.name,
             "versions": {
                 "localrt": localrt.__version__,
