@@ -105,8 +105,8 @@ def main() -> int:
     if args.json:
         record = {
             "machine": machine.to_dict(),
-            "command": f"benchmarks/passes.py {args.model.name} --held {args.held} --rows {args.rows} "
-            f"--settings '{args.settings}' --runs {args.runs}",
+            "command": f"benchmarks/passes.py {args.model.name} --held {args.held} "
+            f"--rows {args.rows} --settings '{args.settings}' --runs {args.runs}",
             "model": args.model.name,
             "versions": {
                 "localrt": localrt.__version__,
