@@ -1,6 +1,6 @@
 """The compiled kernels' C interface, as ctypes: structs that mirror ``quant/csrc/abi.h``.
 
-Importing it loads nothing; ``load_library`` finds the shared library beside this package.
+Importing it loads nothing, not even numpy; ``load_library`` finds the shared library beside this package.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from ctypes import (
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localrt.errors import MissingExtraError
-from localrt.quant.formats.packed import Format
+
+if TYPE_CHECKING:
+    from localrt.quant.formats.packed import Format
 
 __all__ = [
     "SOURCES",
