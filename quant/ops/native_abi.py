@@ -1,6 +1,7 @@
 """The compiled kernels' C interface, as ctypes: structs that mirror ``quant/csrc/abi.h``.
 
-Importing it loads nothing, not even numpy; ``load_library`` finds the shared library beside this package.
+Importing it loads nothing, not even numpy; ``load_library`` finds the shared library beside this
+package.
 """
 
 from __future__ import annotations
