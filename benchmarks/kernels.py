@@ -189,10 +189,10 @@ def main() -> int:
     ops = NativeOps(isa=args.isa)
     machine = hardware.probe()
     threads = machine.cpu.usable_cores
-    peak, _ = ops.measure_ceilings()
+    peak = ops.measure_peak()
     ggml = find_ggml(threads)
     results = products(ops, ggml, args) + experts(ops, args)
-    peak = max(peak, ops.measure_ceilings()[0])  # the processor's clock is not always the same
+    peak = max(peak, ops.measure_peak())  # the processor's clock is not always the same
     print(
         f"{ops.isa} kernels, {threads} threads, int8 peak {peak / 1e9:.0f} GOP/s; "
         "the floor is plain reading by turns with each line; ggml: its better of repacked and plain"

@@ -254,8 +254,11 @@ void head(Context& context, const HeadArgs& args) {
         matmul(context, args.weight, acts, args.logits);
     }
     if (args.softcap > 0) {
-        const size_t total = (size_t)args.count * args.weight.rows;
-        for (size_t i = 0; i < total; i++) args.logits[i] = std::tanh(args.logits[i] / args.softcap) * args.softcap;
+        const size_t total = (size_t)args.count * args.weight.rows, piece = 8192;
+        parallel(context, (int)((total + piece - 1) / piece), [&](int task) {
+            for (size_t i = task * piece; i < least(total, (task + 1) * piece); i++)
+                args.logits[i] = std::tanh(args.logits[i] / args.softcap) * args.softcap;
+        });
     }
 }
 

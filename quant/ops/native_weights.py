@@ -9,14 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tile_rows import whole_tiles
 from localrt.quant.formats.tiled import (
-    TILE_ROWS,
     TiledTensor,
     padded_rows,
     tile,
@@ -52,9 +53,10 @@ class Tiler:
 
     def tile(self, tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
         """A whole matrix in tiles."""
-        building = _Building(self, tensor, tensor.shape[0])
-        building.add(tensor)
-        return building.done(hadamard)
+        rows, cols = tensor.shape
+        out = np.empty(padded_rows(rows) * tensor.format.row_bytes(cols), np.uint8)
+        self.put(tensor, out)
+        return TiledTensor(tensor.name, tensor.format, (rows, cols), out, tensor.scale, hadamard)
 
     def put(self, tensor: PackedTensor, out: Bytes) -> None:
         """The tiles of ``tensor`` into ``out``, which has room for its rows rounded up to 16."""
@@ -77,20 +79,18 @@ def build_weight(
         ValueError: blocks that are not the matrix, or inputs rotated in different ways.
     """
     tensors: list[TiledTensor] = []
-    building: _Building | None = None
-    for block in blocks:
-        if building is not None and (isinstance(block, TiledTensor) or block.name != building.name):
+    for _, named in groupby(blocks, key=lambda block: block.name):
+        building: _Building | None = None
+        for piece in whole_tiles(named):
+            _require_known(piece.name, piece.format, shape[1])
+            if isinstance(piece, TiledTensor):
+                tensors.append(piece)
+                continue
+            if building is None:
+                building = _Building(tiler, piece, shape[0] - sum(t.shape[0] for t in tensors))
+            building.add(piece)
+        if building is not None:
             tensors.append(building.done())
-            building = None
-        _require_known(block.name, block.format, shape[1])
-        if isinstance(block, TiledTensor):
-            tensors.append(block)
-            continue
-        if building is None:
-            building = _Building(tiler, block, shape[0] - sum(t.shape[0] for t in tensors))
-        building.add(block)
-    if building is not None:
-        tensors.append(building.done())
     total = sum(tensor.shape[0] for tensor in tensors)
     if total != shape[0]:
         raise ValueError(f"blocks hold {total} rows, the matrix has {shape[0]}")
@@ -103,7 +103,7 @@ def build_weight(
 
 
 class _Building:
-    """One tensor's tiles as far as its row blocks have come."""
+    """One tensor's tiles as far as its rows have come."""
 
     def __init__(self, tiler: Tiler, first: PackedTensor, most_rows: int) -> None:
         self._tiler = tiler
@@ -112,39 +112,20 @@ class _Building:
         # Room for all rows that may follow: what is never written takes no memory.
         self._out = np.empty(padded_rows(max(most_rows, 0)) * self._row_bytes, np.uint8)
         self._rows = 0
-        self._left = np.empty((0, self._row_bytes), np.uint8)  # rows that do not fill a tile
 
-    @property
-    def name(self) -> str:
-        return self._first.name
+    def add(self, piece: PackedTensor) -> None:
+        start = self._rows * self._row_bytes
+        stop = start + padded_rows(piece.shape[0]) * self._row_bytes
+        if stop > self._out.size:
+            raise ValueError(f"{piece.name}: more rows than the matrix has")
+        self._tiler.put(piece, self._out[start:stop])
+        self._rows += piece.shape[0]
 
-    def add(self, block: PackedTensor) -> None:
-        rows = block.data.reshape(-1, self._row_bytes)
-        if len(self._left):
-            rows = np.concatenate([self._left, rows])
-        whole = len(rows) // TILE_ROWS * TILE_ROWS
-        self._put(rows[:whole])
-        self._left = rows[whole:]
-
-    def done(self, hadamard: int = 0) -> TiledTensor:
-        self._put(self._left)
+    def done(self) -> TiledTensor:
         first = self._first
         data = self._out[: padded_rows(self._rows) * self._row_bytes]
         shape = (self._rows, first.shape[1])
-        return TiledTensor(first.name, first.format, shape, data, first.scale, hadamard)
-
-    def _put(self, rows: Bytes) -> None:
-        if not len(rows):
-            return
-        start = self._rows * self._row_bytes
-        stop = start + padded_rows(len(rows)) * self._row_bytes
-        if stop > self._out.size:
-            raise ValueError(f"{self.name}: more rows than the matrix has")
-        first = self._first
-        shape = (len(rows), first.shape[1])
-        tensor = PackedTensor(first.name, first.format, shape, rows, first.scale)
-        self._tiler.put(tensor, self._out[start:stop])
-        self._rows += len(rows)
+        return TiledTensor(first.name, first.format, shape, data, first.scale)
 
 
 def _require_known(name: str, format_: Format, cols: int) -> None:
