@@ -1,0 +1,87 @@
+"""Where each unit of a model lives and is computed: the planner's answer, the pipeline's orders.
+
+Only names and bytes: how a placement is found is the planner's, how it is carried out the
+pipeline's. A machine without a GPU uses ``RAM`` and ``SSD`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+__all__ = ["KvPlace", "PlacedUnit", "Placement", "UnitKind", "Where"]
+
+UnitKind = Literal["embedding", "attention", "mlp", "expert", "norm", "head"]
+KvPlace = Literal["vram", "ram", "ssd"]
+
+
+class Where(StrEnum):
+    """The place of a unit's weights between passes, and the way that they take in one."""
+
+    VRAM = "vram"  # resident in GPU memory, computed there
+    LINK = "ram-to-gpu"  # resident in RAM, copied over the link in each pass, computed on the GPU
+    SSD_LINK = "ssd-to-gpu"  # read and copied in each pass, computed on the GPU
+    RAM = "ram"  # resident in RAM, computed by the CPU
+    SSD = "ssd"  # read from the SSD in each pass, computed by the CPU
+
+    @property
+    def read(self) -> bool:
+        """Whether every pass reads it from the SSD."""
+        return self in (Where.SSD, Where.SSD_LINK)
+
+    @property
+    def copied(self) -> bool:
+        """Whether every pass copies it over the link."""
+        return self in (Where.LINK, Where.SSD_LINK)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU computes it."""
+        return self in (Where.VRAM, Where.LINK, Where.SSD_LINK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedUnit:
+    """What a planner needs to know of a unit.
+
+    ``nbytes`` are packed bytes, ``macs`` multiply-accumulates per row of a pass, ``format`` that of
+    most of its bytes. ``use`` is the share of one-row passes that touch it: an expert's top-k over
+    experts, 0 for an embedding, whose rows are read one by one.
+    """
+
+    name: str
+    kind: UnitKind
+    nbytes: int
+    macs: int
+    format: str
+    layer: int | None = None
+    use: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A place for every unit, by name, and for every layer's keys and values.
+
+    ``ram_ring`` and ``vram_ring`` are the bytes that units read or copied in a pass go through:
+    first in, first out, at least as large as the largest of them. ``prefill_rows`` is the most rows
+    of one pass.
+    """
+
+    where: Mapping[str, Where]
+    kv: tuple[KvPlace, ...]
+    ram_ring: int = 0
+    vram_ring: int = 0
+    prefill_rows: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("ram_ring", "vram_ring"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, is {getattr(self, name)}")
+        if self.prefill_rows < 1:
+            raise ValueError(f"prefill_rows must be at least 1, is {self.prefill_rows}")
+
+    def names(self, *places: Where) -> list[str]:
+        """The units at ``places``, in order."""
+        return [name for name, where in self.where.items() if where in places]
