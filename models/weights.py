@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import Checkpoint, WeightBlock
+from localrt.models.checkpoints.base import TensorSource, WeightBlock
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Ops, Vector, Weight
 
@@ -39,7 +39,7 @@ class WeightLoader:
     """Hands tensors to ``ops``, once each. ``on_bytes`` gets the packed bytes of every block."""
 
     def __init__(
-        self, checkpoint: Checkpoint, ops: Ops, on_bytes: Callable[[int], None] | None = None
+        self, checkpoint: TensorSource, ops: Ops, on_bytes: Callable[[int], None] | None = None
     ) -> None:
         self._checkpoint = checkpoint
         self._ops = ops

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 
-__all__ = ["Checkpoint", "TensorInfo", "WeightBlock"]
+__all__ = ["Checkpoint", "TensorInfo", "TensorSource", "WeightBlock"]
 
 WeightBlock: TypeAlias = PackedTensor | TiledTensor
 """Rows of a matrix or a whole vector as published, or a matrix as a store holds it."""
@@ -31,35 +31,16 @@ class TensorInfo:
     nbytes: int
 
 
-class Checkpoint(Protocol):
-    """A model on disk: a GGUF file (possibly split), a Hugging Face folder, or a store."""
+class TensorSource(Protocol):
+    """Named tensors and where they are from: all that building a part of a model takes."""
 
     @property
     def path(self) -> Path:
         """The folder, or the (first) GGUF file."""
 
     @property
-    def kind(self) -> str:
-        """Whose conventions config and text files follow: ``"gguf"`` or ``"safetensors"``.
-
-        A store keeps those of the model that it was packed from.
-        """
-
-    @property
     def architecture(self) -> str:
         """As the file names it: ``"llama"`` (GGUF) or ``"LlamaForCausalLM"`` (config.json)."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The architecture's parameters under the keys of a Hugging Face ``config.json``."""
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """Sampling defaults under the keys of ``generation_config.json``; may be empty."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """GGUF key-value pairs, read lazily; empty for a Hugging Face folder."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -77,6 +58,29 @@ class Checkpoint(Protocol):
 
         A store gives a matrix as one ``TiledTensor``, however large.
         """
+
+
+class Checkpoint(TensorSource, Protocol):
+    """A model on disk: a GGUF file (possibly split), a Hugging Face folder, or a store."""
+
+    @property
+    def kind(self) -> str:
+        """Whose conventions config and text files follow: ``"gguf"`` or ``"safetensors"``.
+
+        A store keeps those of the model that it was packed from.
+        """
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The architecture's parameters under the keys of a Hugging Face ``config.json``."""
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """Sampling defaults under the keys of ``generation_config.json``; may be empty."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """GGUF key-value pairs, read lazily; empty for a Hugging Face folder."""
 
     def close(self) -> None:
         """Close the files. Reading afterwards raises ``CheckpointError``."""

@@ -13,9 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.gguf_cursor import GgufCursor
+from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.checkpoints.ranged_file import RangedFile
 
 __all__ = ["GgufMetadata", "read_pairs"]
@@ -51,19 +53,21 @@ _DEEPEST_ARRAY = 4
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Where a value's bytes lie; ``count`` is an array's number of elements."""
+    """Where a value's bytes lie; ``count`` and ``element`` are an array's length and its type."""
 
     kind: int
     start: int
     stop: int
     count: int
+    element: int = -1
 
 
 class GgufMetadata(Mapping[str, Any]):
     """Key-value pairs as plain Python values, decoded at each access and not kept.
 
-    Arrays come as lists. Malformed UTF-8 in text becomes U+FFFD; ``raw`` has the bytes. Decoding a
-    vocabulary takes tens of milliseconds: keep the result, not the mapping's promise.
+    Arrays come as lists, but arrays of strings as ``PackedStrings``; ``numbers`` has an array of
+    numbers without a list. Malformed UTF-8 in text becomes U+FFFD; ``raw`` has the bytes. Decoding
+    a vocabulary takes tens of milliseconds: keep the result, not the mapping's promise.
     """
 
     def __init__(self, file: RangedFile, values: Mapping[str, _Value]) -> None:
@@ -72,7 +76,10 @@ class GgufMetadata(Mapping[str, Any]):
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
-        return self._decode(self._values[key], as_bytes=False)
+        value = self._values[key]
+        if value.kind == _ARRAY and value.element == _STRING:
+            return PackedStrings.from_prefixed(self._elements(value), value.count)
+        return self._decode(value, as_bytes=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -81,8 +88,21 @@ class GgufMetadata(Mapping[str, Any]):
         return len(self._values)
 
     def raw(self, key: str) -> Any:
-        """Like ``metadata[key]`` with ``bytes`` in place of every ``str``."""
+        """Like ``metadata[key]`` with ``bytes`` in place of every ``str``, and lists alone."""
         return self._decode(self._values[key], as_bytes=True)
+
+    def numbers(self, key: str) -> npt.NDArray[Any] | None:
+        """The elements of the array under ``key`` in the file's own type; None without one.
+
+        Raises:
+            CheckpointError: the value is not an array of numbers.
+        """
+        if key not in self._values:
+            return None
+        value = self._values[key]
+        if value.kind != _ARRAY or value.element not in _NUMBERS:
+            raise CheckpointError(f"{self.path}: metadata key {key!r} is not a list of numbers")
+        return self._elements(value).view(_NUMBERS[value.element])
 
     def count(self, key: str) -> int:
         """Elements of an array, without decoding it; 1 for any other value."""
@@ -126,6 +146,11 @@ class GgufMetadata(Mapping[str, Any]):
         value: str = self[key]
         return value
 
+    def _elements(self, value: _Value) -> npt.NDArray[np.uint8]:
+        """The bytes of an array behind its type and count."""
+        start = value.start + 12
+        return self._file.read(start, value.stop - start)
+
     def _decode(self, value: _Value, *, as_bytes: bool) -> Any:
         data = self._file.read(value.start, value.stop - value.start).tobytes()
         return _decode(data, 0, value.kind, as_bytes)[0]
@@ -151,7 +176,7 @@ def read_pairs(cursor: GgufCursor, count: int) -> GgufMetadata:
 def _locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
     """Step over one value, checking it."""
     start = cursor.position
-    count = 1
+    count, element = 1, -1
     if kind in _SIZES:
         cursor.skip(_SIZES[kind], what)
     elif kind == _STRING:
@@ -174,7 +199,7 @@ def _locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
             raise cursor.error(f"{what} is an array of unknown type {element}")
     else:
         raise cursor.error(f"{what} has unknown type {kind}")
-    return _Value(kind, start, cursor.position, count)
+    return _Value(kind, start, cursor.position, count, element)
 
 
 def _decode(data: bytes, at: int, kind: int, as_bytes: bool) -> tuple[Any, int]:

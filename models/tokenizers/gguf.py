@@ -7,13 +7,19 @@ files rarely say. Does not read files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.models.checkpoints.gguf_metadata import GgufMetadata
+from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.pieces import PieceTable, chunks
 from localrt.models.tokenizers.vocabulary import Vocabulary
 
 __all__ = ["gguf_tokenizer"]
@@ -65,16 +71,15 @@ class _Type(IntEnum):
 class _Tokens:
     """The vocabulary as stored: pieces and their types by id."""
 
-    pieces: list[str]
-    types: Sequence[int]
+    table: PieceTable
+    types: npt.NDArray[np.integer[Any]]
+
+    def ids_of(self, *types: _Type) -> list[int]:
+        found: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
+        return found
 
     def of_type(self, *types: _Type) -> dict[str, int]:
-        wanted = frozenset(int(kind) for kind in types)
-        return {
-            piece: token
-            for token, (piece, kind) in enumerate(zip(self.pieces, self.types, strict=True))
-            if kind in wanted
-        }
+        return {self.table.text(token): token for token in self.ids_of(*types)}
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -99,32 +104,50 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
     from localrt.models.tokenizers.bpe import ByteLevelTokenizer
+    from localrt.models.tokenizers.merges import MergeTable, split_merges
     from localrt.models.tokenizers.pretokenizers import pre_type
 
     pre = pre_type(metadata.get(f"{_PREFIX}pre") or "default")
-    merges = _array(metadata, "merges")
+    sides = split_merges(_strings(metadata, "merges"))
     vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
-    hidden = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.UNUSED)
-    words = {piece: token for token, piece in enumerate(tokens.pieces) if piece not in hidden}
-    built = {merge.replace(" ", "") for merge in merges}  # what a merge builds must exist
-    words |= {piece: token for piece, token in hidden.items() if piece in built}
-    special = {tokens.pieces[token]: token for token in vocabulary.special}
+    words = _reachable(tokens, sides)
+    special = {tokens.table.text(token): token for token in vocabulary.special}
     return ByteLevelTokenizer(
         vocabulary,
         words=words,
-        merges=merges,
+        merges=MergeTable(words, sides),
         added=tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED) | special,
         pre=pre,
     )
 
 
+def _reachable(tokens: _Tokens, sides: PackedStrings) -> PieceTable:
+    """Pieces that words may become: not those that text must not reach, unless merges build them.
+
+    ``sides`` are the merges' pieces in turn.
+    """
+    hidden = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.UNUSED)
+    members = np.ones(len(tokens.table), np.bool_)
+    for piece in hidden:
+        members[tokens.table.find_all(piece)] = False
+    names = PieceTable(PackedStrings.of(hidden))
+    data = np.frombuffer(sides.data, np.uint8)
+    for start, stop in chunks(len(sides) // 2 if hidden else 0):
+        offsets = sides.offsets[2 * start : 2 * stop + 1 : 2].astype(np.int64)
+        built = np.unique(names.find_many(data, offsets[:-1], np.diff(offsets)))
+        members[[hidden[names.text(name)] for name in built.tolist() if name >= 0]] = True
+    return tokens.table.only(members)
+
+
 def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
     from localrt.models.tokenizers.spm import SentencePieceTokenizer
 
-    scores = _array(metadata, "scores")
-    if len(scores) != len(tokens.pieces):
+    scores = _numbers(metadata, "scores")
+    if scores is None:
+        raise _missing("scores")
+    if len(scores) != len(tokens.table):
         raise TokenizerError(
-            f"the GGUF tokenizer has {len(tokens.pieces)} tokens but {len(scores)} scores"
+            f"the GGUF tokenizer has {len(tokens.table)} tokens but {len(scores)} scores"
         )
     space_prefix = bool(metadata.get(f"{_PREFIX}add_space_prefix", True))
     vocabulary = _vocabulary(
@@ -138,33 +161,50 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
         swallow = frozenset(token for name, token in added.items() if name not in keep)
     return SentencePieceTokenizer(
         vocabulary,
-        words=tokens.of_type(_Type.NORMAL, _Type.USER_DEFINED),
+        words=tokens.table.only(np.isin(tokens.types, (_Type.NORMAL, _Type.USER_DEFINED))),
         scores=scores,
         byte_ids=_byte_ids(tokens),
-        added=added | {tokens.pieces[token]: token for token in vocabulary.special},
+        added=added | {tokens.table.text(token): token for token in vocabulary.special},
         space_prefix=space_prefix,
         swallow_space=swallow,
     )
 
 
 def _read_tokens(metadata: Mapping[str, Any]) -> _Tokens:
-    pieces = list(_array(metadata, "tokens"))
-    types = metadata.get(f"{_PREFIX}token_type")
-    kinds = [int(_Type.NORMAL)] * len(pieces) if types is None else [int(kind) for kind in types]
-    if len(kinds) != len(pieces):
+    pieces = _strings(metadata, "tokens")
+    types = _numbers(metadata, "token_type")
+    if types is None:
+        types = np.full(len(pieces), _Type.NORMAL, np.uint8)
+    if len(types) != len(pieces):
         raise TokenizerError(
-            f"the GGUF tokenizer has {len(pieces)} tokens but {len(kinds)} token types"
+            f"the GGUF tokenizer has {len(pieces)} tokens but {len(types)} token types"
         )
-    return _Tokens(pieces, kinds)
+    return _Tokens(PieceTable(pieces), types)
 
 
-def _array(metadata: Mapping[str, Any], name: str) -> list[Any]:
-    """An array as a list of plain Python values."""
+def _strings(metadata: Mapping[str, Any], name: str) -> PackedStrings:
+    """An array of strings."""
     found = metadata.get(f"{_PREFIX}{name}")
     if found is None or isinstance(found, str):
-        raise TokenizerError(f"the GGUF file's tokenizer is incomplete: {_PREFIX}{name} is missing")
-    values = found.tolist() if hasattr(found, "tolist") else found
-    return list(values)
+        raise _missing(name)
+    return found if isinstance(found, PackedStrings) else PackedStrings.of(found)
+
+
+def _numbers(metadata: Mapping[str, Any], name: str) -> npt.NDArray[Any] | None:
+    """An array of numbers, or None where there is none."""
+    key = f"{_PREFIX}{name}"
+    if isinstance(metadata, GgufMetadata):
+        return metadata.numbers(key)
+    found = metadata.get(key)
+    if isinstance(found, str):
+        raise _missing(name)
+    return None if found is None else np.asarray(found)
+
+
+def _missing(name: str) -> TokenizerError:
+    return TokenizerError(
+        f"the GGUF file's tokenizer is incomplete: {_PREFIX}{name} is missing"
+    )
 
 
 def _vocabulary(
@@ -178,14 +218,12 @@ def _vocabulary(
     strip_space: bool = False,
 ) -> Vocabulary:
     """Ids with a meaning; ``bos``, ``eos``, ``unknown`` and ``add_bos`` are the defaults."""
-    ids = {piece: token for token, piece in enumerate(tokens.pieces)}
-
     def special_id(key: str, default: int | None = None) -> int | None:
         found = metadata.get(f"{_PREFIX}{key}_token_id", default)
-        return int(found) if found is not None and 0 <= int(found) < len(tokens.pieces) else None
+        return int(found) if found is not None and 0 <= int(found) < len(tokens.table) else None
 
     bos_id, eos_id = special_id("bos", bos), special_id("eos", eos)
-    ends = _end_ids(tokens, ids) | {
+    ends = _end_ids(tokens) | {
         token for key in _END_KEYS if (token := special_id(key)) is not None
     }
     if eos_id is not None:
@@ -196,8 +234,7 @@ def _vocabulary(
     prefix = metadata.get(f"{_PREFIX}add_bos_token", add_bos)
     suffix = metadata.get(f"{_PREFIX}add_eos_token", False)
     return Vocabulary(
-        pieces=tokens.pieces,
-        ids=ids,
+        pieces=tokens.table,
         bos=bos_id,
         unknown=special_id("unknown", unknown),
         eos=frozenset(ends),
@@ -208,16 +245,17 @@ def _vocabulary(
     )
 
 
-def _end_ids(tokens: _Tokens, ids: Mapping[str, int]) -> set[int]:
+def _end_ids(tokens: _Tokens) -> set[int]:
     """Tokens that end a turn by their name."""
-    ends = {ids[name] for name in _END_NAMES if name in ids}
+    find = tokens.table.find
+    ends = {token for name in _END_NAMES if (token := find(name)) is not None}
     ends |= {
         token
         for name in _END_CONTROL_NAMES
-        if (token := ids.get(name)) is not None and tokens.types[token] == _Type.CONTROL
+        if (token := find(name)) is not None and tokens.types[token] == _Type.CONTROL
     }
-    if "<|return|>" in ids and "<|call|>" in ids:
-        ends.discard(ids.get("<|end|>", -1))  # gpt-oss: ends one message of several in a turn
+    if find("<|return|>") is not None and find("<|call|>") is not None:
+        ends.discard(find("<|end|>"))  # gpt-oss: ends one message of several in a turn
     return ends
 
 

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from localrt.models.tokenizers.matcher import TokenMatcher
+from localrt.models.tokenizers.pieces import PieceTable
 from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
 
 __all__ = ["SentencePieceTokenizer"]
@@ -24,7 +29,7 @@ _CACHED_CHUNKS = 1 << 15
 
 
 class SentencePieceTokenizer(VocabularyTokenizer):
-    """``words`` maps the pieces that merges may build to ids, and ``scores`` ranks every id.
+    """``words`` knows the pieces that merges may build, and ``scores`` ranks every id.
 
     ``byte_ids`` has the token of each byte where the vocabulary has byte tokens. ``added`` are
     matched in text as a whole; of those, the ones in the vocabulary's ``special`` count only with
@@ -36,8 +41,8 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self,
         vocabulary: Vocabulary,
         *,
-        words: Mapping[str, int],
-        scores: Sequence[float],
+        words: PieceTable,
+        scores: npt.NDArray[Any],
         byte_ids: Mapping[int, int],
         added: Mapping[str, int],
         space_prefix: bool,
@@ -45,7 +50,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     ) -> None:
         super().__init__(vocabulary)
         self._words = words
-        self._scores = scores
+        self._scores = memoryview(np.ascontiguousarray(scores, np.result_type(scores, np.float32)))
         self._byte_ids = byte_ids
         self._bytes = {token: bytes([byte]) for byte, token in byte_ids.items()}
         self._space_prefix = space_prefix
@@ -90,7 +95,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 
         def offer(left: int, right: int) -> None:
             joined = symbols[left] + symbols[right]
-            token = self._words.get(joined)
+            token = self._words.find(joined)
             if token is not None:
                 heapq.heappush(queue, (-self._scores[token], left, right, joined))
 
@@ -110,7 +115,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         return tuple(token for symbol in symbols if symbol for token in self._symbol_ids(symbol))
 
     def _symbol_ids(self, symbol: str) -> list[int]:
-        token = self._words.get(symbol)
+        token = self._words.find(symbol)
         if token is not None:
             return [token]
         fallback = [self._byte_ids.get(byte) for byte in symbol.encode()]
@@ -121,7 +126,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 
     def _byte_id(self, byte: int) -> int | None:
         found = self._byte_ids.get(byte)
-        return self._words.get(chr(byte)) if found is None and byte < 128 else found
+        return self._words.find(chr(byte)) if found is None and byte < 128 else found
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of ``token``: a control token's name, nothing for an unknown id."""
@@ -131,8 +136,18 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         return self.token_text(token).replace(SPACE, " ").encode("utf-8", "surrogateescape")
 
 
-def _boundary(words: Mapping[str, int]) -> re.Pattern[str]:
+def _boundary(words: PieceTable) -> re.Pattern[str]:
     """Where text may be cut: in front of a space that no piece joins to what precedes it."""
-    joined = "\0".join(words)
-    crossing = sorted(set(re.findall(f"([^{SPACE}\0]){SPACE}", joined)))
+    mark = SPACE.encode()
+    text, offsets = words.pieces.data, words.pieces.offsets.astype(np.int64)
+    data = np.frombuffer(text, np.uint8)
+    places = np.flatnonzero(data == mark[0])
+    for index in range(1, len(mark)):
+        places = places[data[np.minimum(places + index, len(data) - 1)] == mark[index]]
+    owners = np.searchsorted(offsets, places, "right") - 1
+    inside = (places > offsets[owners]) & words.members[owners]
+    inside &= ~np.isin(places - len(mark), places)
+    begins = np.maximum(offsets[owners], places - 4)  # no character is longer
+    heads = {text[a:b] for a, b in zip(begins[inside].tolist(), places[inside].tolist(), strict=True)}
+    crossing = sorted({head.decode(errors="ignore")[-1:] for head in heads})
     return re.compile(f"(?<=[^{SPACE}{re.escape(''.join(crossing))}])(?={SPACE})")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from localrt.models.tokenizers.base import Detokenizer
 from localrt.models.tokenizers.detokenize import StreamDetokenizer, decode_tokens
+from localrt.models.tokenizers.pieces import Pieces
 
 __all__ = ["Vocabulary", "VocabularyTokenizer"]
 
@@ -25,12 +26,10 @@ class Vocabulary:
     """Pieces by id, ids by piece, and the ids with a meaning.
 
     ``prefix`` and ``suffix`` go around a text with ``add_special``; ``eos`` ends a generation;
-    ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding. ``ids``
-    may lack pieces that text must not reach.
+    ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding.
     """
 
-    pieces: Sequence[str]
-    ids: Mapping[str, int]
+    pieces: Pieces
     bos: int | None = None
     unknown: int | None = None
     eos: frozenset[int] = frozenset()
@@ -119,11 +118,11 @@ class VocabularyTokenizer(ABC):
 
     def token_text(self, token: int) -> str:
         """The vocabulary's own spelling of ``token``; empty for an id outside it."""
-        return self._vocabulary.pieces[token] if 0 <= token < self.vocab_size else ""
+        return self._vocabulary.pieces.text(token)
 
     def token_id(self, text: str) -> int | None:
         """Id of the token that the vocabulary spells ``text``, if there is one."""
-        return self._vocabulary.ids.get(text)
+        return self._vocabulary.pieces.find(text)
 
     def _encode_bytes(self, data: bytes) -> list[int]:
         """One token for each byte; U+FFFD where the vocabulary lacks one of them."""

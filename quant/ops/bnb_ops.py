@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -71,16 +73,24 @@ class BnbOps(TorchOps):
             return shape[0] * shape[1] // 2 + shape[0] * shape[1] // 64 * 4
         return super().weight_nbytes(shape, format)
 
-    def embed(self, table: Tensor | BnbWeight, step: Any, scale: float = 1.0) -> Tensor:
+    def embed(
+        self,
+        table: Tensor | BnbWeight,
+        step: Any,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+    ) -> Tensor:
         """(R, D)."""
         if isinstance(table, Tensor):
-            return super().embed(table, step, scale)
+            return super().embed(table, step, scale, tokens=tokens)
+        ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
         from bitsandbytes import functional
 
         columns = table.shape[1]
-        packed = table.packed.view(-1, columns // 2)[step.tokens].reshape(-1, 1)
-        absmax = table.absmax.view(-1, columns // 64)[step.tokens].reshape(-1)
-        some = self._made((len(step.tokens), columns), packed, absmax)
+        packed = table.packed.view(-1, columns // 2)[ids].reshape(-1, 1)
+        absmax = table.absmax.view(-1, columns // 64)[ids].reshape(-1)
+        some = self._made((len(ids), columns), packed, absmax)
         x: Tensor = functional.dequantize_4bit(some.packed, some.state)
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 

@@ -150,10 +150,17 @@ class NativeOps:
             step.masks.append(mask)
         return step
 
-    def embed(self, table: NativeWeight, step: _Pass, scale: float = 1.0) -> Floats:
+    def embed(
+        self,
+        table: NativeWeight,
+        step: _Pass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+    ) -> Floats:
         """(R, D)."""
         out = np.empty((step.rows, table.stack.cols), np.float32)
-        tokens = np.ascontiguousarray(step.batch.tokens)
+        tokens = np.ascontiguousarray(step.batch.tokens if tokens is None else tokens)
         assert len(table.tensors) == 1, "an embedding is one matrix"
         self._api.lrt_read_rows(
             self._handle, table.parts, tokens.ctypes.data, step.rows, scale, out.ctypes.data

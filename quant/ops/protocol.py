@@ -218,8 +218,18 @@ class Ops(Protocol):
     def begin(self, batch: Batch) -> Pass:
         """Reserve cache room and derive what all layers share (rotary tables, masks)."""
 
-    def embed(self, table: Weight, step: Pass, scale: float = 1.0) -> Array:
-        """Rows of ``table`` for the batch's tokens: (R, D)."""
+    def embed(
+        self,
+        table: Weight,
+        step: Pass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+    ) -> Array:
+        """Rows of ``table`` for the batch's tokens: (R, D).
+
+        ``tokens`` (R,) takes their place where the table is not the whole vocabulary's.
+        """
 
     def norm_qkv_rope_append(
         self, x: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int

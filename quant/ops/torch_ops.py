@@ -119,9 +119,17 @@ class TorchOps:
         positions = torch.from_numpy(batch.positions).to(self._device)
         return _Pass(tokens, positions, batch.spans, {}, {})
 
-    def embed(self, table: Tensor, step: _Pass, scale: float = 1.0) -> Tensor:
+    def embed(
+        self,
+        table: Tensor,
+        step: _Pass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+    ) -> Tensor:
         """(R, D)."""
-        x = F.embedding(step.tokens, table)
+        ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
+        x = F.embedding(ids, table)
         # Gemma rounds the factor to the compute dtype before multiplying.
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 

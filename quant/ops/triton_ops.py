@@ -143,14 +143,22 @@ class TritonOps:
         """A span's mask as the kernels read it."""
         return torch.from_numpy(np.ascontiguousarray(mask, np.int8)).to(self._device)
 
-    def embed(self, table: TritonWeight, step: TritonPass, scale: float = 1.0) -> Stream:
+    def embed(
+        self,
+        table: TritonWeight,
+        step: TritonPass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+    ) -> Stream:
         """(R, D)."""
+        ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
         (part,) = table.parts
         if isinstance(part, Tensor):
-            return Stream(F.embedding(step.tokens, part).float() * scale)
-        shape = (step.tokens.shape[0], table.shape[1])
+            return Stream(F.embedding(ids, part).float() * scale)
+        shape = (ids.shape[0], table.shape[1])
         values = torch.empty(shape, dtype=torch.float32, device=self._device)
-        unpack_rows(part, values, index=step.tokens, factor=scale)
+        unpack_rows(part, values, index=ids, factor=scale)
         if table.hadamard:  # its own inverse
             values = rotate_blocks(values.bfloat16(), table.hadamard).float()
         return Stream(values)

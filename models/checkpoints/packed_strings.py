@@ -1,0 +1,118 @@
+"""Many strings in one block of bytes: a vocabulary without an object for each piece.
+
+A Python string takes some 55 bytes beside its text, and a vocabulary with its merges has three
+hundred thousand. Knows UTF-8 and where each string begins, not what the strings are.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import eq
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PackedStrings"]
+
+_U64 = struct.Struct("<Q")
+_AT_ONCE = 1 << 14  # strings; keeps what numpy puts aside small
+
+
+class PackedStrings(Sequence[str]):
+    """An immutable sequence of strings, each decoded when it is asked for.
+
+    ``data`` holds them one after the other in UTF-8 (a lone surrogate is its three bytes), and
+    string ``i`` lies at ``offsets[i]`` to ``offsets[i + 1]``. Compares equal to any sequence of the
+    same strings.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, data: bytes, offsets: npt.NDArray[np.integer[Any]]) -> None:
+        kind = np.uint32 if len(data) < 1 << 32 else np.uint64
+        self.data = data
+        self.offsets = np.ascontiguousarray(offsets, kind)
+        self._offsets = memoryview(self.offsets)  # numbers of Python's own, in half the time
+
+    @classmethod
+    def of(cls, strings: Iterable[str]) -> PackedStrings:
+        """Pack ``strings``."""
+        encoded = [text.encode("utf-8", "surrogatepass") for text in strings]
+        ends = accumulate(map(len, encoded), initial=0)
+        return cls(b"".join(encoded), np.fromiter(ends, np.int64, len(encoded) + 1))
+
+    @classmethod
+    def from_prefixed(cls, data: npt.NDArray[np.uint8], count: int) -> PackedStrings:
+        """Pack ``count`` strings that fill ``data``, each behind its length in eight bytes (GGUF).
+
+        Malformed UTF-8 becomes U+FFFD.
+        """
+        ends = array("Q", [0])
+        at, length_at = 0, _U64.unpack_from
+        for _ in range(count):
+            at += 8 + length_at(data, at)[0]
+            ends.append(at)
+        offsets = np.frombuffer(ends, np.uint64)
+        parts = []
+        for start in range(0, count, _AT_ONCE):
+            stop = min(start + _AT_ONCE, count)
+            base = offsets[start]
+            text = np.ones(int(offsets[stop] - base), np.bool_)
+            for byte in range(8):
+                text[offsets[start:stop] - base + np.uint64(byte)] = False
+            parts.append(data[int(base) : int(offsets[stop])][text].tobytes())
+        packed = cls(b"".join(parts), offsets - np.arange(0, 8 * count + 1, 8, np.uint64))
+        return packed if packed._well_formed() else cls.of(packed._repaired())
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"string {index} of {len(self)}")
+        return self.encoded(index).decode("utf-8", "surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedStrings):
+            return self.data == other.data and np.array_equal(self.offsets, other.offsets)
+        if isinstance(other, Sequence) and not isinstance(other, str | bytes):
+            return len(self) == len(other) and all(map(eq, self, other))
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return f"<PackedStrings: {len(self)} strings, {len(self.data)} bytes>"
+
+    def encoded(self, index: int) -> bytes:
+        """String ``index``, from 0 on, in UTF-8."""
+        return self.data[self._offsets[index] : self._offsets[index + 1]]
+
+    def _well_formed(self) -> bool:
+        """Whether each string, not only all of them in a row, is UTF-8."""
+        try:
+            self.data.decode()
+        except UnicodeDecodeError:
+            return False
+        data = np.frombuffer(self.data, np.uint8)
+        for start in range(0, len(self), _AT_ONCE):
+            begins = self.offsets[start : min(start + _AT_ONCE, len(self))]
+            if np.any(data[begins[begins < len(data)]] & 0xC0 == 0x80):
+                return False
+        return True
+
+    def _repaired(self) -> Iterator[str]:
+        return (self.encoded(index).decode(errors="replace") for index in range(len(self)))

@@ -1,0 +1,147 @@
+"""The files of a store as the pipeline reads them: ranges into memory that is there already.
+
+Direct reads go past the page cache; where a file system refuses them, and where buffered reads are
+faster, the pages that were read are dropped, so that a memory budget means what it says. It knows
+ranges, not what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError
+
+__all__ = ["FileReader", "ReadMode", "StoreFiles"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMode:
+    """How a disk is read best: see ``disk_speed``. ``block`` is the bytes of one request."""
+
+    direct: bool = False
+    threads: int = 2
+    block: int = 2 << 20
+
+
+class FileReader(Protocol):
+    """What the pipeline needs of files; used by several threads at once."""
+
+    def read_into(self, name: str, offset: int, out: Bytes) -> None:
+        """Fill ``out`` from byte ``offset`` of file ``name``.
+
+        Raises:
+            CheckpointError: the file is shorter, or cannot be read.
+        """
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError when a file is no longer what it was when it was opened."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+class StoreFiles:
+    """The named files of a folder. See ``FileReader``."""
+
+    def __init__(self, folder: Path, names: Iterable[str], *, direct: bool = False) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._descriptors: dict[str, tuple[int, bool]] = {}
+        self._stamps: dict[str, tuple[int, int]] = {}
+        try:
+            for name in dict.fromkeys(names):
+                self._descriptors[name] = self._open(folder / name, direct)
+                self._stamps[name] = self._stamp(name)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(
+                f"{error.filename or folder} cannot be read: {error.strerror}"
+            ) from error
+
+    def read_into(self, name: str, offset: int, out: Bytes) -> None:
+        """See ``FileReader``."""
+        view = out.data
+        done = 0
+        while done < len(view):
+            descriptor, direct = self._descriptors[name]
+            try:
+                got = _read_at(descriptor, view[done:], offset + done, self._lock)
+            except OSError as error:
+                if direct:
+                    # An odd remainder, or a file system that lets direct files be opened only.
+                    self._use_cache(name)
+                    continue
+                path = self._folder / name
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            if got == 0:
+                raise CheckpointError(
+                    f"{self._folder / name} was cut short while it was in use: copy or quantize "
+                    "the model again"
+                )
+            done += got
+        if not self._descriptors[name][1]:
+            _drop(self._descriptors[name][0], offset, len(view))
+
+    def check_unchanged(self) -> None:
+        """See ``FileReader``: size and time of change are compared."""
+        for name, stamp in self._stamps.items():
+            if self._stamp(name) != stamp:
+                raise CheckpointError(
+                    f"{self._folder / name} was changed while it was in use: load the model again"
+                )
+
+    def close(self) -> None:
+        """Close all files; closing twice is fine."""
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1][0])
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _open(self, path: Path, direct: bool) -> tuple[int, bool]:
+        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        if direct and hasattr(os, "O_DIRECT"):
+            try:
+                return os.open(path, flags | os.O_DIRECT), True
+            except OSError:  # file systems in memory refuse it; a missing file fails below
+                pass
+        return os.open(path, flags), False
+
+    def _use_cache(self, name: str) -> None:
+        with self._lock:
+            old, direct = self._descriptors[name]
+            if direct:
+                # The old one stays open until close: another thread may be reading through it.
+                self._descriptors[f"{name} (direct)"] = (old, False)
+                self._descriptors[name] = self._open(self._folder / name, False)
+
+    def _stamp(self, name: str) -> tuple[int, int]:
+        status = os.fstat(self._descriptors[name][0])
+        return status.st_size, status.st_mtime_ns
+
+
+def _read_at(descriptor: int, view: memoryview, offset: int, lock: threading.Lock) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    with lock:  # no positioned reads on this system
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        data = os.read(descriptor, len(view))
+    view[: len(data)] = data
+    return len(data)
+
+
+def _drop(descriptor: int, offset: int, count: int) -> None:
+    """Tell the system that the pages will not be wanted from the cache."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,26 @@
+"""Where every unit of a model should live on a machine, how fast that will be, and why.
+
+``make_plan`` is the way in. Everything here is arithmetic on numbers of bytes and operations: no
+weight is read, no file but the cached measurements is written, and torch is never imported.
+"""
+
+from localrt.offload.planner.budgets import Budgets
+from localrt.offload.planner.config_shapes import shape_from_config
+from localrt.offload.planner.machine import GpuProfile, MachineProfile
+from localrt.offload.planner.measure import measure_machine
+from localrt.offload.planner.plan import Plan, Prediction, context_plans, make_plan
+from localrt.offload.planner.shapes import ModelShape, shape_from_checkpoint
+
+__all__ = [
+    "Budgets",
+    "GpuProfile",
+    "MachineProfile",
+    "ModelShape",
+    "Plan",
+    "Prediction",
+    "context_plans",
+    "make_plan",
+    "measure_machine",
+    "shape_from_checkpoint",
+    "shape_from_config",
+]

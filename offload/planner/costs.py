@@ -1,0 +1,108 @@
+"""How long one unit takes on one resource of a machine: the only place where rates become seconds.
+
+Disk and link are bytes over bandwidth; the CPU follows its measured kernels; the GPU is a roofline,
+as the virtual accelerator charges it. It knows units and rates, not how tasks overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from localrt.offload.placement import PlacedUnit
+from localrt.offload.planner.machine import MachineProfile
+from localrt.offload.planner.shapes import KvFormat, ModelShape
+
+__all__ = ["Costs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a pass of ``rows`` rows on ``machine`` where ``held`` tokens are in the cache."""
+
+    shape: ModelShape
+    machine: MachineProfile
+    rows: int = 1
+    held: int = 0
+    kv_format: KvFormat = "bf16"
+    _cached: dict[tuple[str, int, str, int | None, bool], float] = field(
+        default_factory=dict, repr=False
+    )
+
+    def read(self, nbytes: float) -> float:
+        """From the SSD."""
+        return nbytes / self.machine.ssd_bytes_s
+
+    def copy(self, nbytes: float) -> float:
+        """Over the link."""
+        assert self.machine.link_bytes_s is not None, "there is no link without a GPU"
+        return nbytes / self.machine.link_bytes_s
+
+    def crossing(self) -> float:
+        """Activations from one device to the other."""
+        if self.machine.link_bytes_s is None:
+            return 0.0
+        return self.machine.link_latency_s + self.copy(4.0 * self.rows * self.shape.hidden)
+
+    def reading_load(self, nbytes: float) -> float:
+        """What reading takes from the CPU's arithmetic: its threads are shared."""
+        return nbytes * self.machine.ssd_cpu_s / self.machine.threads
+
+    def cpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
+        """Computing a unit on the CPU; ``rows`` where an expert sees fewer than the pass has."""
+        return self._seconds(unit, self.rows if rows is None else rows, on_gpu=False)
+
+    def gpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
+        """Computing a unit on the GPU."""
+        return self._seconds(unit, self.rows if rows is None else rows, on_gpu=True)
+
+    def compute(self, unit: PlacedUnit, *, on_gpu: bool, rows: int | None = None) -> float:
+        """On either."""
+        return self.gpu(unit, rows) if on_gpu else self.cpu(unit, rows)
+
+    def per_pass(self) -> float:
+        """On the CPU beside all units: the embedding's row, sampling, the loop itself."""
+        return 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
+
+    def kv_held(self, layer: int) -> int:
+        """Bytes of keys and values that a layer's attention reads."""
+        return self.held * self.shape.kv[layer].token_nbytes(self.kv_format)
+
+    def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
+        # Units of one class take the same time; there may be thousands.
+        layer = unit.layer if unit.kind == "attention" else None
+        key = (unit.format, unit.macs, unit.kind, layer, on_gpu)
+        if rows != self.rows:
+            return self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
+        if key not in self._cached:
+            self._cached[key] = self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
+        return self._cached[key]
+
+    def _cpu(self, unit: PlacedUnit, rows: int) -> float:
+        if unit.macs == 0:
+            return 0.0
+        machine = self.machine
+        # All rows pass the layers; only one of a prompt's passes the head.
+        rows = 1 if unit.kind == "head" and rows > 64 else rows
+        seconds = machine.call_s + unit.macs * machine.kernel(unit.format).at(rows)
+        if unit.kind == "attention" and unit.layer is not None:
+            macs = self._attention_macs(unit.layer, rows)
+            rate = machine.attention.at(min(rows, machine.attention.rows[-1]))
+            reading = self.kv_held(unit.layer) / machine.ram_bytes_s
+            seconds += max(macs * rate, reading)
+        return seconds
+
+    def _gpu(self, unit: PlacedUnit, rows: int) -> float:
+        gpu = self.machine.gpu
+        assert gpu is not None, "there is no GPU"
+        if unit.macs == 0:
+            return 0.0
+        rows = 1 if unit.kind == "head" and rows > 64 else rows
+        nbytes, macs = float(unit.nbytes), float(unit.macs * rows)
+        if unit.kind == "attention" and unit.layer is not None:
+            nbytes += self.kv_held(unit.layer)
+            macs += self._attention_macs(unit.layer, rows)
+        return gpu.call_s + max(nbytes / gpu.bytes_s, 2 * macs / gpu.flops)
+
+    def _attention_macs(self, layer: int, rows: int) -> float:
+        """Each row sees what is held and the rows before it."""
+        return rows * (self.held + (rows + 1) / 2) * self.shape.kv[layer].macs

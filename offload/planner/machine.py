@@ -1,0 +1,166 @@
+"""A machine in the numbers that time depends on: disk, memory, link, kernels, graphics card.
+
+Where the numbers come from is another's business: ``measure.py`` for this machine, ``cards.py`` for
+one that is not here. A profile says of each whether it was measured. It knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from localrt.quant.formats import FORMATS
+
+__all__ = ["GpuProfile", "KernelRate", "MachineProfile", "typical_machine"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRate:
+    """Seconds per weight of a product with ``rows`` rows at once, for a few numbers of rows.
+
+    Weights come from memory: reading them is part of it. For attention a weight is one
+    multiply-accumulate of one row.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.seconds) or not self.rows:
+            raise ValueError(f"{len(self.rows)} numbers of rows, {len(self.seconds)} rates")
+        if list(self.rows) != sorted(set(self.rows)) or min(self.seconds) <= 0:
+            raise ValueError("rows must ascend and rates be above zero")
+
+    def at(self, rows: int) -> float:
+        """Seconds per weight: straight lines between what was measured, in proportion beyond."""
+        if rows <= self.rows[0]:
+            return self.seconds[0]
+        points = list(zip(self.rows, self.seconds, strict=True))
+        for (low, before), (high, after) in zip(points, points[1:], strict=False):
+            if rows <= high:
+                return before + (after - before) * (rows - low) / (high - low)
+        return self.seconds[-1] * rows / self.rows[-1]
+
+    def scaled(self, bits: float) -> KernelRate:
+        """For weights of ``bits`` times the bits: few rows wait for memory, many for arithmetic."""
+        return KernelRate(
+            self.rows,
+            tuple(
+                s * (bits if rows <= 4 else 1.0)
+                for rows, s in zip(self.rows, self.seconds, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProfile:
+    """A graphics card: memory, and what copies and kernels reach of it, in bytes and operations.
+
+    ``call_s`` is what starting a unit's kernels costs.
+    """
+
+    name: str
+    vram_bytes: int
+    bytes_s: float
+    flops: float
+    call_s: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vram_bytes", "bytes_s", "flops"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above zero, is {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """Rates in bytes and operations per second, times in seconds.
+
+    ``kernels`` holds a rate for each format that was measured; others follow from the nearest by
+    their bits. ``ssd_cpu_s`` is processor time per byte read, of one thread. ``call_s`` is what a
+    unit costs beside its arithmetic, ``token_s`` what a pass costs beside its units, for each entry
+    of the vocabulary. ``sources`` says of each figure where it comes from: measured, a card's
+    table, given.
+    """
+
+    name: str
+    ssd_bytes_s: float
+    ram_bytes_s: float
+    kernels: Mapping[str, KernelRate]
+    attention: KernelRate
+    threads: int = 1
+    ssd_cpu_s: float = 0.0
+    ssd_latency_s: float = 1.5e-4
+    call_s: float = 1.5e-5
+    token_s: float = 2e-9
+    link_bytes_s: float | None = None
+    link_latency_s: float = 1e-5
+    gpu: GpuProfile | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("ssd_bytes_s", "ram_bytes_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above zero, is {getattr(self, name)}")
+        if self.gpu is not None and not (self.link_bytes_s and self.link_bytes_s > 0):
+            raise ValueError("a machine with a GPU has a link to it: link_bytes_s is missing")
+
+    def kernel(self, format: str) -> KernelRate:
+        """The rate for a format: its own, or that of the measured one with the nearest bits."""
+        if format in self.kernels:
+            return self.kernels[format]
+        wanted = _bits(format)
+        nearest = min(self.kernels, key=lambda name: abs(math.log(_bits(name) / wanted)))
+        return self.kernels[nearest].scaled(wanted / _bits(nearest))
+
+    def without_gpu(self) -> MachineProfile:
+        """The same with nothing but its processor."""
+        return replace(self, gpu=None, link_bytes_s=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MachineProfile:
+        """The inverse of ``to_dict``, also after a way through JSON.
+
+        Raises:
+            ValueError, KeyError, TypeError: not such a dictionary.
+        """
+        fields = dict(values)
+        gpu = fields.pop("gpu", None)
+        kernels = {name: _rate(rate) for name, rate in fields.pop("kernels").items()}
+        attention = _rate(fields.pop("attention"))
+        card = None if gpu is None else GpuProfile(**gpu)
+        return cls(kernels=kernels, attention=attention, gpu=card, **fields)
+
+
+def typical_machine() -> MachineProfile:
+    """A desktop with two channels of DDR4 and an NVMe disk: where nothing could be measured."""
+    ram = 30e9
+
+    def rate(bits: float) -> KernelRate:
+        read = bits / 8 / (0.8 * ram)
+        return KernelRate((1, 4, 16, 64, 512), (read, 1.1 * read, 6.4e-11, 2.1e-10, 1.4e-9))
+
+    return MachineProfile(
+        name="typical desktop",
+        ssd_bytes_s=2.0e9,
+        ram_bytes_s=ram,
+        kernels={name: rate(_bits(name)) for name in ("int4-g32", "q4_k", "q6_k", "q8_0", "bf16")},
+        attention=KernelRate((1, 64), (4e-11, 1e-11)),
+        threads=8,
+        ssd_cpu_s=1e-10,
+        sources={"ssd_bytes_s": "assumed", "ram_bytes_s": "assumed", "kernels": "assumed"},
+    )
+
+
+def _bits(format: str) -> float:
+    known = FORMATS.get(format)
+    return 16.0 if known is None else known.bits_per_weight
+
+
+def _rate(values: Mapping[str, Any]) -> KernelRate:
+    return KernelRate(tuple(values["rows"]), tuple(values["seconds"]))

@@ -1,0 +1,103 @@
+"""The pipeline's ring of slots as the simulation sees it: when the bytes of a unit are free.
+
+It follows ``offload/ring.py``: units lie contiguously, first in, first out; one that does not fit
+at the end lies against it, and what is free there is filled at once. Here time is a number, and
+nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+__all__ = ["RingModel", "Slot"]
+
+
+@dataclass(slots=True)
+class Slot:
+    """A unit's place; ``release`` is when it is given back, known once the unit is used."""
+
+    offset: int
+    nbytes: int
+    release: float = float("inf")
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether it takes any byte of ``start`` to ``stop``."""
+        return self.offset < stop and start < self.offset + self.nbytes
+
+
+class RingModel:
+    """``nbytes`` for units; a unit is loaded in pieces of ``chunk`` bytes, each once it has room."""
+
+    def __init__(self, nbytes: int, chunk: int) -> None:
+        self.nbytes = nbytes
+        self._chunk = chunk
+        self._live: deque[Slot] = deque()
+        self._next = 0
+
+    def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float, float, float]:
+        """Load a unit through a resource that is free from ``free`` on: slot, start, end, idle.
+
+        ``idle`` is the time that the resource waited for room.
+        """
+        self._forget(free)
+        slot, chunks = self._place(nbytes)
+        if self._live and (ready := self._ready(slot, *chunks[0])) > free:
+            # Whoever waits until the ring is empty begins at its beginning.
+            if ready >= self._live[-1].release:
+                self._live.clear()
+                slot, chunks = self._place(nbytes)
+            start = ready
+        else:
+            start = free
+        idle, clock = start - free, start
+        if self._live:
+            for at, size in chunks:
+                ready = max(clock, self._ready(slot, at, size))
+                idle += ready - clock
+                clock = ready + size / bytes_s
+        else:
+            clock += nbytes / bytes_s
+        at = self._next
+        self._next = at + nbytes if at + nbytes <= self.nbytes else 0
+        self._live.append(slot)
+        return slot, start, clock, idle
+
+    def release(self, slot: Slot, time: float) -> None:
+        """Give back a slot at ``time``; slots come back in the order in which they were taken."""
+        slot.release = time
+        for older in self._live:
+            if older is slot:
+                break
+            slot.release = max(slot.release, older.release)
+
+    def _forget(self, now: float) -> None:
+        while self._live and self._live[0].release <= now:
+            self._live.popleft()
+
+    def _place(self, nbytes: int) -> tuple[Slot, list[tuple[int, int]]]:
+        if nbytes > self.nbytes:
+            raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
+        if not self._live:
+            self._next = 0
+        at = self._next
+        fits = at + nbytes <= self.nbytes
+        offset = at if fits else self.nbytes - nbytes
+        slot = Slot(offset, nbytes)
+        if not self._live or not self._touches(offset, offset + nbytes):
+            return slot, [(0, nbytes)]
+        first = 0 if fits else at - offset
+        cuts = sorted({*range(0, nbytes, self._chunk), first, nbytes})
+        chunks = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return slot, sorted(chunks, key=lambda chunk: (chunk[0] < first, chunk[0]))
+
+    def _touches(self, start: int, stop: int) -> bool:
+        return any(slot.overlaps(start, stop) for slot in self._live)
+
+    def _ready(self, slot: Slot, at: int, size: int) -> float:
+        """When the bytes of a piece are free."""
+        start = slot.offset + at
+        return max(
+            (other.release for other in self._live if other.overlaps(start, start + size)),
+            default=0.0,
+        )

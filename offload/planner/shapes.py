@@ -1,0 +1,221 @@
+"""A model as the planner sees it: its units in the order of a pass, and what a token's keys take.
+
+Everything is counted from shapes and formats; no weight is read. Exact bytes come from an opened
+checkpoint, estimates from a ``config.json`` alone (``config_shapes.py``). It knows no machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from localrt.errors import OptionError
+from localrt.models.checkpoints.base import Checkpoint, TensorInfo
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
+from localrt.models.registry import find_architecture, read_config
+from localrt.models.units import EMBEDDING, HEAD, Unit, list_units, packed_nbytes
+from localrt.offload.placement import PlacedUnit, UnitKind
+from localrt.quant.formats.tiled import padded_rows
+from localrt.quant.ops.kv_growth import grown_capacity
+
+__all__ = [
+    "KV_FORMATS",
+    "Experts",
+    "KvFormat",
+    "KvShape",
+    "ModelShape",
+    "aligned",
+    "format_of_most_bytes",
+    "shape_from_checkpoint",
+]
+
+KvFormat = Literal["bf16", "int8", "int4"]
+KV_FORMATS: tuple[KvFormat, ...] = ("bf16", "int8", "int4")
+
+# FlexGen's groups of 64 codes with a scale and a minimum of two bytes each.
+_INT4_GROUP = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """Keys and values of one layer: ``groups`` heads of ``width``, seen by ``heads`` query heads.
+
+    ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values;
+    ``macs`` are the multiply-accumulates of one query row with one token held.
+    """
+
+    groups: int
+    width: int
+    macs: int
+    latent: bool = False
+
+    def token_nbytes(self, kv_format: KvFormat) -> int:
+        """Bytes of one token."""
+        vectors = self.groups * (1 if self.latent else 2)
+        if kv_format == "bf16":
+            return vectors * 2 * self.width
+        if kv_format == "int8":
+            return vectors * (self.width + 4)
+        return vectors * (self.width // 2 + 4 * -(-self.width // _INT4_GROUP))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Experts of every layer that has them: ``used`` of ``count`` see a token."""
+
+    count: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Units in the order of a pass, and the few numbers that memory and time depend on.
+
+    ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
+    assumed.
+    """
+
+    name: str
+    architecture: str
+    units: tuple[PlacedUnit, ...]
+    hidden: int
+    vocab: int
+    inner: int
+    context_length: int
+    kv: tuple[KvShape, ...]
+    parameters: int
+    experts: Experts | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return len(self.kv)
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes of all units."""
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def pass_nbytes(self) -> float:
+        """Bytes that one row needs on average: no embedding table, experts by their use."""
+        return sum(unit.nbytes * unit.use for unit in self.units)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one row meets: its embedding row counts nothing."""
+        return round(sum(unit.macs * unit.use for unit in self.units))
+
+    def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
+        """Bytes that one token takes in each layer."""
+        return tuple(layer.token_nbytes(kv_format) for layer in self.kv)
+
+    def kv_nbytes(self, kv_format: KvFormat, ctx: int) -> tuple[int, ...]:
+        """Bytes of each layer's cache once it holds ``ctx`` tokens; caches grow in steps."""
+        return tuple(grown_capacity(ctx) * size for size in self.kv_token_nbytes(kv_format))
+
+
+def aligned(nbytes: int) -> int:
+    """A unit's place in a store: whole pages."""
+    return -(-nbytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+
+
+def shape_from_checkpoint(
+    checkpoint: Checkpoint, *, units: Sequence[Unit] | None = None, ctx: int | None = None
+) -> ModelShape:
+    """The exact shape of an opened model; ``units`` stand in for ``list_units``'s cut.
+
+    Raises:
+        UnsupportedModelError: the architecture is not known.
+        CheckpointError: a tensor is missing.
+    """
+    config = read_config(checkpoint, context=ctx)
+    if units is None:
+        names = find_architecture(checkpoint.architecture).names
+        units = list_units(checkpoint.tensors, config, names)
+    stored: Mapping[str, int] = {}
+    if isinstance(checkpoint, StoreCheckpoint):
+        stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
+    kv = tuple(
+        KvShape(
+            groups=spec.kv_heads, width=spec.head_dim, macs=2 * spec.heads * spec.head_dim
+        )
+        for spec in config.attention
+    )
+    ignored = HEAD if config.tied_head else ""
+    return ModelShape(
+        name=checkpoint.path.name,
+        architecture=config.architecture,
+        units=tuple(_placed(unit, checkpoint.tensors, stored) for unit in units),
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        inner=config.intermediate_size,
+        context_length=config.context_length,
+        kv=kv,
+        parameters=sum(
+            _count(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
+        ),
+    )
+
+
+def format_of_most_bytes(sizes: Mapping[str, int]) -> str:
+    """The format that most bytes are in."""
+    return max(sizes, key=lambda name: sizes[name]) if sizes else "f32"
+
+
+def parse_kv_format(name: str) -> KvFormat:
+    """A format of keys and values by its name.
+
+    Raises:
+        OptionError: there is none of that name.
+    """
+    for known in KV_FORMATS:
+        if name == known:
+            return known
+    raise OptionError(f"kv_format must be one of {', '.join(KV_FORMATS)}, is {name!r}")
+
+
+def _placed(unit: Unit, tensors: Mapping[str, TensorInfo], stored: Mapping[str, int]) -> PlacedUnit:
+    nbytes, macs, formats = 0, 0, dict[str, int]()
+    for name in unit.tensors:
+        info = tensors[name]
+        if unit.rows is not None:
+            start, stop = unit.rows
+            info = replace(info, shape=(stop - start, info.shape[1]))
+        size = packed_nbytes(info)
+        nbytes += size
+        if len(info.shape) == 2:
+            macs += info.shape[0] * info.shape[1]
+            formats[info.format.name] = formats.get(info.format.name, 0) + size
+    kind = _kind(unit)
+    by_row = kind == "embedding"
+    return PlacedUnit(
+        name=unit.name,
+        kind=kind,
+        # A range of a store's head may be cut finer than its units are.
+        nbytes=stored.get(unit.name) if unit.rows is None and unit.name in stored else aligned(nbytes),
+        macs=0 if by_row else macs,
+        format=format_of_most_bytes(formats),
+        layer=unit.layer,
+        use=0.0 if by_row else 1.0,
+    )
+
+
+def _kind(unit: Unit) -> UnitKind:
+    if unit.rows is not None:
+        return "head"
+    if unit.tensors[0] == EMBEDDING:
+        return "embedding"
+    if unit.layer is None:
+        return "norm"
+    return "attention" if unit.name.endswith(".attention") else "mlp"
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,317 @@
+"""A replay of the pipeline's schedule under a placement: what a token takes, and where it waits.
+
+Four resources, each doing one thing at a time: disk, link, CPU, GPU. A pass goes through its units
+in order; reads and copies go in the same order, as far ahead as their ring has room, and wrap round
+the model's end into the next token. An expert's weights are fetched once its router has chosen.
+Since every queue is first in, first out, one walk over the units settles every time exactly. It
+knows a placement and costs, not how either was found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
+from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.ring_model import RingModel, Slot
+
+__all__ = ["RESOURCES", "Resource", "Simulation", "SimulatedTask", "simulate"]
+
+Resource = Literal["ssd", "link", "cpu", "gpu"]
+RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
+
+READ_CHUNK = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTask:
+    """One stretch of work in seconds from the first token's beginning; ``token`` counts from 0."""
+
+    name: str
+    kind: UnitKind | Literal["pass", "crossing", "kv"]
+    resource: Resource
+    start: float
+    end: float
+    token: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What a steady pass takes: seconds, and bytes of each way.
+
+    ``busy`` is each resource's work per pass, ``chain`` the computing and crossing that can only
+    follow one another. ``waits`` is the time per pass that computing stood still, by what it waited
+    for; ``full`` the time that disk or link waited for room. ``tasks`` are of the last passes.
+    """
+
+    seconds: float
+    busy: Mapping[Resource, float]
+    chain: float
+    nbytes: Mapping[str, float]
+    waits: Mapping[str, float]
+    full: Mapping[str, float]
+    tasks: tuple[SimulatedTask, ...] = ()
+    total_seconds: float = 0.0
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no schedule of this placement can beat."""
+        return max(self.busy["ssd"], self.busy["link"], self.chain)
+
+    @property
+    def efficiency(self) -> float:
+        """The busiest resource's share of the time."""
+        return max(self.busy.values()) / self.seconds if self.seconds else 1.0
+
+
+@dataclass(slots=True)
+class _State:
+    ram: RingModel
+    vram: RingModel
+    disk_free: float = 0.0
+    link_free: float = 0.0
+    clock: float = 0.0  # the end of the latest computing
+    on_gpu: bool = False
+    router: float = 0.0  # the end of the latest unit that is no expert
+
+
+@dataclass(slots=True)
+class _Sums:
+    busy: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
+    chain: float = 0.0
+    nbytes: dict[str, float] = field(
+        default_factory=lambda: {"ssd": 0.0, "link": 0.0, "ram": 0.0, "vram": 0.0}
+    )
+    waits: dict[str, float] = field(
+        default_factory=lambda: {"ssd": 0.0, "link": 0.0, "crossing": 0.0}
+    )
+    full: dict[str, float] = field(default_factory=lambda: {"ssd": 0.0, "link": 0.0})
+
+
+def simulate(
+    costs: Costs,
+    placement: Placement,
+    *,
+    passes: int | None = None,
+    warm_up: int = 3,
+    keep_tasks: int = 0,
+    seed: int = 0,
+) -> Simulation:
+    """Replay ``warm_up`` + ``passes`` passes; figures are means over the latter.
+
+    ``keep_tasks`` is how many of the last passes to keep the tasks of. Experts are chosen at random
+    with ``seed``, all equally often.
+    """
+    if passes is None:
+        passes = 12 if costs.shape.experts else 4
+    walk = _Walk(costs, placement, seed)
+    state = _State(RingModel(placement.ram_ring, READ_CHUNK), RingModel(placement.vram_ring, 1 << 62))
+    sums, before, tasks = _Sums(), 0.0, list[SimulatedTask]()
+    total = warm_up + passes
+    for token in range(total):
+        if token == warm_up:
+            sums, before = _Sums(), state.clock
+        walk.one_pass(state, sums, token, tasks if token >= total - keep_tasks else None)
+    busy = {name: value / passes for name, value in sums.busy.items()}
+    chain = sums.chain / passes
+    # Over a few passes a ring that was full at first looks like speed: no schedule beats the bound.
+    seconds = max((state.clock - before) / passes, chain, *busy.values())
+    return Simulation(
+        seconds=seconds,
+        busy=busy,
+        chain=chain,
+        nbytes={name: value / passes for name, value in sums.nbytes.items()},
+        waits={name: value / passes for name, value in sums.waits.items()},
+        full={name: value / passes for name, value in sums.full.items()},
+        tasks=tuple(tasks),
+        total_seconds=state.clock,
+    )
+
+
+class _Walk:
+    """One placement's units in order, and what each costs."""
+
+    def __init__(self, costs: Costs, placement: Placement, seed: int) -> None:
+        self.costs = costs
+        self.where = placement.where
+        self.kv = placement.kv
+        self.random = random.Random(seed)
+        self.bytes_s = costs.machine.ssd_bytes_s
+        self.link_bytes_s = costs.machine.link_bytes_s or 1.0
+        self.steps: list[list[PlacedUnit]] = []  # a unit, or a layer's experts
+        for unit in costs.shape.units:
+            if unit.kind == "embedding":
+                continue
+            if unit.kind == "expert" and self.steps and self.steps[-1][0].kind == "expert":
+                if self.steps[-1][0].layer == unit.layer:
+                    self.steps[-1].append(unit)
+                    continue
+            self.steps.append([unit])
+
+    def one_pass(
+        self, state: _State, sums: _Sums, token: int, tasks: list[SimulatedTask] | None
+    ) -> None:
+        """Advance ``state`` by one pass and add it to ``sums``."""
+        begin = state.clock
+        if state.on_gpu:
+            begin = self._cross(state, sums, False, token, tasks)
+        extra = self.costs.per_pass()
+        state.clock = begin + extra
+        sums.busy["cpu"] += extra
+        sums.chain += extra
+        _keep(tasks, SimulatedTask("sampling", "pass", "cpu", begin, state.clock, token))
+        for step in self.steps:
+            if step[0].kind == "expert":
+                for unit, rows in self._chosen(step):
+                    self._unit(unit, rows, state, sums, token, tasks)
+            else:
+                self._unit(step[0], None, state, sums, token, tasks)
+                state.router = state.clock
+
+    def _chosen(self, experts: list[PlacedUnit]) -> Iterator[tuple[PlacedUnit, int]]:
+        """The experts that a pass touches, with the rows that each sees."""
+        rows, count = self.costs.rows, len(experts)
+        share = sum(unit.use for unit in experts) / count
+        touched = max(1, round(count * (1 - (1 - share) ** rows)))
+        each = max(1, round(rows * share * count / touched))
+        for index in sorted(self.random.sample(range(count), touched)):
+            yield experts[index], each
+
+    def _unit(
+        self,
+        unit: PlacedUnit,
+        rows: int | None,
+        state: _State,
+        sums: _Sums,
+        token: int,
+        tasks: list[SimulatedTask] | None,
+    ) -> None:
+        where = self.where[unit.name]
+        ready, slots = 0.0, list[tuple[RingModel, Slot]]()
+        asked = state.router if unit.kind == "expert" else 0.0
+        nbytes = unit.nbytes
+        kv = 0
+        if unit.kind == "attention" and unit.layer is not None:
+            if self.kv[unit.layer] == "ssd":
+                kv = self.costs.kv_held(unit.layer)
+        if where.read or kv:
+            ready = self._read(unit, where, kv, asked, state, sums, slots, token, tasks)
+        if where.copied:
+            ready = self._copy(unit, max(ready, asked), state, sums, slots, token, tasks)
+        if unit.macs == 0:
+            compute = 0.0
+        else:
+            compute = self.costs.compute(unit, on_gpu=where.on_gpu, rows=rows)
+        crossed = state.clock
+        if unit.macs and where.on_gpu != state.on_gpu:
+            crossed = self._cross(state, sums, where.on_gpu, token, tasks)
+        start = max(crossed, ready)
+        if start > crossed:
+            sums.waits["link" if where.copied else "ssd"] += start - crossed
+        if where.read and not where.on_gpu:
+            compute += self.costs.reading_load(nbytes)
+        end = start + compute
+        resource: Resource = "gpu" if where.on_gpu else "cpu"
+        sums.busy[resource] += compute
+        sums.chain += compute
+        if unit.macs:
+            sums.nbytes["vram" if where.on_gpu else "ram"] += nbytes
+            _keep(tasks, SimulatedTask(unit.name, unit.kind, resource, start, end, token, nbytes))
+        state.clock = end
+        for ring, slot in slots:
+            ring.release(slot, end)
+
+    def _read(
+        self,
+        unit: PlacedUnit,
+        where: Where,
+        kv: int,
+        asked: float,
+        state: _State,
+        sums: _Sums,
+        slots: list[tuple[RingModel, Slot]],
+        token: int,
+        tasks: list[SimulatedTask] | None,
+    ) -> float:
+        """Read a unit, and a layer's keys and values where they live on the SSD."""
+        parts = [(unit.name, unit.kind, unit.nbytes)] if where.read else []
+        if kv:
+            parts.append((f"{unit.name} kv", "attention", -(-kv // 4096) * 4096))
+        end = 0.0
+        for name, kind, nbytes in parts:
+            # Keys and values that exceed the ring pass it in pieces.
+            for size in _pieces(nbytes, state.ram.nbytes):
+                free = max(state.disk_free, asked)
+                slot, start, end, idle = state.ram.load(size, free, self.bytes_s)
+                state.disk_free = end
+                sums.full["ssd"] += idle
+                if size < nbytes:
+                    state.ram.release(slot, end)
+                elif where is Where.SSD_LINK and name == unit.name:
+                    slots.insert(0, (state.ram, slot))  # released by the copy
+                else:
+                    slots.append((state.ram, slot))
+                seconds = size / self.bytes_s
+                sums.busy["ssd"] += seconds
+                sums.nbytes["ssd"] += size
+                task_kind = kind if name == unit.name else "kv"
+                _keep(tasks, SimulatedTask(name, task_kind, "ssd", start, end, token, size))
+        return end
+
+    def _copy(
+        self,
+        unit: PlacedUnit,
+        ready: float,
+        state: _State,
+        sums: _Sums,
+        slots: list[tuple[RingModel, Slot]],
+        token: int,
+        tasks: list[SimulatedTask] | None,
+    ) -> float:
+        """Copy a unit to the GPU. Its slot in RAM is free afterwards."""
+        free = max(state.link_free, ready)
+        slot, start, end, idle = state.vram.load(unit.nbytes, free, self.link_bytes_s)
+        sums.full["link"] += idle
+        state.link_free = end
+        if slots:
+            ring, read = slots.pop(0)
+            ring.release(read, end)
+        slots.append((state.vram, slot))
+        sums.busy["link"] += unit.nbytes / self.link_bytes_s
+        sums.nbytes["link"] += unit.nbytes
+        _keep(tasks, SimulatedTask(unit.name, unit.kind, "link", start, end, token, unit.nbytes))
+        return end
+
+    def _cross(
+        self,
+        state: _State,
+        sums: _Sums,
+        to_gpu: bool,
+        token: int,
+        tasks: list[SimulatedTask] | None,
+    ) -> float:
+        """Activations go to the other device."""
+        seconds = self.costs.crossing()
+        sums.waits["crossing"] += seconds
+        sums.chain += seconds
+        start, state.clock = state.clock, state.clock + seconds
+        state.on_gpu = to_gpu
+        resource: Resource = "gpu" if to_gpu else "cpu"
+        _keep(tasks, SimulatedTask("activations", "crossing", resource, start, state.clock, token))
+        return state.clock
+
+
+def _pieces(nbytes: int, ring: int) -> Iterator[int]:
+    while nbytes > ring > 0:
+        yield ring
+        nbytes -= ring
+    yield nbytes
+
+
+def _keep(tasks: list[SimulatedTask] | None, task: SimulatedTask) -> None:
+    if tasks is not None:
+        tasks.append(task)

@@ -1,0 +1,102 @@
+"""The embedding table: the rows that a pass asks for, from RAM where they are, else from the SSD.
+
+A table's tiles hold 16 rows; those with a wanted row are taken, each once. It knows one matrix of a
+store, not tokens' meaning.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.offload.files import FileReader
+from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
+from localrt.quant.ops.protocol import Array, Ops, Pass
+
+__all__ = ["RowTable"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_PARALLEL = 8  # reads of a few kilobytes wait for the disk, not for a core
+
+
+class RowTable:
+    """Matrix ``name`` of ``store``, in one unit or in slices.
+
+    ``resident`` gives the bytes of a unit that is in RAM, or None; others are read from ``files``.
+    """
+
+    def __init__(
+        self,
+        store: StoreCheckpoint,
+        name: str,
+        files: FileReader,
+        resident: Callable[[str], Bytes | None],
+    ) -> None:
+        self._parts = sorted(
+            ((tensor.row, unit, tensor) for unit in store.manifest.units for tensor in unit.tensors
+             if tensor.name == name),
+            key=lambda part: part[0],
+        )
+        self._first_rows = [row for row, _, _ in self._parts]
+        tensor = self._parts[0][2]
+        self._name, self._format, self._scale = name, tensor.format, tensor.scale
+        self._columns = tensor.shape[1]
+        self._tile = TILE_ROWS * tensor.format.row_bytes(self._columns)
+        self._files = files
+        self._resident = resident
+        self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="localrt-rows")
+
+    def embed(self, ops: Ops, step: Pass, tokens: npt.NDArray[np.int64], scale: float) -> Array:
+        """The rows of ``tokens``, (R, D).
+
+        Raises:
+            CheckpointError: the file fails.
+        """
+        tiles, where = np.unique(tokens // TILE_ROWS, return_inverse=True)
+        data = np.empty(len(tiles) * self._tile, np.uint8)
+        missing = [n for n, tile in enumerate(tiles) if not self._copy(int(tile), self._at(data, n))]
+
+        def read(index: int) -> None:
+            self._read(int(tiles[index]), self._at(data, index))
+
+        if len(missing) == 1:
+            read(missing[0])
+        elif missing:
+            list(self._pool.map(read, missing))
+        shape = (len(tiles) * TILE_ROWS, self._columns)
+        table = ops.weight(shape, [TiledTensor(self._name, self._format, shape, data, self._scale)])
+        local = where.reshape(-1) * TILE_ROWS + tokens % TILE_ROWS
+        return ops.embed(table, step, scale, tokens=local)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _at(self, data: Bytes, index: int) -> Bytes:
+        return data[index * self._tile : (index + 1) * self._tile]
+
+    def _locate(self, tile: int) -> tuple[int, int]:
+        """The part that holds a tile, and the byte of its unit at which it begins."""
+        row = tile * TILE_ROWS
+        part = bisect_right(self._first_rows, row) - 1
+        first, _, tensor = self._parts[part]
+        return part, tensor.offset + (row - first) // TILE_ROWS * self._tile
+
+    def _copy(self, tile: int, out: Bytes) -> bool:
+        part, start = self._locate(tile)
+        data = self._resident(self._parts[part][1].name)
+        if data is None:
+            return False
+        out[:] = data[start : start + self._tile]
+        return True
+
+    def _read(self, tile: int, out: Bytes) -> None:
+        part, start = self._locate(tile)
+        unit = self._parts[part][1]
+        self._files.read_into(unit.file, unit.offset + start, out)

@@ -1,0 +1,111 @@
+"""A unit's bytes in memory, made into the part of the model that computes with them.
+
+Nothing is copied: the part's weights point into the bytes, which must stay as they are for as long
+as the part is used. It knows a store's units and the architectures' parts, not where bytes come
+from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import TensorInfo, WeightBlock
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import StoredUnit, UnitTensor
+from localrt.models.decoder import Attention, DecoderConfig, GatedMlp, LayerNames
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats import PackedTensor
+from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.ops.protocol import Ops, Weight
+
+__all__ = ["PartBuilder", "UnitMemory", "verify_unit"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class UnitMemory:
+    """A unit's tensors in ``data``, its whole range. See ``TensorSource``."""
+
+    def __init__(self, path: Path, architecture: str, unit: StoredUnit, data: Bytes) -> None:
+        self.path, self.architecture = path, architecture
+        self._tensors = {tensor.name: tensor for tensor in unit.tensors}
+        self._data = data
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The unit's tensors; a slice of a matrix has the slice's rows."""
+        return {
+            tensor.name: TensorInfo(tensor.name, tensor.shape, tensor.format, tensor.nbytes)
+            for tensor in self._tensors.values()
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """A whole vector."""
+        tensor = self._tensors[name]
+        if len(tensor.shape) != 1 or start or stop not in (None, 1):
+            raise ValueError(f"{name!r} is no vector: its rows are in tiles")
+        return PackedTensor(name, tensor.format, tensor.shape, self._bytes(tensor).reshape(1, -1))
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
+        """A matrix as it lies."""
+        tensor = self._tensors[name]
+        if len(tensor.shape) == 1:
+            yield self.read(name)
+            return
+        shape = (tensor.shape[0], tensor.shape[1])
+        data = self._bytes(tensor)
+        yield TiledTensor(name, tensor.format, shape, data, tensor.scale, tensor.hadamard)
+
+    def _bytes(self, tensor: UnitTensor) -> Bytes:
+        return self._data[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+class PartBuilder:
+    """Makes parts of the model in ``store`` for ``ops``."""
+
+    def __init__(
+        self, store: StoreCheckpoint, config: DecoderConfig, names: LayerNames, ops: Ops
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._names = names
+        self._ops = ops
+
+    def attention(self, layer: int, unit: StoredUnit, data: Bytes) -> Attention:
+        """A layer's attention."""
+        weights, prefix = self._loader(unit, data), f"model.layers.{layer}."
+        return Attention(self._config, layer, self._names, prefix, weights)
+
+    def mlp(self, layer: int, unit: StoredUnit, data: Bytes) -> GatedMlp:
+        """A layer's MLP."""
+        weights, prefix = self._loader(unit, data), f"model.layers.{layer}."
+        return GatedMlp(self._config, self._names, prefix, weights)
+
+    def matrix(self, unit: StoredUnit, data: Bytes) -> Weight:
+        """The one matrix, or slice of a matrix, of a unit."""
+        (tensor,) = unit.tensors
+        shape = (tensor.shape[0], tensor.shape[1])
+        return self._loader(unit, data).matrix(shape, tensor.name)
+
+    def _loader(self, unit: StoredUnit, data: Bytes) -> WeightLoader:
+        memory = UnitMemory(self._store.path, self._store.architecture, unit, data)
+        return WeightLoader(memory, self._ops)
+
+
+def verify_unit(path: Path, unit: StoredUnit, data: Bytes) -> None:
+    """Compare the SHA-256 of a unit's bytes with the manifest's.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if hashlib.sha256(data.data).hexdigest() != unit.sha256:
+        raise CheckpointError(
+            f"{path}: unit {unit.name} in {unit.file} is damaged (its SHA-256 is not that of the "
+            "manifest): copy or quantize the model again"
+        )
