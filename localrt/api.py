@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from localrt.batching import BatchMethods
 from localrt.engine.loop import Request, generate
 from localrt.engine.options import Options, read_options
 from localrt.engine.pool import SessionPool
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from localrt.models.tokenizers import Tokenizer
 
 __all__ = ["Model", "ModelInfo", "in_thread", "joined", "load"]
+
+_Item = TypeVar("_Item")
 
 # Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
 _ANSWER_SHARE = 4
@@ -118,15 +121,28 @@ def load(
         progress=progress,
         cancel=cancel,
     )
-    parts = load_parts(resolved.path, options, progress=progress, cancel=cancel)
-    return Model(resolved.name, parts, {"draft": draft})
+    parts = load_parts(
+        resolved.path, options, settings=settings, progress=progress, cancel=cancel
+    )
+    return Model(
+        resolved.name, parts, {"draft": draft}, ram=options.ram, gpu_memory=options.gpu_memory
+    )
 
 
-class Model:
+class Model(BatchMethods):
     """A loaded model. Use ``localrt.load``; close it, or use it as a context manager."""
 
-    def __init__(self, name: str, parts: LoadedModel, defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        parts: LoadedModel,
+        defaults: Mapping[str, Any],
+        *,
+        ram: int | None = None,
+        gpu_memory: int | None = None,
+    ) -> None:
         self._parts = parts
+        self._ram, self._gpu_memory = ram, gpu_memory
         self._pool = SessionPool(parts.engine, parts.ctx)
         engine = parts.engine.info
         self.name = name
@@ -402,13 +418,13 @@ def joined(chunks: Iterator[Chunk] | Sequence[Chunk]) -> Chunk:
 
 
 async def in_thread(
-    start: Callable[[], Iterator[Chunk]], cancel: Callable[[], None]
-) -> AsyncIterator[Chunk]:
-    """Run a stream in threads, one chunk at a time; leaving the loop cancels the work."""
+    start: Callable[[], Iterator[_Item]], cancel: Callable[[], None]
+) -> AsyncIterator[_Item]:
+    """Run a stream in threads, one item at a time; leaving the loop cancels the work."""
     stream = await asyncio.to_thread(start)
     try:
-        while (chunk := await asyncio.to_thread(next, stream, None)) is not None:
-            yield chunk
+        while (item := await asyncio.to_thread(next, stream, None)) is not None:
+            yield item
     finally:
         cancel()
         # A generator that still runs in its thread cannot be closed: it ends at its next check.
@@ -416,7 +432,7 @@ async def in_thread(
             await asyncio.sleep(0.005)
 
 
-def _closed(stream: Iterator[Chunk]) -> bool:
+def _closed(stream: Iterator[Any]) -> bool:
     if isinstance(stream, Generator):
         try:
             stream.close()

@@ -7,39 +7,32 @@ prompts or sessions.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.engine.base import Engine
 from localrt.engine.sampling import sampling_defaults
-from localrt.engine.types import Progress, ProgressCallback
+from localrt.engine.types import ProgressCallback
 from localrt.errors import (
-    CancelledError,
     MissingExtraError,
     OptionError,
     TokenizerError,
     UnsupportedModelError,
 )
+from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.models.chat_template import MessageTemplate
     from localrt.models.checkpoints import Checkpoint
-    from localrt.models.decoder import DecoderConfig
     from localrt.models.tokenizers import Tokenizer
-    from localrt.quant.ops.protocol import Ops
 
 __all__ = ["LoadOptions", "LoadedModel", "load_parts"]
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
 KV_FORMATS = (None, "bf16", "int8")
-
-# Activations, scratch of one prefill pass, the interpreter and its libraries.
-_SCRATCH_BYTES = 256 << 20
-_SMALLEST_CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +86,11 @@ def load_parts(
     path: Path,
     options: LoadOptions,
     *,
+    settings: Settings | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LoadedModel:
-    """Open, check, and load the model at ``path``."""
+    """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept."""
     from localrt.models.chat_template import PlainTemplate, load_template
     from localrt.models.checkpoints import open_checkpoint
 
@@ -107,7 +101,16 @@ def load_parts(
         # Before the weights: what building a large vocabulary leaves behind is used again for them.
         tokenizer, problem = _load_tokenizer(checkpoint)
         if name == "native":
-            engine, ctx = _load_native(checkpoint, options, notes, progress, cancel)
+            from localrt.loading_native import load_native
+
+            engine, ctx = load_native(
+                checkpoint,
+                options,
+                settings=settings or Settings.from_environment(),
+                notes=notes,
+                progress=progress,
+                cancel=cancel,
+            )
         else:
             engine, ctx = _load_llamacpp(checkpoint, options, notes, progress)
             tokenizer = tokenizer or _llamacpp_tokenizer(engine)
@@ -171,137 +174,6 @@ def _has_llamacpp() -> bool:
     from importlib.util import find_spec
 
     return find_spec("llama_cpp") is not None
-
-
-def _load_native(
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    notes: list[str],
-    progress: ProgressCallback | None,
-    cancel: threading.Event | None,
-) -> tuple[Engine, int]:
-    from localrt.engine.base import EngineInfo
-    from localrt.engine.native import NativeEngine
-    from localrt.models.registry import load_decoder, read_config
-    from localrt.quant.ops.choose import make_ops
-
-    config = read_config(checkpoint, context=options.ctx)
-    ops = make_ops(
-        config.attention,
-        device=options.device,
-        compute_format=options.format,
-        kv_format=options.kv_format,
-        threads=options.threads,
-    )
-    ctx = _fit_context(checkpoint, config, ops, options, notes)
-    if options.ctx != ctx:
-        config = read_config(checkpoint, context=ctx)
-    total = sum(info.nbytes for info in checkpoint.tensors.values())
-    decoder = load_decoder(checkpoint, ops, config, on_bytes=_byte_counter(total, progress, cancel))
-    infos = checkpoint.tensors.values()
-    info = EngineInfo(
-        engine="native",
-        architecture=config.architecture,
-        device=ops.device,
-        format=_format_name(checkpoint, ops),
-        parameters=sum(_elements(i.shape) for i in infos),
-        layers=config.layers,
-        vocab_size=config.vocab_size,
-        weight_bytes=_weight_bytes(checkpoint, ops),
-        context_length=config.context_length,
-        exactness="bit-exact" if ops.compute_format == "f32" else "approximate",
-    )
-    return NativeEngine(decoder, info), ctx
-
-
-def _fit_context(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    ops: Ops,
-    options: LoadOptions,
-    notes: list[str],
-) -> int:
-    """The context to use: as asked or the model's own, within the memory there is.
-
-    Raises:
-        MemoryBudgetError: the weights, or an explicitly asked context, do not fit.
-    """
-    from localrt.offload.budget import MemoryEstimate, check_fits
-
-    trained = config.context_length
-    if options.ctx is not None and options.ctx > trained:
-        notes.append(
-            f"the context of {options.ctx} tokens is longer than the {trained} that the model was "
-            "trained for: answers may degrade"
-        )
-    budget, tier = _budget(ops, options)
-    weights = _weight_bytes(checkpoint, ops)
-    wanted = options.ctx or trained
-
-    def kv(length: int) -> int:
-        return ops.kv_nbytes(config.attention, length)
-
-    ctx = wanted
-    if options.ctx is None:
-        room = budget - weights - _SCRATCH_BYTES
-        while kv(ctx) > room and ctx > _SMALLEST_CONTEXT:
-            ctx = max(ctx // 2, _SMALLEST_CONTEXT)
-        if ctx < wanted:
-            notes.append(
-                f"the context is {ctx} tokens, not the model's {trained}, to fit in memory"
-            )
-    estimate = MemoryEstimate(weights=weights, kv=kv(ctx), scratch=_SCRATCH_BYTES)
-    check_fits(estimate, budget, checkpoint.path.name, ctx=ctx, tier=tier)
-    return ctx
-
-
-def _budget(ops: Ops, options: LoadOptions) -> tuple[int, str]:
-    from localrt.offload.budget import memory_state
-
-    free = ops.free_memory()
-    if free is not None:
-        return min(free, options.gpu_memory or free), "GPU memory"
-    available = memory_state().available
-    return min(available, options.ram or available), "RAM"
-
-
-def _weight_bytes(checkpoint: Checkpoint, ops: Ops) -> int:
-    matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
-    return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
-
-
-def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:
-    """The format that most weights are computed in."""
-    if ops.compute_format != "packed":
-        return ops.compute_format
-    bytes_of: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
-        if len(info.shape) == 2 and "embed_tokens" not in info.name:
-            bytes_of[info.format.name] += info.nbytes
-    return bytes_of.most_common(1)[0][0] if bytes_of else "packed"
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _byte_counter(
-    total: int, progress: ProgressCallback | None, cancel: threading.Event | None
-) -> Callable[[int], None]:
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if cancel is not None and cancel.is_set():
-            raise CancelledError("loading was cancelled")
-        if progress is not None:
-            progress(Progress("load", done, total, "bytes"))
-
-    return count
 
 
 def _load_llamacpp(

@@ -1,7 +1,8 @@
 """The units of a model: the smallest parts that are stored, placed and moved as one.
 
 A layer's attention and its MLP are a unit each, with their norms and biases. The head is cut by
-rows into units no larger than the largest MLP. The embedding is read by row; where it is the head
+rows into units no larger than the largest MLP, nor than 8 MB: small units need little memory to
+pass through, and let what is read for each token be little more than what is missing. The embedding is read by row; where it is the head
 too, it is cut like one. This module knows names, shapes and sizes, neither files nor devices.
 """
 
@@ -22,6 +23,7 @@ __all__ = ["EMBEDDING", "HEAD", "Unit", "list_units", "packed_nbytes"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_LARGEST_SLICE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def list_units(
         default=0,
     )
     head = EMBEDDING if config.tied_head else HEAD
-    slices = list(_slices(_info(tensors, head), mlp))
+    slices = list(_slices(_info(tensors, head), min(mlp, _LARGEST_SLICE)))
     rotary = tuple(name for name in tensors if name.startswith("rope_"))
     units = [
         *(() if config.tied_head else (Unit("embedding", (_info(tensors, EMBEDDING).name,)),)),

@@ -174,10 +174,15 @@ def _read_number(path: Path) -> int | None:
 
 
 def _reclaimable(stat: Path, prefix: str) -> int:
-    """Bytes of page cache, which the kernel gives back before it refuses memory."""
-    wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
+    """Bytes of page cache, which the kernel gives back before it refuses memory.
+
+    Mapped pages are left out: they are programs and libraries at work, and would be read again.
+    """
     try:
-        pairs = (line.split() for line in stat.read_text().splitlines())
-        return sum(int(pair[1]) for pair in pairs if pair[0] in wanted)
-    except (OSError, ValueError, IndexError):
+        lines = (line.split() for line in stat.read_text().splitlines())
+        values = {name: int(value) for name, value in lines}
+    except (OSError, ValueError):
         return 0
+    cached = sum(values.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
+    mapped = values.get("file_mapped", values.get(f"{prefix}mapped_file", 0))
+    return max(0, cached - mapped)

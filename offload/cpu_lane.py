@@ -7,6 +7,7 @@ compute.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -165,8 +166,12 @@ def read_units(
     threads: int,
     block: int,
     on_bytes: OnBytes | None = None,
-) -> None:
-    """Read whole units into buffers of their own, ``done`` being called for each in order."""
+) -> float:
+    """Read whole units into buffers of their own, ``done`` being called for each in order.
+
+    Returns the seconds that reading took, without ``done``.
+    """
+    seconds = 0.0
 
     def read(unit: StoredUnit, data: Bytes, start: int) -> int:
         part = data[start : start + block]
@@ -177,7 +182,10 @@ def read_units(
         for stage in stages:
             data = aligned_buffer(stage.unit.nbytes)
             starts = range(0, stage.unit.nbytes, block)
+            began = time.perf_counter()
             for count in pool.map(lambda s, d=data, u=stage.unit: read(u, d, s), starts):
                 if on_bytes is not None:
                     on_bytes(count)
+            seconds += time.perf_counter() - began
             done(stage, data)
+    return seconds

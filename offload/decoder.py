@@ -1,14 +1,13 @@
 """A decoder whose units are where a placement puts them: the same passes, larger models.
 
 A pass goes through the stages in order; each waits for its own weights and for nothing else, while
-readers and copies run ahead. The arithmetic is that of ``models/decoder.py`` on the same ``Ops``, so
+readers and copies run ahead. The arithmetic is that of ``models/decoder.py`` on the same ``Ops``:
 the output does not depend on the placement. It knows no files and no plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 import numpy as np
@@ -20,23 +19,13 @@ from localrt.offload.placement import Where
 from localrt.offload.ram_budget import RamBudget
 from localrt.offload.row_table import RowTable
 from localrt.offload.stages import Stage
-from localrt.offload.trace import Trace
+from localrt.offload.trace import PipelineCounts, Trace
 from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector
 
-__all__ = ["PlacedDecoder", "PipelineCounts"]
+__all__ = ["PlacedDecoder"]
 
 Logits = npt.NDArray[np.float32]
 Check = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineCounts:
-    """What a pipeline has done since it was made: bytes, and seconds by resource."""
-
-    ssd_read_bytes: int
-    link_bytes: int
-    busy_s: Mapping[str, float]
-    passes: int
 
 
 class PlacedDecoder:
@@ -56,6 +45,7 @@ class PlacedDecoder:
         norm: Vector,
         budget: RamBudget,
         trace: Trace,
+        load_s: float,
         before_pass: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
@@ -71,6 +61,7 @@ class PlacedDecoder:
         self._close = close
         self._caches: WeakSet[KVCache] = WeakSet()
         self._passes = 0
+        self.load_s = load_s  # seconds that reading the resident units took
 
     @property
     def stages(self) -> tuple[Stage, ...]:

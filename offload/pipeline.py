@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.decoder import DecoderConfig
 from localrt.models.registry import find_architecture
@@ -84,7 +82,7 @@ def open_pipeline(
             "on_bytes": on_bytes,
         }
         lane.stream([stage for stage in stages if stage.where.read])
-        read_units(
+        load_s = read_units(
             opened,
             [stage for stage in stages if stage.where is Where.RAM],
             lane.put,
@@ -106,6 +104,7 @@ def open_pipeline(
         norm=norm,
         budget=RamBudget(budget, placement.ram_ring),
         trace=trace,
+        load_s=load_s,
         before_pass=opened.check_unchanged,
         close=close,
     )

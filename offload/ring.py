@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +90,9 @@ class Ring:
         fits = at + nbytes <= self.nbytes
         # At the end of the ring where it does not fit: what is free there is filled at once.
         offset = at if fits else self.nbytes - nbytes
-        lease = Lease(offset, nbytes, _chunks(nbytes, self._chunk, first=0 if fits else at - offset))
+        lease = Lease(
+            offset, nbytes, _chunks(nbytes, self._chunk, first=0 if fits else at - offset)
+        )
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
         self._next = at + nbytes if fits else 0
@@ -130,5 +133,5 @@ class Ring:
 def _chunks(nbytes: int, size: int, *, first: int) -> deque[Chunk]:
     """A unit's chunks; those from byte ``first`` on come before the others."""
     cuts = sorted({*range(0, nbytes, size), first} | {nbytes})
-    chunks = [Chunk(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    chunks = [Chunk(a, b - a) for a, b in pairwise(cuts)]
     return deque(sorted(chunks, key=lambda chunk: (chunk.start < first, chunk.start)))

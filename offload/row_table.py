@@ -39,8 +39,12 @@ class RowTable:
         resident: Callable[[str], Bytes | None],
     ) -> None:
         self._parts = sorted(
-            ((tensor.row, unit, tensor) for unit in store.manifest.units for tensor in unit.tensors
-             if tensor.name == name),
+            (
+                (tensor.row, unit, tensor)
+                for unit in store.manifest.units
+                for tensor in unit.tensors
+                if tensor.name == name
+            ),
             key=lambda part: part[0],
         )
         self._first_rows = [row for row, _, _ in self._parts]
@@ -60,7 +64,9 @@ class RowTable:
         """
         tiles, where = np.unique(tokens // TILE_ROWS, return_inverse=True)
         data = np.empty(len(tiles) * self._tile, np.uint8)
-        missing = [n for n, tile in enumerate(tiles) if not self._copy(int(tile), self._at(data, n))]
+        missing = [
+            n for n, tile in enumerate(tiles) if not self._copy(int(tile), self._at(data, n))
+        ]
 
         def read(index: int) -> None:
             self._read(int(tiles[index]), self._at(data, index))

@@ -9,13 +9,24 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Resource", "Task", "Trace"]
+__all__ = ["PipelineCounts", "Resource", "Task", "Trace"]
 
 Resource = Literal["ssd", "link", "link-back", "cpu", "gpu"]
 _MOST_TASKS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCounts:
+    """What a pipeline has done since it was made: bytes, and seconds by resource."""
+
+    ssd_read_bytes: int
+    link_bytes: int
+    busy_s: Mapping[str, float]
+    passes: int
 
 
 @dataclass(frozen=True, slots=True)

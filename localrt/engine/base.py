@@ -14,7 +14,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Check", "Engine", "EngineInfo", "EngineSession", "Logits"]
+from localrt.offload.trace import PipelineCounts
+
+__all__ = ["Check", "Engine", "EngineInfo", "EngineSession", "Forecast", "Logits"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -36,6 +38,18 @@ class EngineInfo:
     weight_bytes: int
     context_length: int
     exactness: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a plan expects of decoding, in tokens per second; the ceiling is with perfect overlap.
+
+    ``simulated``: time is a virtual clock's.
+    """
+
+    tok_s: float
+    ceiling_tok_s: float
+    simulated: bool = False
 
 
 class EngineSession(Protocol):
@@ -66,6 +80,13 @@ class EngineSession(Protocol):
         ``check`` raises, the cache keeps exactly the chunks that were finished. The array returned
         is the caller's until the next call on any session of the engine.
         """
+
+    def counts(self) -> PipelineCounts | None:
+        """What the engine's pipeline has done so far; None where there is none."""
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What was planned; None where nothing was."""
 
     def trim(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -122,6 +122,13 @@ class LlamaCppSession:
             kept = self._api.llama_get_logits(self._context)
             yield np.ctypeslib.as_array(kept, shape=(len(chunk), vocab)).copy()
 
+    def counts(self) -> None:
+        """llama.cpp's own pipeline, if any, is not seen."""
+
+    @property
+    def forecast(self) -> None:
+        """Nothing is planned."""
+
     def trim(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
         if not 0 <= length <= len(self._tokens):

@@ -82,7 +82,7 @@ def generate(
 
 
 def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) -> Iterator[Chunk]:
-    meter = _Meter(request)
+    meter = _Meter(request, session)
     text = _Text(tokenizer, request.stop)
     rng = np.random.default_rng(request.sampling.seed)
     room = session.capacity - len(request.prompt)
@@ -184,9 +184,11 @@ class _Text:
 class _Meter:
     """Times and counts. A snapshot is the caller's own."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, session: EngineSession) -> None:
         self._start = time.perf_counter()
         self._first: float | None = None
+        self._session = session
+        self._before = self._decoding = session.counts()
         self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
 
     def prefilled(self, cached: int) -> None:
@@ -200,6 +202,7 @@ class _Meter:
         m.completion_tokens += 1
         if self._first is None:
             self._first, m.ttft_s = now, now - self._start
+            self._decoding = self._session.counts()
         else:
             m.tpot_s = (now - self._first) / (m.completion_tokens - 1)
             m.decode_tok_s = 1 / m.tpot_s if m.tpot_s > 0 else None
@@ -207,4 +210,23 @@ class _Meter:
     def snapshot(self, *, final: bool = False) -> Metrics:
         if final:
             self._metrics.peak_ram_bytes = peak_rss()
+            self._pipeline()
         return replace(self._metrics)
+
+    def _pipeline(self) -> None:
+        """What streaming cost; efficiency is that of decoding, from the first token on."""
+        m, now, counts = self._metrics, time.perf_counter(), self._session.counts()
+        forecast = self._session.forecast
+        if forecast is not None:
+            m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s
+            m.simulated = forecast.simulated
+        if counts is None or self._before is None or self._decoding is None:
+            return
+        m.ssd_read_bytes = counts.ssd_read_bytes - self._before.ssd_read_bytes
+        m.link_bytes = counts.link_bytes - self._before.link_bytes
+        if self._first is not None and m.completion_tokens > 1:
+            busy = (
+                seconds - self._decoding.busy_s.get(resource, 0.0)
+                for resource, seconds in counts.busy_s.items()
+            )
+            m.pipeline_efficiency = min(1.0, max(busy, default=0.0) / (now - self._first))

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from localrt.engine.base import Check, EngineInfo, Logits
+from localrt.engine.base import Check, EngineInfo, EngineSession, Forecast, Logits
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.models.decoder import Decoder
+from localrt.offload.placement import Where
+from localrt.offload.trace import PipelineCounts, Task
 from localrt.quant.ops.protocol import Batch, KVCache
+
+if TYPE_CHECKING:
+    from localrt.offload.decoder import PlacedDecoder
 
 __all__ = ["NativeEngine", "NativeSession"]
 
@@ -26,10 +32,25 @@ _LOGIT_ROWS = 64
 
 
 class NativeEngine:
-    """See the ``Engine`` protocol."""
+    """See the ``Engine`` protocol.
 
-    def __init__(self, decoder: Decoder, info: EngineInfo) -> None:
-        self._decoder: Decoder | None = decoder
+    ``pass_rows`` is the most rows of a prefill pass. ``pipeline`` is the decoder again where it
+    streams, ``forecast`` what was planned of it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder | PlacedDecoder,
+        info: EngineInfo,
+        *,
+        pass_rows: int = _PREFILL_ROWS,
+        pipeline: PlacedDecoder | None = None,
+        forecast: Forecast | None = None,
+    ) -> None:
+        self._decoder: Decoder | PlacedDecoder | None = decoder
+        self._pipeline = pipeline
+        self.pass_rows = pass_rows
+        self.forecast = forecast
         # An implementation may know a quicker way through the same pass (CUDA graphs).
         graphed = getattr(decoder.ops, "graphed", None)
         self._forward: Forward | None = graphed(decoder.forward) if graphed else decoder.forward
@@ -43,7 +64,23 @@ class NativeEngine:
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
         with self._turn:
-            self._decoder = self._forward = None
+            if self._pipeline is not None:
+                self._pipeline.close()
+            self._decoder = self._forward = self._pipeline = None
+
+    def counts(self) -> PipelineCounts | None:
+        """What the pipeline has done so far; None where everything is resident."""
+        pipeline = self._pipeline
+        return None if pipeline is None else pipeline.counts()
+
+    def trace(self, keep: int | None = None) -> list[Task]:
+        """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return []
+        if keep is not None:
+            pipeline.trace.keep(keep)
+        return pipeline.trace.tasks()
 
     def forward(
         self, cache: KVCache, tokens: Sequence[int], check: Check | None, *, want_logits: bool
@@ -55,6 +92,44 @@ class NativeEngine:
             logits = self._pass(batch, rows=rows, check=check)
             return logits[0] if want_logits else None
 
+    # -- many sequences in one pass (``localrt.engine.batch``) -----------------------------------
+
+    def kv_nbytes(self, length: int) -> int:
+        """Bytes of one sequence's cache once grown to ``length`` tokens."""
+        decoder = self._loaded()
+        return decoder.ops.kv_nbytes(decoder.config.attention, length)
+
+    def free_memory(self) -> int | None:
+        """Bytes free on the device's own memory; None where caches lie in RAM."""
+        return self._loaded().ops.free_memory()
+
+    def reclaimable(self) -> int:
+        """Bytes of weights in RAM that would be streamed where caches need their room."""
+        stages = () if self._pipeline is None else self._pipeline.stages
+        return sum(stage.unit.nbytes for stage in stages if stage.where is Where.RAM)
+
+    def extend_batch(
+        self,
+        parts: Sequence[tuple[EngineSession, Sequence[int]]],
+        *,
+        wanted: Sequence[int],
+        check: Check | None = None,
+    ) -> Logits:
+        """See the ``BatchEngine`` protocol."""
+        sequences = []
+        for session, tokens in parts:
+            assert isinstance(session, NativeSession), "sessions belong to one engine"
+            assert session._cache is not None, "the session is open"
+            sequences.append((session._cache, tokens))
+        ends = list(accumulate(len(tokens) for _, tokens in parts))
+        with self._turn:
+            rows = [ends[part] - 1 for part in wanted]
+            logits = self._pass(Batch.extend(sequences), rows=rows, check=check)
+        for session, tokens in parts:
+            assert isinstance(session, NativeSession)
+            session._tokens += tokens
+        return logits
+
     def logits(
         self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
     ) -> Iterator[Logits]:
@@ -64,12 +139,13 @@ class NativeEngine:
         caller's own.
         """
         cache = self._loaded().cache(len(tokens))
-        for start in range(0, first, _PREFILL_ROWS):
-            chunk = tokens[start : min(start + _PREFILL_ROWS, first)]
+        for start in range(0, first, self.pass_rows):
+            chunk = tokens[start : min(start + self.pass_rows, first)]
             self.forward(cache, chunk, check, want_logits=False)
-        for start in range(first, len(tokens), _LOGIT_ROWS):
+        rows = min(_LOGIT_ROWS, self.pass_rows)
+        for start in range(first, len(tokens), rows):
             with self._turn:
-                batch = Batch.extend([(cache, tokens[start : start + _LOGIT_ROWS])])
+                batch = Batch.extend([(cache, tokens[start : start + rows])])
                 piece = self._pass(batch, check=check)
             yield piece
 
@@ -79,7 +155,7 @@ class NativeEngine:
         logits: Logits = self._forward(batch, **options)
         return logits
 
-    def _loaded(self) -> Decoder:
+    def _loaded(self) -> Decoder | PlacedDecoder:
         if self._decoder is None:
             raise LocalrtError("the model is closed: load it again")
         return self._decoder
@@ -111,7 +187,7 @@ class NativeSession:
         check: Check | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Logits:
-        """Append ``tokens`` in passes of at most 512 rows; logits after the last."""
+        """Append ``tokens`` in passes of the engine's rows; logits after the last."""
         if not tokens:
             raise OptionError("there are no tokens to compute")
         vocab = self._engine.info.vocab_size
@@ -124,8 +200,9 @@ class NativeSession:
         if self._cache is None:
             raise LocalrtError("the session is closed")
         logits: Logits | None = None
-        for start in range(0, len(tokens), _PREFILL_ROWS):
-            chunk = list(tokens[start : start + _PREFILL_ROWS])
+        most = self._engine.pass_rows
+        for start in range(0, len(tokens), most):
+            chunk = list(tokens[start : start + most])
             last = start + len(chunk) == len(tokens)
             logits = self._engine.forward(self._cache, chunk, check, want_logits=last)
             self._tokens += chunk
@@ -133,6 +210,15 @@ class NativeSession:
                 on_progress(start + len(chunk))
         assert logits is not None, "the last chunk asks for logits"
         return logits
+
+    def counts(self) -> PipelineCounts | None:
+        """See ``EngineSession``."""
+        return self._engine.counts()
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """See ``EngineSession``."""
+        return self._engine.forecast
 
     def trim(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

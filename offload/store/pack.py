@@ -25,7 +25,7 @@ from localrt.offload.store.tiling import Tiler, fast_tiler, stored_pieces
 from localrt.offload.store.writer import ProgressFunction, StoreWriter
 from localrt.quant.formats import F32, Exactness, Format
 
-__all__ = ["describe_source", "main_format", "pack_store", "stored_infos"]
+__all__ = ["describe_source", "fingerprint", "main_format", "pack_store", "stored_infos"]
 
 
 def pack_store(
@@ -85,7 +85,7 @@ def describe_source(
         generation_config=source.generation_config,
         format=format,
         exactness=exactness,
-        source=Source(name or source.path.name, _fingerprint(source), revision),
+        source=Source(name or source.path.name, fingerprint(source), revision),
         quantization=quantization,
     )
 
@@ -112,7 +112,7 @@ def main_format(units: Iterable[Unit], infos: Mapping[str, TensorInfo]) -> str:
     return bytes_of.most_common(1)[0][0]
 
 
-def _fingerprint(source: Checkpoint) -> str:
+def fingerprint(source: Checkpoint) -> str:
     """Tells models apart for the price of a row of each tensor."""
     digest = hashlib.sha256()
     if isinstance(source, StoreCheckpoint):

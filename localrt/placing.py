@@ -1,0 +1,165 @@
+"""From a model that is larger than its memory budget to a decoder that streams what does not fit.
+
+It packs the model once, measures the machine once, asks the planner, and opens the pipeline. It
+knows neither kernels nor schedules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from localrt.engine.base import Forecast
+from localrt.engine.types import Progress, ProgressCallback
+from localrt.offload.process_memory import current_rss, ram_budget
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.offload.decoder import PlacedDecoder
+    from localrt.offload.planner import Budgets, Plan
+    from localrt.quant.ops.protocol import Ops
+
+__all__ = ["PlacedModel", "open_placed"]
+
+# What the process still grows by beside the accounted parts: sampling, text, threads' stacks.
+_GROWTH_BYTES = 10 << 20
+# Tokens that the first placement has room for; the caches take it from the weights as they grow.
+_FIRST_CONTEXT = 512
+_SMALLEST_CONTEXT = 512
+# Less than this is too little to tell a disk's speed by.
+_LOAD_SAMPLE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A streaming decoder, the plan that it follows, and its context length."""
+
+    decoder: PlacedDecoder
+    plan: Plan
+    forecast: Forecast
+    ctx: int
+
+
+def open_placed(
+    checkpoint: Checkpoint,
+    ops: Ops,
+    *,
+    ram: int | None,
+    ctx: int | None,
+    kv_format: str,
+    settings: Settings,
+    notes: list[str],
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+    count_bytes: Callable[[int], Callable[[int], None]],
+) -> PlacedModel:
+    """Open ``checkpoint`` within ``ram`` bytes for the whole process (None: what there is).
+
+    Without ``ctx`` the context is the model's own, or what fits with all weights streamed.
+    ``count_bytes`` makes a counter for a number of bytes to load.
+
+    Raises:
+        MemoryBudgetError: the budget is too small even so; says the least that would do.
+        StorageError: there is no room on disk for the packed form.
+    """
+    from localrt.measuring import machine_profile
+    from localrt.models.registry import read_config
+    from localrt.offload.pipeline import open_pipeline
+    from localrt.offload.placement import Where
+    from localrt.offload.planner import Budgets, make_plan, shape_from_checkpoint
+    from localrt.offload.store.cached import cached_store
+
+    def packed(done: int, total: int, file: str) -> None:
+        if progress is not None:
+            progress(Progress("pack", done, total, "bytes", file))
+
+    def budgets() -> Budgets:
+        return Budgets(ram=ram_budget(ram), process=current_rss() + _GROWTH_BYTES)
+
+    ctx = _context(checkpoint, budgets(), ctx, kv_format, notes)
+    config = read_config(checkpoint, context=ctx)
+    store = cached_store(checkpoint, settings.data_dir / "stores", progress=packed, cancel=cancel)
+    shape = shape_from_checkpoint(store)
+    disk, machine = machine_profile(
+        store.path, settings, formats={unit.format for unit in shape.units}
+    )
+    limits = budgets()
+    plan = make_plan(
+        shape,
+        machine,
+        limits,
+        ctx=min(ctx, _FIRST_CONTEXT),
+        kv_format=kv_format,  # type: ignore[arg-type]
+    )
+    notes += plan.notes
+    fixed = sum(
+        part.nbytes
+        for part in plan.memory
+        if part.tier == "ram" and part.what not in ("weights", "keys and values")
+    )
+    resident = sum(u.nbytes for u in shape.units if plan.placement.where[u.name] is Where.RAM)
+    decoder = open_pipeline(
+        store,
+        ops,
+        config,
+        plan.placement,
+        mode=disk.mode,
+        budget=limits.ram - fixed,
+        on_bytes=count_bytes(resident),
+    )
+    rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
+    return PlacedModel(decoder, plan, _forecast(plan, rate), ctx)
+
+
+def _forecast(plan: Plan, ssd_bytes_s: float) -> Forecast:
+    """The plan's prediction for the disk as it is today."""
+    from localrt.offload.planner.simulate import simulate
+
+    request = replace(plan.request, machine=replace(plan.request.machine, ssd_bytes_s=ssd_bytes_s))
+    steady = simulate(request.costs(), plan.placement)
+    return Forecast(1 / steady.seconds, 1 / steady.bound)
+
+
+def _context(
+    checkpoint: Checkpoint, budgets: Budgets, ctx: int | None, kv_format: str, notes: list[str]
+) -> int:
+    """The context as asked, or the longest that fits; refused before anything is packed.
+
+    Raises:
+        MemoryBudgetError: the one asked for, or the shortest, does not fit.
+    """
+    from localrt.errors import MemoryBudgetError
+    from localrt.offload.planner import make_plan, shape_from_checkpoint
+    from localrt.offload.planner.machine import typical_machine
+
+    shape = shape_from_checkpoint(checkpoint)
+    if ctx is not None and ctx > shape.context_length:
+        notes.append(
+            f"the context of {ctx} tokens is longer than the {shape.context_length} that the model "
+            "was trained for: answers may degrade"
+        )
+    wanted = ctx or shape.context_length
+    while True:
+        try:
+            make_plan(
+                shape,
+                typical_machine(),
+                budgets,
+                ctx=wanted,
+                kv_format=kv_format,  # type: ignore[arg-type]
+                solver="greedy",
+            )
+        except MemoryBudgetError:
+            if ctx is not None or wanted <= _SMALLEST_CONTEXT:
+                raise
+            wanted = max(_SMALLEST_CONTEXT, wanted // 2)
+            continue
+        if ctx is None and wanted < shape.context_length:
+            notes.append(
+                f"the context is {wanted} tokens, not the model's {shape.context_length}, to fit "
+                "in memory"
+            )
+        return wanted

@@ -1,0 +1,77 @@
+"""A model's packed form, made once and kept: what streaming reads in the place of a GGUF file.
+
+Stores lie in one folder, each named after its model and a fingerprint of it, so that another file of
+the same name gets another store. Two processes that want the same one make it once.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from localrt.errors import CheckpointError, StorageError, UnsupportedModelError
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import MANIFEST_NAME
+from localrt.offload.store.pack import fingerprint, pack_store
+from localrt.offload.store.tiling import Tiler
+from localrt.offload.store.writer import ProgressFunction
+
+__all__ = ["cached_store", "store_folder"]
+
+
+def store_folder(source: Checkpoint, stores: Path) -> Path:
+    """Where the packed form of ``source`` lies, made or not."""
+    stem = source.path.stem if source.path.is_file() else source.path.name
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:80] or "model"
+    return stores / f"{slug}-{fingerprint(source)[:12]}"
+
+
+def cached_store(
+    source: Checkpoint,
+    stores: Path,
+    *,
+    tiler: Tiler | None = None,
+    progress: ProgressFunction | None = None,
+    cancel: threading.Event | None = None,
+) -> StoreCheckpoint:
+    """``source`` itself if it is a store, else its packed form in ``stores``, packed now if need be.
+
+    Raises:
+        StorageError: ``stores`` cannot be written, or its disk is full.
+        CheckpointError, UnsupportedModelError: ``source`` cannot be packed.
+        CancelledError: ``cancel`` was set; the next call goes on where this one stopped.
+    """
+    if isinstance(source, StoreCheckpoint):
+        return source
+    folder = store_folder(source, stores)
+    try:
+        stores.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{stores} cannot be made: {error.strerror}") from error
+    with _alone(folder.with_name(folder.name + ".lock")):
+        if (folder / MANIFEST_NAME).is_file():
+            try:
+                return StoreCheckpoint(folder)
+            except (CheckpointError, UnsupportedModelError):
+                # A copy of what we still have, damaged or of another version: make it again.
+                shutil.rmtree(folder, ignore_errors=True)
+        pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
+    return StoreCheckpoint(folder, verify=False)  # the bytes were summed a moment ago
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a lock among processes, where the system has one."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
