@@ -8,60 +8,69 @@ the output does not depend on the placement. It knows no files and no plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.decoder import DecoderConfig
-from localrt.offload.cpu_lane import CpuLane
+from localrt.models.decoder import Attention, DecoderConfig, GatedMlp
+from localrt.offload.clock import Clock
+from localrt.offload.lane import Lane
 from localrt.offload.placement import Where
 from localrt.offload.ram_budget import RamBudget
+from localrt.offload.ring import Mark
 from localrt.offload.row_table import RowTable
+from localrt.offload.split_cache import SplitCache, split_batch
 from localrt.offload.stages import Stage
 from localrt.offload.trace import PipelineCounts, Trace
 from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector
 
-__all__ = ["PlacedDecoder"]
+__all__ = ["PlacedDecoder", "Resources"]
 
 Logits = npt.NDArray[np.float32]
 Check = Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What a placed decoder runs on, made and freed by ``pipeline.py``.
+
+    ``card`` is None without one. ``norms`` are the final norm's weights, on each lane. ``source``
+    forgets copies of an abandoned pass.
+    """
+
+    cpu: Lane
+    card: Lane | None
+    embedding: RowTable
+    norms: dict[str, Vector]
+    budget: RamBudget
+    clock: Clock
+    trace: Trace
+    load_s: float
+    before_pass: Callable[[], None]
+    abandon: Callable[[], None]
+    ssd_bytes: Callable[[], int]
+    close: Callable[[], None]
+
+
 class PlacedDecoder:
     """See ``Decoder``, whose interface for engines this is.
 
-    ``budget`` bounds what weights and caches
-    take together; resident units are given back as caches grow.
+    Resident units are given back as caches grow beyond what the budget leaves beside them.
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        lane: CpuLane,
-        stages: Sequence[Stage],
-        *,
-        embedding: RowTable,
-        norm: Vector,
-        budget: RamBudget,
-        trace: Trace,
-        load_s: float,
-        before_pass: Callable[[], None],
-        close: Callable[[], None],
+        self, config: DecoderConfig, stages: Sequence[Stage], resources: Resources
     ) -> None:
         self.config = config
-        self.ops: Ops = lane.ops
-        self._lane = lane
+        self.load_s = resources.load_s  # seconds that reading the resident units took
         self._stages = list(stages)
-        self._embedding = embedding
-        self._norm = norm
-        self._budget = budget
-        self._trace = trace
-        self._before_pass = before_pass
-        self._close = close
+        self._res = resources
+        self._cpu, self._card = resources.cpu, resources.card
+        self.ops: Ops = self._cpu.ops
         self._caches: WeakSet[KVCache] = WeakSet()
         self._passes = 0
-        self.load_s = load_s  # seconds that reading the resident units took
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -71,15 +80,34 @@ class PlacedDecoder:
     @property
     def trace(self) -> Trace:
         """What the pipeline did."""
-        return self._trace
+        return self._res.trace
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its clock is a virtual card's."""
+        return self._res.clock.simulated
 
     def counts(self) -> PipelineCounts:
         """Totals so far."""
-        return PipelineCounts(self._lane.bytes_read, 0, self._trace.busy(), self._passes)
+        res = self._res
+        link = 0 if self._card is None or self._card.card is None else self._card.card.link_bytes
+        return PipelineCounts(
+            ssd_read_bytes=res.ssd_bytes(),
+            link_bytes=link,
+            busy_s=res.trace.busy(),
+            passes=self._passes,
+            clock_s=res.clock.now(),
+        )
 
     def cache(self, capacity: int) -> KVCache:
-        """An empty KV cache for one sequence."""
-        cache = self.ops.kv_cache(self.config.attention, capacity)
+        """An empty KV cache for one sequence, each layer's where its attention is computed."""
+        specs = self.config.attention
+        cache: KVCache
+        if self._card is None or self._card.ops is self._cpu.ops:
+            cache = self.ops.kv_cache(specs, capacity)
+        else:
+            on_card = {s.layer for s in self._stages if s.kind == "attention" and s.where.on_gpu}
+            cache = SplitCache(self._cpu.ops, self._card.ops, specs, frozenset(on_card), capacity)
         self._caches.add(cache)
         return cache
 
@@ -97,16 +125,18 @@ class PlacedDecoder:
             CheckpointError: a file fails, or is no longer what it was.
         """
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
-        self._before_pass()
+        self._res.before_pass()
         self._make_room(batch)
         if not len(wanted):
-            self._lane.skip([stage for stage in self._stages if stage.kind == "head"])
+            head = [stage for stage in self._stages if stage.kind == "head"]
+            for lane in self._lanes:
+                lane.skip(head)
         try:
-            with self.ops.scope():
-                step = self.ops.begin(batch)
-                logits = self._run(batch, step, wanted, check)
+            logits = self._run(batch, wanted, check)
         except BaseException:
-            self._lane.rewind()
+            self._res.abandon()
+            for lane in reversed(self._lanes):  # a card's copies wait for what the CPU's ring reads
+                lane.rewind()
             raise
         for span in batch.spans:
             span.cache.advance(span.rows)
@@ -115,60 +145,50 @@ class PlacedDecoder:
 
     def close(self) -> None:
         """End all threads and free all weights."""
-        self._close()
+        self._res.close()
 
     def give_back(self, nbytes: int) -> int:
-        """Stream resident units of at least ``nbytes`` from now on; returns the bytes freed."""
-        names = self._budget.choose(self._stages, nbytes)
+        """Stream resident units of at least ``nbytes`` of RAM from now on; returns bytes freed.
+
+        0 where that is not possible.
+        """
+        names = self._res.budget.choose(self._stages, nbytes)
         if not names:
             return 0
-        freed = sum(self._lane.drop(name) for name in names)
+        freed = sum(self._cpu.drop(name) for name in names)
         self._stages = [
-            Stage(s.unit, s.kind, Where.SSD, s.layer, s.first_row) if s.name in names else s
-            for s in self._stages
+            replace(stage, where=Where.SSD) if stage.name in names else stage
+            for stage in self._stages
         ]
-        self._lane.stream([stage for stage in self._stages if stage.where.read])
+        self._cpu.stream([stage for stage in self._stages if stage.where.read])
         return freed
 
     # -- parts of a pass -------------------------------------------------------------------------
 
-    def _run(
-        self, batch: Batch, step: Pass, wanted: npt.NDArray[np.intp], check: Check | None
-    ) -> Logits:
-        ops, lane = self.ops, self._lane
-        tokens = np.asarray(batch.tokens, np.int64)
-        x = self._embedding.embed(ops, step, tokens, self.config.embedding_scale)
-        for stage in self._stages:
-            if stage.kind == "head":
-                continue
-            if check is not None:
-                check()
-            with lane.part(stage, check) as part:
-                started = self._trace.begin("cpu")
-                y = part(ops, x, step) if stage.kind == "attention" else part(ops, x)
-                x = ops.add(x, y)
-                self._trace.end("cpu", stage.name, started)
-        return self._head(x, wanted, check)
+    @property
+    def _lanes(self) -> list[Lane]:
+        return [self._cpu] if self._card is None else [self._cpu, self._card]
 
-    def _head(self, x: Array, wanted: npt.NDArray[np.intp], check: Check | None) -> Logits:
-        """Every slice's logits in its place; slices nobody wants are passed over."""
-        config = self.config
-        logits = np.empty((len(wanted), config.vocab_size), np.float32)
-        if not len(wanted):
-            return logits
+    def _lane(self, stage: Stage) -> Lane:
+        if stage.where.on_gpu:
+            assert self._card is not None, "a placement on a card needs one"
+            return self._card
+        return self._cpu
+
+    def _run(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> Logits:
+        run = _Run(self._res, self.config, batch, check)
+        at = self._cpu
         for stage in self._stages:
-            if stage.kind != "head":
-                continue
+            if stage.kind == "head" and not len(wanted):
+                break
             if check is not None:
                 check()
-            with self._lane.part(stage, check) as weight:
-                started = self._trace.begin("cpu")
-                part = self.ops.head(
-                    x, wanted, self._norm, config.norm_eps, weight, config.final_softcap
-                )
-                logits[:, stage.first_row : stage.first_row + stage.rows] = part
-                self._trace.end("cpu", stage.name, started)
-        return logits
+            lane = self._lane(stage)
+            if lane is not at:
+                run.move(lane)
+                at = lane
+            run.stage(lane, stage, wanted)
+        return run.logits(len(wanted))
 
     def _make_room(self, batch: Batch) -> None:
         """Give units back for what the caches of this pass are about to grow by."""
@@ -176,10 +196,97 @@ class PlacedDecoder:
         growth = sum(
             max(0, self._grown(span.cache, span.rows) - span.cache.nbytes) for span in batch.spans
         )
-        missing = self._budget.missing(self._lane.resident_nbytes, held + growth)
+        missing = self._res.budget.missing(self._cpu.resident_nbytes, held + growth)
         if missing > 0 and self.give_back(missing) < missing:
-            raise self._budget.error(held + growth)
+            raise self._res.budget.error(held + growth)
 
     def _grown(self, cache: KVCache, rows: int) -> int:
+        if isinstance(cache, SplitCache):
+            return cache.grown_host_nbytes(rows)
         length = min(cache.capacity, (cache.length + rows) * 3 // 2)
         return self.ops.kv_nbytes(self.config.attention, length)
+
+
+class _Run:
+    """One pass: the activations, where they are, and by which mark."""
+
+    def __init__(
+        self, resources: Resources, config: DecoderConfig, batch: Batch, check: Check | None
+    ) -> None:
+        self._res = resources
+        self._config = config
+        self._batch = batch
+        self._check = check
+        self._rows = len(batch.tokens)
+        self._steps: dict[int, Pass] = {}
+        clock = resources.clock
+        # On a virtual clock a pass begins where the one before ended.
+        self._mark: Mark = clock.now() if clock.simulated else None
+        self._at = resources.cpu
+        self._slices: list[tuple[int, Logits]] = []
+        tokens = np.asarray(batch.tokens, np.int64)
+        ops = resources.cpu.ops
+        with ops.scope():
+            step = self._step(resources.cpu)
+            self._x: Array = resources.embedding.embed(ops, step, tokens, config.embedding_scale)
+
+    def move(self, lane: Lane) -> None:
+        """Take the activations to another lane."""
+        card = lane.card or self._at.card
+        assert card is not None, "there are two lanes where there is a card"
+        change = card.to_card if lane.card is not None else card.to_host
+        self._x, self._mark = change(self._x, self._mark)
+        self._at = lane
+
+    def stage(self, lane: Lane, stage: Stage, wanted: npt.NDArray[np.intp]) -> None:
+        """Compute one stage once its weights are there."""
+        clock, ops, config = self._res.clock, lane.ops, self._config
+        part, there = lane.acquire(stage, self._check)
+        ended: Mark = None
+        try:
+            with ops.scope():
+                step = self._step(lane) if stage.kind == "attention" else None
+                started = clock.begin(lane.resource)
+                if isinstance(part, Attention):
+                    self._x = ops.add(self._x, part(ops, self._x, step))
+                elif isinstance(part, GatedMlp):
+                    self._x = ops.add(self._x, part(ops, self._x))
+                else:
+                    norm = self._res.norms[lane.resource]
+                    logits = ops.head(
+                        self._x, wanted, norm, config.norm_eps, part, config.final_softcap
+                    )
+                    self._slices.append((stage.first_row, logits))
+                cost = None
+                if lane.card is not None:
+                    rows = len(wanted) if stage.kind == "head" else self._rows
+                    cost = lane.card.cost_s(stage.unit.nbytes, stage.macs, rows)
+                ended = clock.end(
+                    lane.resource, stage.name, started, after=_later(self._mark, there), cost_s=cost
+                )
+            self._mark = ended
+        finally:
+            lane.release(stage, ended)
+
+    def logits(self, rows: int) -> Logits:
+        """The head's slices side by side."""
+        if len(self._slices) == 1:
+            return self._slices[0][1]
+        logits = np.empty((rows, self._config.vocab_size), np.float32)
+        for first, part in self._slices:
+            logits[:, first : first + part.shape[1]] = part
+        return logits
+
+    def _step(self, lane: Lane) -> Pass:
+        """What the lane's ``Ops`` derive from the batch, once."""
+        key = id(lane.ops)
+        if key not in self._steps:
+            self._steps[key] = lane.ops.begin(split_batch(self._batch, lane.ops))
+        return self._steps[key]
+
+
+def _later(a: Mark, b: Mark) -> Mark:
+    """The later of two times; events of a real card are waited for where they arise."""
+    if isinstance(a, float) and isinstance(b, float):
+        return max(a, b)
+    return a if b is None else b if a is None else a

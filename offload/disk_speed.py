@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from localrt.offload.files import ReadMode, StoreFiles
-from localrt.offload.ring import PAGE, aligned_buffer
+from localrt.offload.ring import PAGE
+from localrt.quant.ops.aligned import aligned_buffer
 
 __all__ = ["DiskProfile", "measure_disk"]
 

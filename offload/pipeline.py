@@ -1,33 +1,47 @@
 """Puts a store's units where a placement wants them, and makes the decoder that runs them.
 
-Everything that a pipeline holds is made here and freed by the decoder's ``close``: files, reader
-threads, ring, buffers. It does not choose the placement.
+Everything that a pipeline holds is made here and freed by the decoder's ``close``: files, threads,
+rings, buffers, the card's memory. It does not choose the placement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import DecoderConfig
 from localrt.models.registry import find_architecture
 from localrt.models.units import EMBEDDING
-from localrt.models.weights import WeightLoader
-from localrt.offload.cpu_lane import CpuLane, read_units
-from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.accelerator import Accelerator
+from localrt.offload.clock import Clock, WallClock
+from localrt.offload.decoder import PlacedDecoder, Resources
 from localrt.offload.files import FileReader, ReadMode, StoreFiles
+from localrt.offload.lane import Lane, Verifier
+from localrt.offload.loading import read_units
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ram_budget import RamBudget
-from localrt.offload.ring import Ring, aligned_buffer
+from localrt.offload.ring import Ring
 from localrt.offload.row_table import RowTable
+from localrt.offload.sources import DiskSource, LinkSource
 from localrt.offload.stages import Stage, list_stages
 from localrt.offload.trace import Trace
-from localrt.offload.unit_parts import PartBuilder, UnitMemory
+from localrt.offload.unit_parts import PartBuilder
 from localrt.offload.unit_reader import UnitReader
+from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.protocol import Ops, Vector
 
 __all__ = ["open_pipeline"]
+
+Bytes = npt.NDArray[np.uint8]
+
+# Two copies on their way at once: the link does not rest while the next is asked for.
+_COPIERS = 2
+_COPY_BLOCK = 8 << 20
 
 
 def open_pipeline(
@@ -38,6 +52,8 @@ def open_pipeline(
     *,
     mode: ReadMode,
     budget: int,
+    card: Accelerator | None = None,
+    clock: Clock | None = None,
     files: FileReader | None = None,
     trace: Trace | None = None,
     verify: bool = True,
@@ -46,76 +62,194 @@ def open_pipeline(
 ) -> PlacedDecoder:
     """Load what is resident, start reading what is streamed.
 
-    ``budget`` bounds resident units and KV caches together, in bytes. ``files`` stands in for the
-    store's own. ``on_bytes`` gets the bytes of resident units as they are read, and may raise.
+    ``budget`` bounds the RAM of resident units and KV caches together, in bytes. ``card`` computes
+    what the placement puts on a GPU, ``clock`` times it. ``files`` stands in for the store's own.
+    ``on_bytes`` gets the bytes of resident units as they are read, and may raise.
 
     Raises:
         CheckpointError: a file is truncated or damaged.
+        MemoryBudgetError: the card's memory is too small for the placement.
     """
-    units = {unit.name: unit for unit in store.manifest.units}
-    stages = list_stages(store.manifest.units, placement.where)
-    names = dict.fromkeys(unit.file for unit in units.values())
     trace = trace or Trace()
-    opened = files or StoreFiles(store.path, names, direct=mode.direct)
-    rows = StoreFiles(store.path, names)  # a row is no whole page: never direct
-    reader: UnitReader | None = None
-    lane: CpuLane | None = None
-    table: RowTable | None = None
-
-    def close() -> None:
-        if lane is not None:
-            lane.close()
-        if table is not None:
-            table.close()
-        opened.close()
-        rows.close()
-
+    maker = _Maker(store, ops, config, placement, mode, card, clock or WallClock(trace), files)
     try:
+        maker.make_lanes(Verifier(store.path, enabled=verify), stall_s)
+        load_s = maker.load(on_bytes)
+        resources = Resources(
+            cpu=maker.cpu,
+            card=maker.card_lane,
+            embedding=maker.table,
+            norms=maker.norms(),
+            budget=RamBudget(budget, placement.ram_ring),
+            clock=maker.clock,
+            trace=trace,
+            load_s=load_s,
+            before_pass=maker.files.check_unchanged,
+            abandon=maker.abandon,
+            ssd_bytes=maker.ssd_bytes,
+            close=maker.held.close,
+        )
+        return PlacedDecoder(config, maker.stages, resources)
+    except BaseException:
+        maker.held.close()
+        raise
+
+
+class _Maker:
+    """The parts in the order in which they need one another; ``held`` closes them in reverse."""
+
+    def __init__(
+        self,
+        store: StoreCheckpoint,
+        ops: Ops,
+        config: DecoderConfig,
+        placement: Placement,
+        mode: ReadMode,
+        card: Accelerator | None,
+        clock: Clock,
+        files: FileReader | None,
+    ) -> None:
+        self._store, self._ops, self._config = store, ops, config
+        self._placement, self._mode, self._card = placement, mode, card
+        self.clock = clock
+        self.held = ExitStack()
+        self._units = {unit.name: unit for unit in store.manifest.units}
+        self.stages = list_stages(store.manifest.units, placement.where)
+        names = dict.fromkeys(unit.file for unit in self._units.values())
+        self.files = files or StoreFiles(store.path, names, direct=mode.direct)
+        self.held.callback(self.files.close)
+        self._rows = StoreFiles(store.path, names)  # a row is no whole page: never direct
+        self.held.callback(self._rows.close)
+        self._host: dict[str, Bytes] = {}  # RAM that the card copies from
+        self._reader: UnitReader | None = None
+        self._link: LinkSource | None = None
+        self.card_lane: Lane | None = None
+
+    def make_lanes(self, verify: Verifier, stall_s: float) -> None:
+        """Rings, threads and lanes."""
+        placement, mode, card = self._placement, self._mode, self._card
         if placement.ram_ring:
             ring = Ring(placement.ram_ring, mode.block)
-            reader = UnitReader(opened, ring, threads=mode.threads, trace=trace, stall_s=stall_s)
-        builder = PartBuilder(store, config, find_architecture(store.architecture).names, ops)
-        lane = CpuLane(ops, builder, trace, reader, path=store.path, verify=verify)
-        how: dict[str, Any] = {
-            "threads": mode.threads,
-            "block": mode.block,
-            "on_bytes": on_bytes,
-        }
-        lane.stream([stage for stage in stages if stage.where.read])
-        load_s = read_units(
-            opened,
-            [stage for stage in stages if stage.where is Where.RAM],
-            lane.put,
-            **how,
+            source = DiskSource(self.files, self.clock)
+            self._reader = UnitReader(
+                source, ring, threads=mode.threads, stall_s=stall_s, join=self._join
+            )
+            self.held.callback(self._reader.close)
+        self._verify = verify
+        split = card is not None and card.ops is not self._ops
+        self.cpu = Lane(
+            self._ops, self._builder(self._ops, False, split), self._reader, verify=verify
         )
-        if placement.where.get("embedding") is Where.RAM and "embedding" in units:
-            read_units(opened, [Stage(units["embedding"], "head", Where.RAM)], lane.keep, **how)
-        table = RowTable(store, EMBEDDING, rows, lane.buffer)
-        with ops.scope():
-            norm = _final_norm(store, ops, config, opened)
-    except BaseException:
-        close()
-        raise
-    return PlacedDecoder(
-        config,
-        lane,
-        stages,
-        embedding=table,
-        norm=norm,
-        budget=RamBudget(budget, placement.ram_ring),
-        trace=trace,
-        load_s=load_s,
-        before_pass=opened.check_unchanged,
-        close=close,
-    )
+        self.held.callback(self.cpu.close)
+        if card is not None:
+            self.held.callback(card.close)
+            self._card_builder = self._builder(card.ops, True, split)
+            copier = None
+            if placement.vram_ring:
+                memory = card.alloc(placement.vram_ring)
+                self.held.callback(card.free, memory)
+                self._link = LinkSource(card, self._host, self._reader, verify)
+                copier = UnitReader(
+                    self._link,
+                    Ring(placement.vram_ring, _COPY_BLOCK, memory),
+                    threads=_COPIERS,
+                    stall_s=stall_s + 1,
+                    join=self._join,
+                )
+            self.card_lane = Lane(card.ops, self._card_builder, copier, card=card)
+            self.held.callback(self.card_lane.close)
+
+    def load(self, on_bytes: Callable[[int], None] | None) -> float:
+        """Everything resident to its place; then copying begins. Returns the seconds of reading."""
+
+        def read(places: Where, alloc: Callable[[int], Bytes], done: _Done) -> float:
+            stages = {stage.name: stage for stage in self.stages if stage.where is places}
+
+            def put(unit: StoredUnit, data: Bytes) -> None:
+                self._verify(unit, data)
+                done(stages[unit.name], data)
+
+            units = [stage.unit for stage in stages.values()]
+            return read_units(self.files, units, alloc, put, mode=self._mode, on_bytes=on_bytes)
+
+        seconds = read(Where.RAM, aligned_buffer, self.cpu.put)
+        card, lane = self._card, self.card_lane
+        if card is not None and lane is not None:
+            seconds += read(Where.VRAM, aligned_buffer, self._put_on_card)
+            seconds += read(Where.LINK, card.host_buffer, self._put_beside_card)
+            for stage in self.stages:
+                if stage.where is Where.SSD_LINK:
+                    data = aligned_buffer(stage.unit.nbytes)
+                    self.files.read_into(stage.unit.file, stage.unit.offset, data)
+                    self._card_builder.remember_vectors(stage.unit, data)
+        embedding = self._units.get("embedding")
+        if embedding is not None and self._placement.where.get("embedding") is Where.RAM:
+
+            def keep(unit: StoredUnit, data: Bytes) -> None:
+                self._verify(unit, data)
+                self.cpu.keep(unit.name, data)
+
+            seconds += read_units(
+                self.files, [embedding], aligned_buffer, keep, mode=self._mode, on_bytes=on_bytes
+            )
+        # Streaming begins last: it would share the disk with what is waited for.
+        if self._reader is not None:
+            self._reader.schedule([stage.unit for stage in self.stages if stage.where.read])
+        if lane is not None:
+            lane.stream([stage for stage in self.stages if stage.where.copied])
+        self.table = RowTable(self._store, EMBEDDING, self._rows, self.cpu.memory)
+        self.held.callback(self.table.close)
+        return seconds
+
+    def norms(self) -> dict[str, Vector]:
+        """The final norm, for each lane."""
+        unit = self._units["norm"]
+        data = aligned_buffer(unit.nbytes)
+        self.files.read_into(unit.file, unit.offset, data)
+        norms = {"cpu": self._builder(self._ops, False, False).final_norm(unit, data)}
+        if self._card is not None:
+            with self._card.ops.scope():
+                builder = self._builder(self._card.ops, True, False)
+                norms["gpu"] = builder.final_norm(unit, data)
+        return norms
+
+    def abandon(self) -> None:
+        """A pass ended early: nobody waits for what is on its way."""
+        if self._link is not None:
+            self._link.forget()
+
+    def ssd_bytes(self) -> int:
+        """Bytes that passes have read."""
+        return 0 if self._reader is None else self._reader.bytes_read
+
+    def _put_on_card(self, stage: Stage, data: Bytes) -> None:
+        card, lane = self._card, self.card_lane
+        assert card is not None, "VRAM is a card's"
+        assert lane is not None, "and so is the lane"
+        memory = card.alloc(stage.unit.nbytes)
+        card.wait(card.copy_in(stage.name, data, memory, None, None))
+        self._card_builder.remember_vectors(stage.unit, data)
+        with card.ops.scope():
+            lane.put(stage, memory)
+
+    def _put_beside_card(self, stage: Stage, data: Bytes) -> None:
+        self._card_builder.remember_vectors(stage.unit, data)
+        self._host[stage.name] = data
+
+    def _builder(self, ops: Ops, on_card: bool, split: bool) -> PartBuilder:
+        names = find_architecture(self._store.architecture).names
+        layers = [
+            stage.layer
+            for stage in self.stages
+            if stage.kind == "attention" and stage.where.on_gpu is on_card
+        ]
+        return PartBuilder(self._store, self._config, names, ops, layers if split else None)
+
+    def _join(self, before: object, last: object) -> object:
+        """The mark of several chunks: the latest time, or the last event of one stream."""
+        if isinstance(before, float) and isinstance(last, float):
+            return max(before, last)
+        return last
 
 
-def _final_norm(
-    store: StoreCheckpoint, ops: Ops, config: DecoderConfig, files: FileReader
-) -> Vector:
-    unit = next(unit for unit in store.manifest.units if unit.name == "norm")
-    data = aligned_buffer(unit.nbytes)
-    files.read_into(unit.file, unit.offset, data)
-    memory = UnitMemory(store.path, store.architecture, unit, data)
-    name = "model.norm.weight"
-    return WeightLoader(memory, ops).vector(config.hidden_size, name, offset=config.norm_offset)
+_Done = Callable[[Stage, Bytes], None]

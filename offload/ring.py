@@ -1,41 +1,31 @@
-"""A fixed, page-aligned buffer through which units pass: first in, first out.
+"""A fixed, page-aligned buffer through which units pass in order.
 
 A unit lies contiguously. It is read in chunks, each as soon as the bytes that it goes to are free:
 so a ring only a little larger than its largest unit still keeps the disk busy while that unit is
 computed. Nothing is allocated after construction, and nothing can fragment. Not thread-safe; it
 knows sizes and offsets, neither files nor weights.
+
+A mark says when something has happened or will have: an event of a GPU, or a time on a virtual
+clock. Who gives bytes back may leave one, and who fills them next finds the latest.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PAGE", "Chunk", "Lease", "Ring", "aligned_buffer"]
+from localrt.quant.ops.aligned import aligned_buffer
+
+__all__ = ["PAGE", "Chunk", "Lease", "Mark", "Ring"]
 
 PAGE = 4096
 Bytes = npt.NDArray[np.uint8]
-
-
-def aligned_buffer(nbytes: int) -> Bytes:
-    """``nbytes`` of zeros at a page boundary, resident only once touched, in large pages if any.
-
-    The memory goes back to the system when the last view of it is gone.
-    """
-    if nbytes == 0:
-        return np.empty(0, np.uint8)
-    region = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 1 << 21:
-        try:
-            region.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
-    return np.frombuffer(region, np.uint8)
+Mark: TypeAlias = Any  # opaque here; None: no need to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +43,7 @@ class Lease:
     offset: int
     nbytes: int
     waiting: deque[Chunk] = field(default_factory=deque)
+    released: bool = False
 
     def overlaps(self, start: int, stop: int) -> bool:
         """Whether it takes any byte of ``start`` to ``stop``."""
@@ -60,16 +51,20 @@ class Lease:
 
 
 class Ring:
-    """``nbytes`` for units of at most ``nbytes`` each; chunks have at most ``chunk`` bytes."""
+    """``nbytes`` for units of at most ``nbytes`` each; chunks have at most ``chunk`` bytes.
 
-    def __init__(self, nbytes: int, chunk: int = 2 << 20) -> None:
+    ``memory`` stands in for RAM of the ring's own: anything that can be sliced by bytes.
+    """
+
+    def __init__(self, nbytes: int, chunk: int = 2 << 20, memory: Any = None) -> None:
         if nbytes % PAGE or chunk % PAGE or chunk <= 0:
             raise ValueError(f"ring ({nbytes}) and chunk ({chunk}) must be multiples of {PAGE}")
         self.nbytes = nbytes
-        self.memory = aligned_buffer(nbytes)
+        self.memory = aligned_buffer(nbytes) if memory is None else memory
         self._chunk = chunk
         self._next = 0  # where the next unit goes if it fits
         self._live: deque[Lease] = deque()  # oldest first
+        self._marks: deque[tuple[int, int, Mark]] = deque(maxlen=64)  # of bytes given back
 
     @property
     def used(self) -> int:
@@ -95,29 +90,41 @@ class Ring:
         )
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
-        self._next = at + nbytes if fits else 0
+        # Behind a unit that ends with the ring nothing is free: the next goes to its beginning.
+        self._next = at + nbytes if at + nbytes < self.nbytes else 0
         self._live.append(lease)
         return lease
 
-    def next_chunk(self, lease: Lease) -> Chunk | None:
-        """The lease's next chunk if the bytes that it goes to are free; it is handed out once."""
-        if lease.waiting and self._is_free(lease, lease.waiting[0]):
-            return lease.waiting.popleft()
-        return None
+    def next_chunk(self, lease: Lease) -> tuple[Chunk, Mark] | None:
+        """The lease's next chunk if the bytes that it goes to are free; it is handed out once.
 
-    def view(self, lease: Lease) -> Bytes:
-        """The unit's bytes."""
+        With the mark of whoever used them last.
+        """
+        if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
+            return None
+        chunk = lease.waiting.popleft()
+        start = lease.offset + chunk.start
+        stop = start + chunk.nbytes
+        before = (mark for low, high, mark in reversed(self._marks) if low < stop and start < high)
+        return chunk, next(before, None)
+
+    def view(self, lease: Lease) -> Any:
+        """The unit's bytes: a slice of the memory."""
         return self.memory[lease.offset : lease.offset + lease.nbytes]
 
-    def release(self, lease: Lease) -> None:
-        """Give back the oldest lease.
+    def release(self, lease: Lease, mark: Mark = None) -> None:
+        """Give a lease's bytes back, once ``mark`` has happened. No chunk of it may be on its way.
 
         Raises:
-            ValueError: an older one is still held.
+            ValueError: it was given back before.
         """
-        if not self._live or self._live[0] is not lease:
-            raise ValueError("leases are released in the order in which they were taken")
-        self._live.popleft()
+        if lease.released:
+            raise ValueError("the lease was given back before")
+        lease.released = True
+        if mark is not None:
+            self._marks.append((lease.offset, lease.offset + lease.nbytes, mark))
+        while self._live and self._live[0].released:
+            self._live.popleft()
 
     def _is_free(self, lease: Lease, chunk: Chunk) -> bool:
         """Whether no older lease covers the bytes of ``chunk``."""
@@ -125,7 +132,7 @@ class Ring:
         for other in self._live:
             if other is lease:
                 break
-            if other.overlaps(start, start + chunk.nbytes):
+            if not other.released and other.overlaps(start, start + chunk.nbytes):
                 return False
         return True
 

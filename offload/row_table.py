@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ class RowTable:
         store: StoreCheckpoint,
         name: str,
         files: FileReader,
-        resident: Callable[[str], Bytes | None],
+        resident: Callable[[str], Any | None],
     ) -> None:
         self._parts = sorted(
             (

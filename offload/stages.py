@@ -28,6 +28,11 @@ class Stage:
         return self.unit.name
 
     @property
+    def macs(self) -> int:
+        """Multiply-accumulates of its matrices with one row."""
+        return sum(t.shape[0] * t.shape[1] for t in self.unit.tensors if len(t.shape) == 2)
+
+    @property
     def rows(self) -> int:
         """Rows of a head slice."""
         return self.unit.tensors[0].shape[0]

@@ -21,12 +21,16 @@ _MOST_TASKS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class PipelineCounts:
-    """What a pipeline has done since it was made: bytes, and seconds by resource."""
+    """What a pipeline has done since it was made: bytes, and seconds by resource.
+
+    ``clock_s`` is the time now, on the clock that these seconds are of.
+    """
 
     ssd_read_bytes: int
     link_bytes: int
     busy_s: Mapping[str, float]
     passes: int
+    clock_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from localrt.models.decoder import Attention, DecoderConfig, GatedMlp, LayerName
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.ops.protocol import Ops, Weight
+from localrt.quant.ops.protocol import Ops, Vector, Weight
 
 __all__ = ["PartBuilder", "UnitMemory", "verify_unit"]
 
@@ -30,12 +32,23 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class UnitMemory:
-    """A unit's tensors in ``data``, its whole range. See ``TensorSource``."""
+    """A unit's tensors in ``data``, its whole range. See ``TensorSource``.
 
-    def __init__(self, path: Path, architecture: str, unit: StoredUnit, data: Bytes) -> None:
+    ``vectors`` are those of a unit whose ``data`` lies where the CPU cannot read it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        architecture: str,
+        unit: StoredUnit,
+        data: Any,
+        vectors: Mapping[str, PackedTensor] | None = None,
+    ) -> None:
         self.path, self.architecture = path, architecture
         self._tensors = {tensor.name: tensor for tensor in unit.tensors}
         self._data = data
+        self._vectors = vectors or {}
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -50,6 +63,8 @@ class UnitMemory:
         tensor = self._tensors[name]
         if len(tensor.shape) != 1 or start or stop not in (None, 1):
             raise ValueError(f"{name!r} is no vector: its rows are in tiles")
+        if name in self._vectors:
+            return self._vectors[name]
         return PackedTensor(name, tensor.format, tensor.shape, self._bytes(tensor).reshape(1, -1))
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
@@ -62,39 +77,73 @@ class UnitMemory:
         data = self._bytes(tensor)
         yield TiledTensor(name, tensor.format, shape, data, tensor.scale, tensor.hadamard)
 
-    def _bytes(self, tensor: UnitTensor) -> Bytes:
+    def vectors(self) -> dict[str, PackedTensor]:
+        """Copies of all vectors."""
+        return {
+            name: replace(packed, data=packed.data.copy())
+            for name, tensor in self._tensors.items()
+            if len(tensor.shape) == 1
+            for packed in (self.read(name),)
+        }
+
+    def _bytes(self, tensor: UnitTensor) -> Any:
         return self._data[tensor.offset : tensor.offset + tensor.nbytes]
 
 
 class PartBuilder:
-    """Makes parts of the model in ``store`` for ``ops``."""
+    """Makes parts of the model in ``store`` for ``ops``.
+
+    ``layers`` are the layers whose keys and values ``ops`` keeps, in order, where it is not all.
+    """
 
     def __init__(
-        self, store: StoreCheckpoint, config: DecoderConfig, names: LayerNames, ops: Ops
+        self,
+        store: StoreCheckpoint,
+        config: DecoderConfig,
+        names: LayerNames,
+        ops: Ops,
+        layers: Sequence[int] | None = None,
     ) -> None:
         self._store = store
         self._config = config
         self._names = names
         self._ops = ops
+        self._place = None if layers is None else {layer: n for n, layer in enumerate(layers)}
+        self._vectors: dict[str, dict[str, PackedTensor]] = {}
 
-    def attention(self, layer: int, unit: StoredUnit, data: Bytes) -> Attention:
+    def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
+        """Keep a unit's norms and biases: its bytes will lie where the CPU cannot read them."""
+        memory = UnitMemory(self._store.path, self._store.architecture, unit, data)
+        self._vectors[unit.name] = memory.vectors()
+
+    def attention(self, layer: int, unit: StoredUnit, data: Any) -> Attention:
         """A layer's attention."""
         weights, prefix = self._loader(unit, data), f"model.layers.{layer}."
-        return Attention(self._config, layer, self._names, prefix, weights)
+        part = Attention(self._config, layer, self._names, prefix, weights)
+        if self._place is not None:
+            part.layer = self._place[layer]
+        return part
 
-    def mlp(self, layer: int, unit: StoredUnit, data: Bytes) -> GatedMlp:
+    def mlp(self, layer: int, unit: StoredUnit, data: Any) -> GatedMlp:
         """A layer's MLP."""
         weights, prefix = self._loader(unit, data), f"model.layers.{layer}."
         return GatedMlp(self._config, self._names, prefix, weights)
 
-    def matrix(self, unit: StoredUnit, data: Bytes) -> Weight:
+    def matrix(self, unit: StoredUnit, data: Any) -> Weight:
         """The one matrix, or slice of a matrix, of a unit."""
         (tensor,) = unit.tensors
         shape = (tensor.shape[0], tensor.shape[1])
         return self._loader(unit, data).matrix(shape, tensor.name)
 
-    def _loader(self, unit: StoredUnit, data: Bytes) -> WeightLoader:
-        memory = UnitMemory(self._store.path, self._store.architecture, unit, data)
+    def final_norm(self, unit: StoredUnit, data: Bytes) -> Vector:
+        """The norm before the head."""
+        config = self._config
+        weights = self._loader(unit, data)
+        return weights.vector(config.hidden_size, "model.norm.weight", offset=config.norm_offset)
+
+    def _loader(self, unit: StoredUnit, data: Any) -> WeightLoader:
+        store, vectors = self._store, self._vectors.get(unit.name)
+        memory = UnitMemory(store.path, store.architecture, unit, data, vectors)
         return WeightLoader(memory, self._ops)
 
 

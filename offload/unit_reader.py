@@ -1,8 +1,9 @@
-"""Reader threads that keep the next units of a pass in a ring, in a fixed cyclic order.
+"""Threads that keep the next units of a pass in a ring, in a fixed cyclic order.
 
 The order wraps round the end of the model into the next token, so that the disk does not rest
 between tokens; it rests only when the ring is full. Every unit has its own state to wait for: there
-is no barrier. It knows ranges of files and bytes of memory, not weights.
+is no barrier. The same code reads from the SSD into RAM and copies from RAM to a GPU: a ``Source``
+knows how; this module knows ranges of bytes, not weights.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Protocol
 
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.files import FileReader
-from localrt.offload.ring import Chunk, Lease, Ring
-from localrt.offload.trace import Trace
+from localrt.offload.ring import Chunk, Lease, Mark, Ring
 
-__all__ = ["UnitReader"]
+__all__ = ["Source", "UnitReader"]
 
-Bytes = npt.NDArray[np.uint8]
 Check = Callable[[], None]
 
 _POLL_S = 0.05  # how soon a waiting pass notices that it was cancelled
+
+
+class Source(Protocol):
+    """Where units come from. Used by several threads at once."""
+
+    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+        """Fill ``out`` with the unit's bytes from ``start`` on, not before ``after`` has happened.
+
+        Returns the mark by which they are there.
+
+        Raises:
+            LocalrtError: they cannot be had.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +47,10 @@ class _Load:
     lease: Lease
     missing: int  # bytes that have not arrived
     in_flight: int = 0
+    unwanted: bool = False
+    used: bool = False  # acquired and not released
     error: LocalrtError | None = None
+    mark: Mark = None
 
     @property
     def done(self) -> bool:
@@ -56,26 +68,30 @@ class _State:
     draining: bool = False  # loads are dropped once nothing of them is in flight
     following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
     closed: bool = False
-    bytes_read: int = 0
+    fetched: int = 0
     last_arrival: float = 0.0
 
 
 class UnitReader:
-    """``threads`` read from ``files`` into ``ring``. ``stall_s``: how long a disk may be silent."""
+    """``threads`` fetch from ``source`` into ``ring``.
+
+    ``stall_s``: how long a disk may be silent. ``join``: how the marks of a unit's chunks become
+    one (default: the last).
+    """
 
     def __init__(
         self,
-        files: FileReader,
+        source: Source,
         ring: Ring,
         *,
         threads: int,
-        trace: Trace,
         stall_s: float = 60.0,
+        join: Callable[[Mark, Mark], Mark] | None = None,
     ) -> None:
-        self._files = files
+        self._source = source
         self._ring = ring
-        self._trace = trace
         self._stall_s = stall_s
+        self._join = join or (lambda _, last: last)
         self._state = _State()
         self._changed = threading.Condition()
         self._threads = [
@@ -89,10 +105,10 @@ class UnitReader:
     def bytes_read(self) -> int:
         """Bytes that have arrived since construction, dropped ones included."""
         with self._changed:
-            return self._state.bytes_read
+            return self._state.fetched
 
     def schedule(self, units: Sequence[StoredUnit]) -> None:
-        """Read ``units`` from now on, again and again, from the first; drop what was read."""
+        """Fetch ``units`` from now on, again and again, from the first; drop what was fetched."""
         with self._changed:
             self._state.following = tuple(units)
             self._drop()
@@ -103,12 +119,21 @@ class UnitReader:
             self._drop()
 
     def skip(self, names: Iterable[str]) -> None:
-        """Leave out those of ``names`` that are not on their way yet, in this round only."""
+        """Leave these units out, in this round only: the pass does not want them."""
         with self._changed:
-            self._state.skipped = frozenset(names)
+            state = self._state
+            wanted = frozenset(names)
+            if state.draining:  # all that is there goes, and a new round begins
+                state.skipped = wanted
+                return
+            there = {load.unit.name for load in state.loads}
+            for load in state.loads:
+                load.unwanted = load.unwanted or load.unit.name in wanted
+            state.skipped = wanted - there
+            self._sweep()
 
-    def acquire(self, name: str, check: Check | None = None) -> Bytes:
-        """The bytes of unit ``name`` once they have arrived; units before it are passed over.
+    def acquire(self, name: str, check: Check | None = None) -> tuple[Any, Mark]:
+        """The bytes of unit ``name`` once they have arrived, and their mark.
 
         ``check`` is called while waiting, and may raise to give up.
 
@@ -119,11 +144,12 @@ class UnitReader:
         started = time.perf_counter()
         with self._changed:
             while True:
-                load = self._front(name)
+                load = self._find(name)
                 if load is not None and load.done:
                     if load.error is not None:
                         raise load.error
-                    return self._ring.view(load.lease)
+                    load.used = True
+                    return self._ring.view(load.lease), load.mark
                 self._changed.wait(_POLL_S)
                 silent = time.perf_counter() - max(started, self._state.last_arrival)
                 if silent > self._stall_s:
@@ -134,14 +160,15 @@ class UnitReader:
                 if check is not None:
                     check()
 
-    def release(self, name: str) -> None:
-        """Give the memory of ``name``, which was acquired, to the units that follow."""
+    def release(self, name: str, mark: Mark = None) -> None:
+        """Give the memory of ``name`` to the units that follow, once ``mark`` has happened."""
         with self._changed:
-            loads = self._state.loads
-            if not loads or loads[0].unit.name != name:
-                return  # dropped in the meantime
-            self._ring.release(loads.popleft().lease)
-            self._changed.notify_all()
+            for load in self._state.loads:
+                if load.unit.name == name and load.used:
+                    load.used = False
+                    self._free(load, mark)
+                    self._finish_draining()
+                    return
 
     def close(self) -> None:
         """End the threads. A read that hangs is left behind; its thread ends with it."""
@@ -153,41 +180,51 @@ class UnitReader:
 
     # -- under the lock --------------------------------------------------------------------------
 
-    def _front(self, name: str) -> _Load | None:
-        """The load of ``name``, those before it given up; None while it is not leased yet."""
+    def _find(self, name: str) -> _Load | None:
+        """The oldest load of ``name`` that is to be used; None while there is none."""
         state = self._state
+        if state.closed:
+            raise CheckpointError("the model was closed while it was in use")
         if state.draining:
             return None
+        for load in state.loads:
+            if load.unit.name == name and not load.unwanted and not load.used:
+                return load
         if not any(unit.name == name for unit in state.order):
             raise ValueError(f"unit {name} is not among those that are read in each pass")
-        while state.loads and state.loads[0].unit.name != name:
-            first = state.loads[0]
-            if first.in_flight or (first.lease.waiting and first.error is None):
-                return None  # it has to arrive before its memory can be used again
-            self._ring.release(state.loads.popleft().lease)
-            self._changed.notify_all()
-        return state.loads[0] if state.loads else None
+        return None
+
+    def _free(self, load: _Load, mark: Mark = None) -> None:
+        self._state.loads.remove(load)
+        self._ring.release(load.lease, mark)
+        self._changed.notify_all()
+
+    def _sweep(self) -> None:
+        """Free what nobody wants, as far as it has arrived."""
+        for load in [load for load in self._state.loads if load.unwanted]:
+            if not load.in_flight and (load.done or not load.lease.waiting):
+                self._free(load)
 
     def _drop(self) -> None:
         state = self._state
-        state.draining = True
+        state.draining, state.skipped = True, frozenset()
         for load in state.loads:
             load.lease.waiting.clear()
         self._finish_draining()
 
     def _finish_draining(self) -> None:
         state = self._state
-        if not state.draining or any(load.in_flight for load in state.loads):
+        if not state.draining or any(load.in_flight or load.used for load in state.loads):
             return
-        while state.loads:
-            self._ring.release(state.loads.popleft().lease)
+        for load in list(state.loads):
+            self._free(load)
         if state.following is not None:
             state.order, state.following = state.following, None
-        state.cursor, state.draining, state.skipped = 0, False, frozenset()
+        state.cursor, state.draining = 0, False
         self._changed.notify_all()
 
-    def _next(self) -> tuple[_Load, Chunk] | None:
-        """The next chunk to read, if its place in the ring is free."""
+    def _next(self) -> tuple[_Load, Chunk, Mark] | None:
+        """The next chunk to fetch, if its place in the ring is free."""
         state = self._state
         if state.draining or not state.order:
             return None
@@ -201,11 +238,11 @@ class UnitReader:
             last = _Load(unit, lease, unit.nbytes)
             state.loads.append(last)
             self._advance()
-        chunk = self._ring.next_chunk(last.lease)
-        if chunk is None:
+        found = self._ring.next_chunk(last.lease)
+        if found is None:
             return None
         last.in_flight += 1
-        return last, chunk
+        return last, *found
 
     def _advance(self) -> None:
         state = self._state
@@ -218,32 +255,34 @@ class UnitReader:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while (job := self._next()) is None and not self._state.closed:
+                while not self._state.closed and (job := self._next()) is None:
                     self._changed.wait()
-                if job is None or self._state.closed:
+                if self._state.closed:
                     return
-            self._read(*job)
+            assert job is not None, "the loop above ends with one"
+            self._fetch(*job)
 
-    def _read(self, load: _Load, chunk: Chunk) -> None:
-        unit, error = load.unit, None
+    def _fetch(self, load: _Load, chunk: Chunk, after: Mark) -> None:
+        error, mark = None, None
         out = self._ring.view(load.lease)[chunk.start : chunk.start + chunk.nbytes]
-        started = self._trace.begin("ssd")
         try:
-            self._files.read_into(unit.file, unit.offset + chunk.start, out)
+            mark = self._source.fetch(load.unit, chunk.start, out, after)
         except LocalrtError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001 - a thread must not die in silence
-            error = CheckpointError(f"{unit.file} cannot be read: {failure}")
-        ended = self._trace.end("ssd", unit.name, started)
+            error = CheckpointError(f"{load.unit.file} cannot be read: {failure}")
         with self._changed:
             state = self._state
-            state.last_arrival = ended
-            state.bytes_read += 0 if error else chunk.nbytes
+            state.last_arrival = time.perf_counter()
+            state.fetched += 0 if error else chunk.nbytes
             load.in_flight -= 1
             load.missing -= chunk.nbytes
+            load.mark = mark if load.mark is None else self._join(load.mark, mark)
             if error is not None and load.error is None:
                 load.error = error
                 load.lease.waiting.clear()
             self._finish_draining()
+            if load.unwanted:
+                self._sweep()
             if load.done or state.draining:
                 self._changed.notify_all()

@@ -1,7 +1,7 @@
 """A model's packed form, made once and kept: what streaming reads in the place of a GGUF file.
 
-Stores lie in one folder, each named after its model and a fingerprint of it, so that another file of
-the same name gets another store. Two processes that want the same one make it once.
+Stores lie in one folder, each named after its model and a fingerprint of it, so that another file
+of the same name gets another store. Two processes that want the same one make it once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cached_store(
     progress: ProgressFunction | None = None,
     cancel: threading.Event | None = None,
 ) -> StoreCheckpoint:
-    """``source`` itself if it is a store, else its packed form in ``stores``, packed now if need be.
+    """``source`` itself if it is a store, else its packed form in ``stores``, made if need be.
 
     Raises:
         StorageError: ``stores`` cannot be written, or its disk is full.

@@ -8,7 +8,7 @@ become bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def build_weight(
     device: torch.device,
     tile: Tile = tile_tensor,
 ) -> TritonWeight:
-    """A matrix of ``shape`` from consecutive row blocks.
+    """A matrix of ``shape`` from consecutive row blocks; tiles on the device are used in place.
 
     Raises:
         ValueError: blocks that are not the matrix, or inputs rotated in different ways.
@@ -81,6 +81,11 @@ def build_weight(
     left = shape[0]
     for block in blocks:
         rotations.add(block.hadamard if isinstance(block, TiledTensor) else 0)
+        data: object = block.data
+        if isinstance(block, TiledTensor) and isinstance(data, Tensor):
+            parts.append(_on_device(block, data))
+            left -= block.shape[0]
+            continue
         if building is None or not building.takes(block):
             if building is not None:
                 parts.append(building.done())
@@ -99,6 +104,21 @@ def build_weight(
     if len(rotations) > 1:
         raise ValueError("stacked matrices share their input's rotation")
     return TritonWeight(shape, tuple(parts), rotations.pop() if rotations else 0)
+
+
+def _on_device(block: TiledTensor, data: Tensor) -> Tiles | Tensor:
+    """Tiles that lie on the device already, as a ring of the pipeline holds them: used in place."""
+    if not is_packed(block.format, block.shape[1]):
+        plain = replace(block, data=data.cpu().numpy())
+        return torch.from_numpy(unpack(untile(plain))).to(data.device, torch.bfloat16)
+    layout = layout_of(block.format)
+    assert layout is not None, "only known formats are tiled"
+    factor = None
+    if block.scale != 1.0:
+        tiles = padded_rows(block.shape[0]) // TILE_ROWS
+        factor = torch.full((tiles,), block.scale, dtype=torch.float32, device=data.device)
+    wide = data.view(torch.float16), data.view(torch.int32)
+    return Tiles(layout, block.shape, data, *wide, factor)
 
 
 class _TiledPart:

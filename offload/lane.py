@@ -1,0 +1,180 @@
+"""Units that one processor computes: resident in its memory, or passing through its ring.
+
+A lane hands out parts that are ready, each for as long as a stage takes; it does not compute. The
+CPU's ring is filled from the SSD, a card's over the link. It knows parts and their memory, neither
+files nor the order of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.decoder import Attention, GatedMlp
+from localrt.offload.accelerator import Accelerator
+from localrt.offload.ring import Mark
+from localrt.offload.stages import Stage
+from localrt.offload.trace import Resource
+from localrt.offload.unit_parts import PartBuilder, verify_unit
+from localrt.offload.unit_reader import UnitReader
+from localrt.quant.ops.protocol import Ops, Weight
+
+__all__ = ["Lane", "Part", "Verifier"]
+
+Bytes = npt.NDArray[np.uint8]
+Part = Attention | GatedMlp | Weight
+Check = Callable[[], None]
+
+_KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept
+
+
+class Verifier:
+    """Compares each unit of the store at ``path`` with its SHA-256, once."""
+
+    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+        self._path = path
+        self._enabled = enabled
+        self._seen: set[str] = set()
+
+    def __call__(self, unit: StoredUnit, data: Bytes) -> None:
+        """Raises CheckpointError when the unit is damaged."""
+        if self._enabled and unit.name not in self._seen:
+            verify_unit(self._path, unit, data)
+            self._seen.add(unit.name)
+
+
+class Lane:
+    """``reader`` fills the ring; without one, everything is resident. Used by one thread at a time.
+
+    ``verify`` is called for what the reader brings. ``card`` is the accelerator, None on the CPU.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        builder: PartBuilder,
+        reader: UnitReader | None,
+        *,
+        verify: Callable[[StoredUnit, Bytes], None] | None = None,
+        card: Accelerator | None = None,
+    ) -> None:
+        self.ops = ops
+        self.card = card
+        self.resource: Resource = "cpu" if card is None else "gpu"
+        self._builder = builder
+        self._reader = reader
+        self._verify = verify
+        self._memory: dict[str, Any] = {}
+        self._parts: dict[str, Part] = {}
+        self._passing: dict[str, dict[int, Part]] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that came through the ring."""
+        return 0 if self._reader is None else self._reader.bytes_read
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of resident units."""
+        return sum(_nbytes(memory) for memory in self._memory.values())
+
+    def put(self, stage: Stage, memory: Any) -> None:
+        """Make a unit resident whose bytes are ``memory``."""
+        self.keep(stage.name, memory)
+        self._parts[stage.name] = self._build(stage, memory)
+
+    def keep(self, name: str, memory: Any) -> None:
+        """Hold a unit's bytes alone: its rows are taken one by one."""
+        self._memory[name] = memory
+
+    def memory(self, name: str) -> Any | None:
+        """A resident unit's bytes; None where it is not."""
+        return self._memory.get(name)
+
+    def drop(self, name: str) -> int:
+        """Free a resident unit; returns its bytes."""
+        self._parts.pop(name, None)
+        memory = self._memory.pop(name, None)
+        if memory is None:
+            return 0
+        if self.card is not None:
+            self.card.free(memory)
+        return _nbytes(memory)
+
+    def stream(self, stages: Sequence[Stage]) -> None:
+        """Have these units pass through the ring from now on, in each pass."""
+        if self._reader is not None:
+            self._reader.schedule([stage.unit for stage in stages])
+
+    def skip(self, stages: Sequence[Stage]) -> None:
+        """The pass that begins does not need these units."""
+        if self._reader is not None:
+            self._reader.skip(stage.name for stage in stages)
+
+    def acquire(self, stage: Stage, check: Check | None) -> tuple[Part, Mark]:
+        """The stage's part, and the mark by which its weights are there."""
+        part = self._parts.get(stage.name)
+        if part is not None:
+            return part, None
+        assert self._reader is not None, "units are resident where nothing is streamed"
+        memory, there = self._reader.acquire(stage.name, check)
+        try:
+            if self._verify is not None:
+                self._verify(stage.unit, memory)
+            if self.card is not None:
+                self.card.wait(there)
+            return self._part_at(stage, memory), there
+        except BaseException:
+            self._reader.release(stage.name)
+            raise
+
+    def release(self, stage: Stage, ended: Mark) -> None:
+        """The stage is done: its place in the ring may be filled again."""
+        if stage.name not in self._parts:
+            assert self._reader is not None, "see acquire"
+            mark = ended if self.card is None else self.card.mark(ended)
+            self._reader.release(stage.name, mark)
+
+    def rewind(self) -> None:
+        """The pass was abandoned: the next one begins at the first unit."""
+        if self._reader is not None:
+            self._reader.rewind()
+
+    def close(self) -> None:
+        """End the threads and free everything."""
+        if self._reader is not None:
+            self._reader.close()
+        for name in list(self._memory):
+            self.drop(name)
+        self._parts.clear()
+        self._passing.clear()
+
+    def _build(self, stage: Stage, memory: Any) -> Part:
+        if stage.kind == "attention":
+            return self._builder.attention(stage.layer, stage.unit, memory)
+        if stage.kind == "mlp":
+            return self._builder.mlp(stage.layer, stage.unit, memory)
+        return self._builder.matrix(stage.unit, memory)
+
+    def _part_at(self, stage: Stage, memory: Any) -> Part:
+        """A part is built once for each place in the ring that its unit comes to lie at."""
+        places = self._passing.setdefault(stage.name, {})
+        address = _address(memory)
+        if address not in places:
+            while len(places) >= _KEPT_PLACES:
+                del places[next(iter(places))]
+            places[address] = self._build(stage, memory)
+        return places[address]
+
+
+def _nbytes(memory: Any) -> int:
+    return int(memory.nbytes)
+
+
+def _address(memory: Any) -> int:
+    return int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())

@@ -1,0 +1,81 @@
+"""Keys and values of one sequence on two devices: each layer's where its attention is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
+
+__all__ = ["SplitCache", "split_batch"]
+
+
+class SplitCache:
+    """See ``KVCache``. ``on_card`` names the layers whose cache is the card's."""
+
+    def __init__(
+        self,
+        host: Ops,
+        card: Ops,
+        specs: Sequence[AttentionSpec],
+        on_card: frozenset[int],
+        capacity: int,
+    ) -> None:
+        self._host_ops = host
+        self._host_specs = [spec for n, spec in enumerate(specs) if n not in on_card]
+        self._parts: dict[int, KVCache] = {
+            id(host): host.kv_cache(self._host_specs, capacity),
+            id(card): card.kv_cache(
+                [spec for n, spec in enumerate(specs) if n in on_card], capacity
+            ),
+        }
+
+    def on(self, ops: Ops) -> KVCache:
+        """The part that ``ops`` computes on."""
+        return self._parts[id(ops)]
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.on(self._host_ops).length
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens."""
+        return self.on(self._host_ops).capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in RAM."""
+        return self.on(self._host_ops).nbytes
+
+    def grown_host_nbytes(self, rows: int) -> int:
+        """Bytes in RAM with ``rows`` more, at most."""
+        length = min(self.capacity, (self.length + rows) * 3 // 2)
+        return self._host_ops.kv_nbytes(self._host_specs, length)
+
+    def reserve(self, length: int) -> None:
+        """Make room on both."""
+        for part in self._parts.values():
+            part.reserve(length)
+
+    def advance(self, count: int) -> None:
+        """Count rows on both."""
+        for part in self._parts.values():
+            part.advance(count)
+
+    def trim(self, length: int) -> None:
+        """Forget on both."""
+        for part in self._parts.values():
+            part.trim(length)
+
+
+def split_batch(batch: Batch, ops: Ops) -> Batch:
+    """The batch with the caches that ``ops`` computes on."""
+    if not any(isinstance(span.cache, SplitCache) for span in batch.spans):
+        return batch
+    spans = tuple(
+        replace(span, cache=span.cache.on(ops)) if isinstance(span.cache, SplitCache) else span
+        for span in batch.spans
+    )
+    return replace(batch, spans=spans)
