@@ -57,8 +57,13 @@ class LoadOptions:
             )
         if self.kv_format not in KV_FORMATS:
             raise OptionError(f"kv_format must be bf16 or int8 (or unset), is {self.kv_format!r}")
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
-            raise OptionError(f"device must be auto, cpu or cuda, is {self.device!r}")
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith(
+            ("cuda:", "virtual:")
+        ):
+            raise OptionError(
+                "device must be auto, cpu, cuda or virtual:CARD (such as "
+                f"virtual:8GB@12GB/s,256GB/s,20TFLOPS), is {self.device!r}"
+            )
         for name in ("ctx", "threads"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):

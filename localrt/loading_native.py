@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localrt.engine.types import Progress, ProgressCallback
-from localrt.errors import CancelledError
+from localrt.errors import CancelledError, OptionError
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,9 +52,10 @@ def load_native(
     from localrt.quant.ops.choose import make_ops
 
     config = read_config(checkpoint, context=options.ctx)
+    virtual = options.device.startswith("virtual:")
     ops = make_ops(
         config.attention,
-        device=options.device,
+        device="cpu" if virtual else options.device,
         compute_format=options.format,
         kv_format=options.kv_format,
         threads=options.threads,
@@ -65,7 +66,7 @@ def load_native(
         return EngineInfo(
             engine="native",
             architecture=config.architecture,
-            device=ops.device,
+            device=options.device if virtual else ops.device,
             format=_format_name(checkpoint, ops),
             parameters=sum(_elements(i.shape) for i in infos),
             layers=config.layers,
@@ -75,12 +76,17 @@ def load_native(
             exactness="bit-exact" if ops.compute_format == "f32" else "approximate",
         )
 
-    if _must_stream(checkpoint, config, ops, options):
+    if virtual and ops.name != "native":
+        raise OptionError(f"device {options.device} computes on the compiled CPU kernels only")
+    if virtual or _must_stream(checkpoint, config, ops, options):
         from localrt.placing import open_placed
 
         placed = open_placed(
             checkpoint,
             ops,
+            device=options.device,
+            threads=options.threads,
+            gpu_memory=options.gpu_memory,
             ram=options.ram,
             ctx=options.ctx,
             kv_format=options.kv_format or "bf16",
@@ -110,7 +116,9 @@ def _must_stream(
     checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, options: LoadOptions
 ) -> bool:
     """Whether weights and a useful context exceed the budget, where streaming is possible."""
-    if ops.name != "native":
+    from localrt.quant.ops.native_abi import find_library
+
+    if ops.name not in ("native", "triton") or not find_library():
         return False
     budget, _ = _budget(ops, options)
     ctx = options.ctx or min(config.context_length, _USEFUL_CONTEXT)

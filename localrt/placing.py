@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from localrt.cards import OpenCard, open_card
 from localrt.engine.base import Forecast
 from localrt.engine.types import Progress, ProgressCallback
 from localrt.offload.process_memory import current_rss, ram_budget
+from localrt.offload.trace import Trace
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ def open_placed(
     checkpoint: Checkpoint,
     ops: Ops,
     *,
+    device: str,
+    threads: int | None,
+    gpu_memory: int | None,
     ram: int | None,
     ctx: int | None,
     kv_format: str,
@@ -58,6 +63,8 @@ def open_placed(
 ) -> PlacedModel:
     """Open ``checkpoint`` within ``ram`` bytes for the whole process (None: what there is).
 
+    ``device`` is a card for the part of the work that it is better at: the one that ``ops`` computes
+    on, of whose memory ``gpu_memory`` bytes may be used, or ``virtual:CARD``.
     Without ``ctx`` the context is the model's own, or what fits with all weights streamed.
     ``count_bytes`` makes a counter for a number of bytes to load.
 
@@ -76,16 +83,26 @@ def open_placed(
         if progress is not None:
             progress(Progress("pack", done, total, "bytes", file))
 
-    def budgets() -> Budgets:
-        return Budgets(ram=ram_budget(ram), process=current_rss() + _GROWTH_BYTES)
+    trace = Trace()
+    card = open_card(device, ops, trace, threads=threads, gpu_memory=gpu_memory)
+    ops = card.host_ops
 
-    ctx = _context(checkpoint, budgets(), ctx, kv_format, notes)
+    def budgets() -> Budgets:
+        return Budgets(
+            ram=ram_budget(ram),
+            process=current_rss() + _GROWTH_BYTES,
+            vram=card.capacity,
+            cuda_context=0,  # it is there already, and counted
+        )
+
+    ctx = _context(checkpoint, budgets(), card, ctx, kv_format, notes)
     config = read_config(checkpoint, context=ctx)
     store = cached_store(checkpoint, settings.data_dir / "stores", progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
     disk, machine = machine_profile(
         store.path, settings, formats={unit.format for unit in shape.units}
     )
+    machine = card.on(machine)
     limits = budgets()
     plan = make_plan(
         shape,
@@ -108,23 +125,31 @@ def open_placed(
         plan.placement,
         mode=disk.mode,
         budget=limits.ram - fixed,
+        card=card.accelerator,
+        clock=card.clock,
+        trace=trace,
         on_bytes=count_bytes(resident),
     )
     rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
-    return PlacedModel(decoder, plan, _forecast(plan, rate), ctx)
+    return PlacedModel(decoder, plan, _forecast(plan, rate, decoder.simulated), ctx)
 
 
-def _forecast(plan: Plan, ssd_bytes_s: float) -> Forecast:
+def _forecast(plan: Plan, ssd_bytes_s: float, simulated: bool) -> Forecast:
     """The plan's prediction for the disk as it is today."""
     from localrt.offload.planner.simulate import simulate
 
     request = replace(plan.request, machine=replace(plan.request.machine, ssd_bytes_s=ssd_bytes_s))
     steady = simulate(request.costs(), plan.placement)
-    return Forecast(1 / steady.seconds, 1 / steady.bound)
+    return Forecast(1 / steady.seconds, 1 / steady.bound, simulated)
 
 
 def _context(
-    checkpoint: Checkpoint, budgets: Budgets, ctx: int | None, kv_format: str, notes: list[str]
+    checkpoint: Checkpoint,
+    budgets: Budgets,
+    card: OpenCard,
+    ctx: int | None,
+    kv_format: str,
+    notes: list[str],
 ) -> int:
     """The context as asked, or the longest that fits; refused before anything is packed.
 
@@ -146,7 +171,7 @@ def _context(
         try:
             make_plan(
                 shape,
-                typical_machine(),
+                card.on(typical_machine()),
                 budgets,
                 ctx=wanted,
                 kv_format=kv_format,  # type: ignore[arg-type]

@@ -36,12 +36,13 @@ Check = Callable[[], None]
 class Resources:
     """What a placed decoder runs on, made and freed by ``pipeline.py``.
 
-    ``card`` is None without one. ``norms`` are the final norm's weights, on each lane. ``source``
-    forgets copies of an abandoned pass.
+    ``card`` is None without one. ``host`` are the units in RAM that it copies from. ``norms`` are
+    the final norm's weights, on each lane.
     """
 
     cpu: Lane
     card: Lane | None
+    host: dict[str, npt.NDArray[np.uint8]]
     embedding: RowTable
     norms: dict[str, Vector]
     budget: RamBudget
@@ -69,6 +70,9 @@ class PlacedDecoder:
         self._res = resources
         self._cpu, self._card = resources.cpu, resources.card
         self.ops: Ops = self._cpu.ops
+        on_card = {s.layer for s in stages if s.kind == "attention" and s.where.on_gpu}
+        self._on_card = frozenset(on_card)
+        self._host_specs = [s for n, s in enumerate(config.attention) if n not in on_card]
         self._caches: WeakSet[KVCache] = WeakSet()
         self._passes = 0
 
@@ -106,8 +110,7 @@ class PlacedDecoder:
         if self._card is None or self._card.ops is self._cpu.ops:
             cache = self.ops.kv_cache(specs, capacity)
         else:
-            on_card = {s.layer for s in self._stages if s.kind == "attention" and s.where.on_gpu}
-            cache = SplitCache(self._cpu.ops, self._card.ops, specs, frozenset(on_card), capacity)
+            cache = SplitCache(self._cpu.ops, self._card.ops, specs, self._on_card, capacity)
         self._caches.add(cache)
         return cache
 
@@ -155,11 +158,14 @@ class PlacedDecoder:
         names = self._res.budget.choose(self._stages, nbytes)
         if not names:
             return 0
-        freed = sum(self._cpu.drop(name) for name in names)
-        self._stages = [
-            replace(stage, where=Where.SSD) if stage.name in names else stage
-            for stage in self._stages
-        ]
+        freed = 0
+        for index, stage in enumerate(self._stages):
+            if stage.name in names and stage.where is Where.RAM:
+                freed += self._cpu.drop(stage.name)
+                self._stages[index] = replace(stage, where=Where.SSD)
+            elif stage.name in names:
+                freed += self._res.host.pop(stage.name).nbytes
+                self._stages[index] = replace(stage, where=Where.SSD_LINK)
         self._cpu.stream([stage for stage in self._stages if stage.where.read])
         return freed
 
@@ -192,11 +198,13 @@ class PlacedDecoder:
 
     def _make_room(self, batch: Batch) -> None:
         """Give units back for what the caches of this pass are about to grow by."""
-        held = sum(cache.nbytes for cache in self._caches)
+        held = sum(self._in_ram(cache) for cache in self._caches)
         growth = sum(
-            max(0, self._grown(span.cache, span.rows) - span.cache.nbytes) for span in batch.spans
+            max(0, self._grown(span.cache, span.rows) - self._in_ram(span.cache))
+            for span in batch.spans
         )
-        missing = self._res.budget.missing(self._cpu.resident_nbytes, held + growth)
+        resident = self._cpu.resident_nbytes + sum(d.nbytes for d in self._res.host.values())
+        missing = self._res.budget.missing(resident, held + growth)
         if missing > 0 and self.give_back(missing) < missing:
             raise self._res.budget.error(held + growth)
 
@@ -204,7 +212,14 @@ class PlacedDecoder:
         if isinstance(cache, SplitCache):
             return cache.grown_host_nbytes(rows)
         length = min(cache.capacity, (cache.length + rows) * 3 // 2)
-        return self.ops.kv_nbytes(self.config.attention, length)
+        return self.ops.kv_nbytes(self._host_specs, length)
+
+    def _in_ram(self, cache: KVCache) -> int:
+        """Bytes of a cache in RAM; what a virtual card's attention sees counts as the card's."""
+        if isinstance(cache, SplitCache) or len(self._host_specs) == self.config.layers:
+            return cache.nbytes
+        ops, all_specs = self.ops, self.config.attention
+        return cache.nbytes * ops.kv_nbytes(self._host_specs, 1) // ops.kv_nbytes(all_specs, 1)
 
 
 class _Run:

@@ -78,6 +78,7 @@ def open_pipeline(
         resources = Resources(
             cpu=maker.cpu,
             card=maker.card_lane,
+            host=maker.host,
             embedding=maker.table,
             norms=maker.norms(),
             budget=RamBudget(budget, placement.ram_ring),
@@ -120,7 +121,7 @@ class _Maker:
         self.held.callback(self.files.close)
         self._rows = StoreFiles(store.path, names)  # a row is no whole page: never direct
         self.held.callback(self._rows.close)
-        self._host: dict[str, Bytes] = {}  # RAM that the card copies from
+        self.host: dict[str, Bytes] = {}  # RAM that the card copies from
         self._reader: UnitReader | None = None
         self._link: LinkSource | None = None
         self.card_lane: Lane | None = None
@@ -148,7 +149,7 @@ class _Maker:
             if placement.vram_ring:
                 memory = card.alloc(placement.vram_ring)
                 self.held.callback(card.free, memory)
-                self._link = LinkSource(card, self._host, self._reader, verify)
+                self._link = LinkSource(card, self.host, self._reader, verify)
                 copier = UnitReader(
                     self._link,
                     Ring(placement.vram_ring, _COPY_BLOCK, memory),
@@ -234,7 +235,7 @@ class _Maker:
 
     def _put_beside_card(self, stage: Stage, data: Bytes) -> None:
         self._card_builder.remember_vectors(stage.unit, data)
-        self._host[stage.name] = data
+        self.host[stage.name] = data
 
     def _builder(self, ops: Ops, on_card: bool, split: bool) -> PartBuilder:
         names = find_architecture(self._store.architecture).names

@@ -35,7 +35,7 @@ class RamBudget:
         able = [
             (index, stage)
             for index, stage in enumerate(stages)
-            if stage.where is Where.RAM and stage.unit.nbytes <= self.largest
+            if stage.where in (Where.RAM, Where.LINK) and stage.unit.nbytes <= self.largest
         ]
         if sum(stage.unit.nbytes for _, stage in able) < nbytes:
             return frozenset()

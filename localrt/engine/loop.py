@@ -185,20 +185,25 @@ class _Meter:
     """Times and counts. A snapshot is the caller's own."""
 
     def __init__(self, request: Request, session: EngineSession) -> None:
-        self._start = time.perf_counter()
-        self._first: float | None = None
         self._session = session
+        self._start = self._now()
+        self._first: float | None = None
         self._before = self._decoding = session.counts()
         self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
+
+    def _now(self) -> float:
+        """Seconds on the clock that the session runs on: a virtual card has its own."""
+        counts = self._session.counts()
+        return time.perf_counter() if counts is None else counts.clock_s
 
     def prefilled(self, cached: int) -> None:
         m = self._metrics
         m.cached_tokens = cached
-        elapsed = time.perf_counter() - self._start
+        elapsed = self._now() - self._start
         m.prefill_tok_s = (m.prompt_tokens - cached) / elapsed if elapsed > 0 else None
 
     def token(self) -> None:
-        m, now = self._metrics, time.perf_counter()
+        m, now = self._metrics, self._now()
         m.completion_tokens += 1
         if self._first is None:
             self._first, m.ttft_s = now, now - self._start
@@ -215,7 +220,7 @@ class _Meter:
 
     def _pipeline(self) -> None:
         """What streaming cost; efficiency is that of decoding, from the first token on."""
-        m, now, counts = self._metrics, time.perf_counter(), self._session.counts()
+        m, now, counts = self._metrics, self._now(), self._session.counts()
         forecast = self._session.forecast
         if forecast is not None:
             m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s

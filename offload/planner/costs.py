@@ -17,12 +17,16 @@ __all__ = ["Costs"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a pass of ``rows`` rows on ``machine`` where ``held`` tokens are in the cache."""
+    """Seconds of a pass of ``rows`` rows on ``machine`` where ``held`` tokens are in the cache.
+
+    The rows belong to ``sequences``, each with a cache of its own.
+    """
 
     shape: ModelShape
     machine: MachineProfile
     rows: int = 1
     held: int = 0
+    sequences: int = 1
     kv_format: KvFormat = "bf16"
     _cached: dict[tuple[str, int, str, int | None, bool], float] = field(
         default_factory=dict, repr=False
@@ -65,7 +69,13 @@ class Costs:
 
     def kv_held(self, layer: int) -> int:
         """Bytes of keys and values that a layer's attention reads."""
-        return self.held * self.shape.kv[layer].token_nbytes(self.kv_format)
+        token = self.shape.kv[layer].token_nbytes(self.kv_format)
+        return self.sequences * self.held * token
+
+    def touched(self, use: float) -> tuple[float, int]:
+        """The share of passes that need an expert of this ``use``, and the rows that it then sees."""
+        share = 1 - (1 - use) ** self.rows
+        return share, max(1, round(self.rows * use / share)) if share else 1
 
     def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
         # Units of one class take the same time; there may be thousands.
@@ -104,5 +114,6 @@ class Costs:
         return gpu.call_s + max(nbytes / gpu.bytes_s, 2 * macs / gpu.flops)
 
     def _attention_macs(self, layer: int, rows: int) -> float:
-        """Each row sees what is held and the rows before it."""
-        return rows * (self.held + (rows + 1) / 2) * self.shape.kv[layer].macs
+        """Each row sees what its sequence holds, and the rows before it."""
+        new = max(1, rows // self.sequences)
+        return rows * (self.held + (new + 1) / 2) * self.shape.kv[layer].macs

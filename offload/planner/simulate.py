@@ -24,6 +24,7 @@ Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
 
 READ_CHUNK = 2 << 20
+COPY_CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,9 @@ def simulate(
     with ``seed``, all equally often.
     """
     if passes is None:
-        passes = 12 if costs.shape.experts else 4
+        passes = 8 if costs.shape.experts else 4
     walk = _Walk(costs, placement, seed)
-    state = _State(RingModel(placement.ram_ring, READ_CHUNK), RingModel(placement.vram_ring, 1 << 62))
+    state = _State(RingModel(placement.ram_ring, READ_CHUNK), RingModel(placement.vram_ring, COPY_CHUNK))
     sums, before, tasks = _Sums(), 0.0, list[SimulatedTask]()
     total = warm_up + passes
     for token in range(total):
@@ -174,11 +175,9 @@ class _Walk:
 
     def _chosen(self, experts: list[PlacedUnit]) -> Iterator[tuple[PlacedUnit, int]]:
         """The experts that a pass touches, with the rows that each sees."""
-        rows, count = self.costs.rows, len(experts)
-        share = sum(unit.use for unit in experts) / count
-        touched = max(1, round(count * (1 - (1 - share) ** rows)))
-        each = max(1, round(rows * share * count / touched))
-        for index in sorted(self.random.sample(range(count), touched)):
+        count = len(experts)
+        share, each = self.costs.touched(sum(unit.use for unit in experts) / count)
+        for index in sorted(self.random.sample(range(count), max(1, round(count * share)))):
             yield experts[index], each
 
     def _unit(
@@ -259,7 +258,9 @@ class _Walk:
                 sums.busy["ssd"] += seconds
                 sums.nbytes["ssd"] += size
                 task_kind = kind if name == unit.name else "kv"
-                _keep(tasks, SimulatedTask(name, task_kind, "ssd", start, end, token, size))
+                # Where it waits for room in its middle, the wait is shown before it.
+                begin = max(start, end - seconds)
+                _keep(tasks, SimulatedTask(name, task_kind, "ssd", begin, end, token, size))
         return end
 
     def _copy(
@@ -281,9 +282,11 @@ class _Walk:
             ring, read = slots.pop(0)
             ring.release(read, end)
         slots.append((state.vram, slot))
-        sums.busy["link"] += unit.nbytes / self.link_bytes_s
+        seconds = unit.nbytes / self.link_bytes_s
+        sums.busy["link"] += seconds
         sums.nbytes["link"] += unit.nbytes
-        _keep(tasks, SimulatedTask(unit.name, unit.kind, "link", start, end, token, unit.nbytes))
+        begin = max(start, end - seconds)
+        _keep(tasks, SimulatedTask(unit.name, unit.kind, "link", begin, end, token, unit.nbytes))
         return end
 
     def _cross(

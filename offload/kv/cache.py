@@ -1,0 +1,263 @@
+"""A KV cache of which some layers live on an SSD: loaded before their attention, saved after it.
+
+Whole blocks of 256 tokens are in the file, the last, partial one is in RAM: a token costs no write.
+While a layer computes, the next one's blocks are loaded. Attention sees the same bytes in the same
+places as with a cache in RAM. What a pass has written counts from ``advance`` on, like everywhere;
+a pass that fails leaves the tokens held as they were, in the file and in RAM.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localrt.errors import StorageError
+from localrt.offload.kv.file import PAGE, Bytes, KvFile
+from localrt.offload.kv.slots import Slot, SlotPool
+from localrt.offload.kv.tasks import IoTask, IoThread
+from localrt.offload.placement import KvPlace
+from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.native_kv import BLOCK, KVFormat, NativeKVCache, block_nbytes, map_zeros
+from localrt.quant.ops.protocol import AttentionSpec
+
+__all__ = ["SsdKVCache", "block_stride"]
+
+
+def block_stride(spec: AttentionSpec, kv_format: KVFormat) -> int:
+    """Bytes from one block of a layer to the next, in its buffer and in the file: whole pages."""
+    return -(-block_nbytes(spec.kv_heads, spec.head_dim, kv_format) // PAGE) * PAGE
+
+
+@dataclass(slots=True)
+class _Stored:
+    """One layer on the SSD."""
+
+    offset: int  # of its blocks in the file
+    stride: int
+    window: int | None
+    tail: Bytes  # the block of the first token that is not in the file
+    next_tail: Bytes  # what it will be once the pass counts
+    saved: int = 0  # tokens in the file
+    next_saved: int | None = None
+    saves: list[IoTask] = field(default_factory=list)
+
+
+class SsdKVCache(NativeKVCache):
+    """See ``NativeKVCache``. ``places`` says of every layer whether it is on the SSD.
+
+    Attributes ``read_bytes``, ``written_bytes`` and ``wait_s``: of the file, and of waiting for it.
+
+    Raises:
+        StorageError: in ``reserve``, in a pass or on making it: the disk fails or is full.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        capacity: int,
+        kv_format: KVFormat,
+        *,
+        places: Sequence[KvPlace],
+        folder: Path,
+        slots: SlotPool,
+        io: IoThread,
+    ) -> None:
+        ssd = [layer for layer, place in enumerate(places) if place == "ssd"]
+        in_ram = [layer for layer, place in enumerate(places) if place != "ssd"]
+        super().__init__(
+            [(specs[n].kv_heads, specs[n].head_dim) for n in in_ram], capacity, kv_format
+        )
+        self._last_layer = len(specs) - 1
+        self._ram_index = {layer: index for index, layer in enumerate(in_ram)}
+        self._order = ssd
+        self._turn = {layer: index for index, layer in enumerate(ssd)}
+        self._slots, self._io = slots, io
+        self._key = object()
+        self.wait_s = 0.0
+        strides = [block_stride(specs[layer], kv_format) for layer in ssd]
+        self._tails = map_zeros(2 * sum(strides))
+        self._stored: dict[int, _Stored] = {}
+        blocks, offset, at = grown_capacity(capacity) // BLOCK, 0, 0
+        for layer, stride in zip(ssd, strides, strict=True):
+            first, second = (self._tails[at + n * stride :][:stride] for n in range(2))
+            self._stored[layer] = _Stored(offset, stride, specs[layer].window, first, second)
+            offset, at = offset + blocks * stride, at + 2 * stride
+        self._file = KvFile(folder)
+        weakref.finalize(self, _release, io, slots, self._file, self._key)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM, without the shared buffers."""
+        return super().nbytes + self._tails.nbytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from the file."""
+        return self._file.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to the file."""
+        return self._file.written_bytes
+
+    def reserve(self, length: int) -> None:
+        """Make room, on the disk as well, and start the first load. A pass begins with it."""
+        self._abandon()
+        self._slots.begin(self._key)
+        before = self.allocated
+        super().reserve(length)
+        try:
+            for stored in self._stored.values():
+                at, count = before // BLOCK, (self.allocated - before) // BLOCK
+                self._file.reserve(stored.offset + at * stored.stride, count * stored.stride)
+        except StorageError:
+            self.allocated = before
+            raise
+        if self._order:
+            self._load_ahead(self._order[0], self._order[0])
+
+    def layer_ready(self, layer: int) -> tuple[int, int]:
+        """Wait for the layer's blocks, and start the next layer's."""
+        stored = self._stored.get(layer)
+        if stored is None:
+            return super().layer_ready(self._ram_index[layer])
+        slot = self._slots.find(self._key, layer)
+        if slot is None:
+            slot = self._take(layer, layer, ahead=False)
+            assert slot is not None, "a buffer, or an error"
+        try:
+            self._complete(slot, stored)
+        except StorageError:
+            slot.free()
+            raise
+        slot.busy = True
+        self._load_ahead(self._order[(self._turn[layer] + 1) % len(self._order)], layer)
+        return slot.address, stored.stride
+
+    def layer_done(self, layer: int, rows: int) -> None:
+        """Save the blocks that are full now and keep the rest; the last layer waits for all saves.
+
+        Raises:
+            StorageError: a save failed. The pass must not count.
+        """
+        stored = self._stored.get(layer)
+        if stored is not None:
+            slot = self._slots.find(self._key, layer)
+            assert slot is not None, "a layer is ready before it is done"
+            self._save(slot, stored, self._length + rows)
+            slot.busy = False
+        if layer == self._last_layer:
+            tasks = [task for stored in self._stored.values() for task in stored.saves]
+            self.wait_s += sum(task.wait() for task in tasks)
+            for task in tasks:
+                if task.error is not None:
+                    raise task.error
+
+    def advance(self, count: int) -> None:
+        """Count written rows as held."""
+        super().advance(count)
+        for stored in self._stored.values():
+            if stored.next_saved is not None:
+                stored.saved, stored.next_saved = stored.next_saved, None
+                stored.tail, stored.next_tail = stored.next_tail, stored.tail
+                stored.saves.clear()
+
+    def trim(self, length: int) -> None:
+        """Forget tokens from ``length`` on."""
+        self._abandon()
+        super().trim(length)
+        for stored in self._stored.values():
+            stored.saved = min(stored.saved, length)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        """Drop what a pass that did not end has left: its saves end, and do not count."""
+        for stored in self._stored.values():
+            for task in stored.saves:
+                task.wait()
+            stored.saves.clear()
+            stored.next_saved = None
+
+    def _wanted(self, stored: _Stored) -> tuple[int, int]:
+        """The blocks of a layer that are in the file and may be seen."""
+        first = 0 if stored.window is None else max(0, self._length - stored.window) // BLOCK
+        stop = -(-stored.saved // BLOCK)
+        return min(first, stop), stop
+
+    def _take(self, layer: int, after: int, *, ahead: bool) -> Slot | None:
+        """An empty buffer. ``after`` is the layer that computes now."""
+        here = self._turn[after]
+
+        def distance(other: int) -> int:
+            return (self._turn[other] - here - ahead) % len(self._order)
+
+        return self._slots.take(self._key, layer, distance, ahead=ahead)
+
+    def _load_ahead(self, layer: int, now: int) -> None:
+        """Start to load ``layer`` unless it is there, or there is no buffer for it."""
+        if self._slots.find(self._key, layer) is not None:
+            return
+        slot = self._take(layer, now, ahead=True)
+        if slot is None:
+            return
+        stored = self._stored[layer]
+        first, stop = self._wanted(stored)
+        slot.first, slot.stop = first, stop
+        if stop > first:
+            slot.load = self._io.start(lambda: self._read(slot, stored, first, stop))
+
+    def _complete(self, slot: Slot, stored: _Stored) -> None:
+        """Everything held of a layer is in its buffer."""
+        first, stop = self._wanted(stored)
+        if slot.load is not None:
+            self.wait_s += slot.load.wait()
+            if slot.load.error is not None:
+                raise slot.load.error
+            slot.load = None
+        if slot.stop <= slot.first or first < slot.first:
+            slot.first = slot.stop = first
+        if stop > slot.stop:
+            begin, slot.stop = slot.stop, stop
+            # Behind whatever was saved from this buffer before.
+            task = self._io.start(lambda: self._read(slot, stored, begin, stop))
+            self.wait_s += task.wait()
+            if task.error is not None:
+                raise task.error
+        if self._length > stored.saved:
+            at = stored.saved // BLOCK * stored.stride
+            slot.data[at : at + stored.stride] = stored.tail
+
+    def _read(self, slot: Slot, stored: _Stored, first: int, stop: int) -> None:
+        part = slot.data[first * stored.stride : stop * stored.stride]
+        self._file.read_into(stored.offset + first * stored.stride, part)
+
+    def _save(self, slot: Slot, stored: _Stored, end: int) -> None:
+        """Rows up to ``end`` are in the buffer."""
+        first, full, stride = stored.saved // BLOCK, end // BLOCK, stored.stride
+        if stored.saved % BLOCK:  # trimmed into the file: what is held of the block goes to RAM
+            stored.tail[:] = slot.data[first * stride : (first + 1) * stride]
+            stored.saved = first * BLOCK
+        slot.stop = max(slot.stop, -(-end // BLOCK))
+        if full == first:
+            stored.tail[:] = slot.data[first * stride : (first + 1) * stride]
+            return
+        part = slot.data[first * stride : full * stride]
+        offset = stored.offset + first * stride
+        stored.saves.append(self._io.start(lambda: self._file.write(offset, part)))
+        if end > full * BLOCK:
+            stored.next_tail[:] = slot.data[full * stride : (full + 1) * stride]
+        stored.next_saved = full * BLOCK
+
+
+def _release(io: IoThread, slots: SlotPool, file: KvFile, key: object) -> None:
+    """Behind the tasks that still use them."""
+
+    def release() -> None:
+        slots.forget(key)
+        file.close()
+
+    if io.start(release).error is not None:  # the thread has ended
+        release()

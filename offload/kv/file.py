@@ -1,0 +1,150 @@
+"""A temporary file of keys and values: ranges in and out, whole pages at a time.
+
+It has no name in its folder while it is used, so that it goes away however the process ends.
+Direct I/O where the file system takes it; elsewhere pages are dropped once read or written, so that
+a memory budget means what it says. It knows ranges, not what they mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import StorageError
+
+__all__ = ["PAGE", "KvFile"]
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE = 4096  # offsets, sizes and addresses are multiples, as direct I/O wants
+_REQUEST = 8 << 20
+_NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class KvFile:
+    """Made in ``folder``, which must exist. Used by several threads at once.
+
+    Raises:
+        StorageError: no file can be made there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._descriptor = self._direct = -1
+        self.read_bytes = 0
+        self.written_bytes = 0
+        try:
+            flags = getattr(os, "O_TEMPORARY", 0)  # Windows: gone when it is closed
+            self._descriptor, name = tempfile.mkstemp(prefix=".localrt-kv-", dir=folder)
+            try:
+                if flags:
+                    os.close(self._descriptor)
+                    self._descriptor = os.open(name, os.O_RDWR | flags | getattr(os, "O_BINARY", 0))
+                elif hasattr(os, "O_DIRECT"):
+                    self._direct = _open_direct(name)
+            finally:
+                if not flags:
+                    os.unlink(name)
+        except OSError as error:
+            self.close()
+            raise StorageError(
+                f"keys and values cannot be kept in {folder}: {error.strerror}"
+            ) from error
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Take room on the disk now, where that is possible, rather than fail in a pass.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        if nbytes <= 0 or not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self._descriptor, offset, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_PREALLOCATION:
+                raise self._failure("written", error) from error
+
+    def read_into(self, offset: int, out: Bytes) -> None:
+        """Fill ``out`` from byte ``offset``.
+
+        Raises:
+            StorageError: the disk fails, or that was never written.
+        """
+        for start in range(0, len(out), _REQUEST):
+            self._all("read", offset + start, out[start : start + _REQUEST])
+        self.read_bytes += len(out)
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Write ``data`` from byte ``offset`` on.
+
+        Raises:
+            StorageError: the disk fails or is full.
+        """
+        for start in range(0, len(data), _REQUEST):
+            self._all("written", offset + start, data[start : start + _REQUEST])
+        self.written_bytes += len(data)
+
+    def close(self) -> None:
+        """Give up the file and its room."""
+        for descriptor in (self._descriptor, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._direct = -1
+
+    def _all(self, what: str, offset: int, data: Bytes) -> None:
+        done = 0
+        while done < len(data):
+            direct = self._direct >= 0 and done % PAGE == 0
+            descriptor = self._direct if direct else self._descriptor
+            try:
+                count = self._transfer(what, descriptor, offset + done, data[done:].data)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    with self._lock:  # refused after all
+                        stale, self._direct = self._direct, -1
+                        if stale >= 0:
+                            os.close(stale)
+                    continue
+                raise self._failure(what, error) from error
+            if count == 0:
+                raise self._failure(what, OSError(errno.EIO, "it is shorter than it should be"))
+            done += count
+        if self._direct < 0 and hasattr(os, "posix_fadvise"):
+            if what == "written":
+                os.fdatasync(self._descriptor)
+            os.posix_fadvise(self._descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+    def _transfer(self, what: str, descriptor: int, offset: int, data: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            if what == "read":
+                return os.preadv(descriptor, [data], offset)
+            return os.pwritev(descriptor, [data], offset)
+        with self._lock:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            if what == "written":
+                return os.write(descriptor, data)
+            got = os.read(descriptor, len(data))
+        data[: len(got)] = got
+        return len(got)
+
+    def _failure(self, what: str, error: OSError) -> StorageError:
+        reason = error.strerror or str(error)
+        return StorageError(
+            f"keys and values in {self._folder} cannot be {what}: {reason}; free some room there, "
+            "or keep them in RAM"
+        )
+
+
+def _open_direct(name: str) -> int:
+    try:
+        return os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError:  # tmpfs and some network file systems
+        return -1

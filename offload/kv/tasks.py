@@ -1,0 +1,81 @@
+"""One thread that moves keys and values, task after task, while others compute.
+
+A task is an event that whoever needs it waits for: there is no barrier. Tasks run in the order in
+which they were given, so that a buffer's save ends before its next load begins.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from localrt.errors import StorageError
+
+__all__ = ["IoTask", "IoThread"]
+
+
+class IoTask:
+    """Something that the thread does once."""
+
+    __slots__ = ("_do", "_done", "error")
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do: Callable[[], None] | None = do
+        self._done = threading.Event()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Do it and say so. An error is kept for whoever waits."""
+        try:
+            if self._do is not None:
+                self._do()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._do = None  # holds buffers
+            self._done.set()
+
+    def wait(self) -> float:
+        """Until it is done; returns the seconds that took. ``error`` is set if it failed."""
+        if self._done.is_set():
+            return 0.0
+        start = time.perf_counter()
+        self._done.wait()
+        return time.perf_counter() - start
+
+
+class IoThread:
+    """Starts with the first task. ``start`` may be called from anywhere, finalizers included."""
+
+    def __init__(self, name: str = "localrt-kv") -> None:
+        # A SimpleQueue's put can be interrupted by a finalizer that puts as well.
+        self._queue: SimpleQueue[IoTask | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = self._closed = False
+
+    def start(self, do: Callable[[], None]) -> IoTask:
+        """Queue a task."""
+        task = IoTask(do)
+        if self._closed:
+            task.error = StorageError("the model is closed: load it again")
+            task.run()
+            return task
+        self._queue.put(task)
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        return task
+
+    def close(self) -> None:
+        """Finish what is queued, then end the thread."""
+        self._closed = True
+        if self._started:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task.run()
+            del task

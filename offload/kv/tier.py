@@ -1,0 +1,116 @@
+"""Makes the KV caches of a placement: which layers' keys and values are in RAM, which on the SSD.
+
+Set as ``NativeOps.kv_maker``, it replaces caches that are in RAM throughout. Its buffers are made
+once and never grow: two, for a layer that computes and the next one that is loaded, and two more
+for each further sequence of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakSet
+
+from localrt.errors import OptionError
+from localrt.offload.kv.cache import SsdKVCache, block_stride
+from localrt.offload.kv.slots import SlotPool
+from localrt.offload.kv.tasks import IoThread
+from localrt.offload.placement import KvPlace
+from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.native_kv import BLOCK, KVFormat, NativeKVCache, token_nbytes
+from localrt.quant.ops.protocol import AttentionSpec
+
+__all__ = ["KvTier"]
+
+
+class KvTier:
+    """Caches of at most ``capacity`` tokens, whose layers on the SSD are in files in ``folder``.
+
+    Raises:
+        OptionError: a layer would be on a GPU, or there are not two buffers.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        places: Sequence[KvPlace],
+        folder: Path,
+        *,
+        capacity: int,
+        kv_format: KVFormat,
+        slots: int = 2,
+    ) -> None:
+        if len(places) != len(specs) or any(place not in ("ram", "ssd") for place in places):
+            raise OptionError("keys and values of every layer must be in RAM or on the SSD here")
+        if slots < 2:
+            raise OptionError(f"keys and values on the SSD need at least 2 buffers, not {slots}")
+        self._places, self._folder = tuple(places), folder
+        self.capacity = capacity
+        largest = max(
+            (
+                block_stride(spec, kv_format)
+                for spec, place in zip(specs, places, strict=True)
+                if place == "ssd"
+            ),
+            default=0,
+        )
+        self._slots = SlotPool(slots if largest else 0, grown_capacity(capacity) // BLOCK * largest)
+        self._io = IoThread()
+        self._caches: WeakSet[SsdKVCache] = WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that all caches share: the buffers."""
+        return self._slots.nbytes
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that passes of the present caches waited for the disk."""
+        return sum(cache.wait_s for cache in self._caches)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the present caches have read."""
+        return sum(cache.read_bytes for cache in self._caches)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that the present caches have written."""
+        return sum(cache.written_bytes for cache in self._caches)
+
+    def cache(
+        self, layers: Sequence[AttentionSpec], capacity: int, kv_format: KVFormat
+    ) -> NativeKVCache:
+        """An empty cache for one sequence.
+
+        Raises:
+            StorageError: no file can be made in the folder.
+        """
+        assert capacity <= self.capacity, "the buffers are made for so many tokens"
+        cache = SsdKVCache(
+            layers,
+            capacity,
+            kv_format,
+            places=self._places,
+            folder=self._folder,
+            slots=self._slots,
+            io=self._io,
+        )
+        self._caches.add(cache)
+        return cache
+
+    def cache_nbytes(
+        self, layers: Sequence[AttentionSpec], length: int, kv_format: KVFormat
+    ) -> int:
+        """Bytes of RAM of one cache that has grown to ``length`` tokens, without the buffers."""
+        in_ram, tails = [], 0
+        for spec, place in zip(layers, self._places, strict=True):
+            if place == "ssd":
+                tails += 2 * block_stride(spec, kv_format)
+            else:
+                in_ram.append((spec.kv_heads, spec.head_dim))
+        return token_nbytes(in_ram, kv_format) * grown_capacity(length) + tails
+
+    def close(self) -> None:
+        """End the thread once its tasks are done. Caches cannot be used afterwards."""
+        self._io.close()

@@ -1,0 +1,100 @@
+"""What would help most: each change is planned and replayed, and those that pay are named.
+
+More RAM, a faster disk, more GPU memory, a smaller format, smaller keys and values, speculation.
+It judges by tokens per second alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from localrt.offload.budget import format_bytes
+from localrt.offload.planner.plan import Advice, Plan, PlanRequest, find_plan
+from localrt.offload.planner.shapes import ModelShape, aligned
+from localrt.offload.planner.simulate import simulate
+from localrt.quant.formats import FORMATS
+
+__all__ = ["advice_for", "in_format"]
+
+# Below this a change is not worth a line.
+_LEAST_GAIN = 1.05
+_MOST_LINES = 5
+_SMALLEST_FORMAT = "int4-g128"
+# A drafted tree of eight tokens, of which four come out right, one of them for free.
+_DRAFT_ROWS = 8
+_ACCEPTED = 4.0
+
+
+def advice_for(plan: Plan) -> tuple[Advice, ...]:
+    """The changes that make the plan faster, best first."""
+    now = plan.prediction.tok_s
+    found = [
+        Advice(change=change, tok_s=tok_s, gain=tok_s / now)
+        for change, tok_s in _changes(plan)
+        if tok_s > _LEAST_GAIN * now
+    ]
+    return tuple(sorted(found, key=lambda each: each.gain, reverse=True)[:_MOST_LINES])
+
+
+def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelShape:
+    """The model with every matrix that takes more bits packed in ``format``: an estimate.
+
+    With ``always`` those that take fewer bits too.
+    """
+    target = FORMATS[format]
+    units = []
+    for unit in shape.units:
+        elements = shape.vocab * shape.hidden if unit.kind == "embedding" else unit.macs
+        size = aligned(round(elements * target.bits_per_weight / 8))
+        changes = elements and (always or size < unit.nbytes)
+        units.append(replace(unit, nbytes=size, format=format) if changes else unit)
+    return replace(shape, units=tuple(units))
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, float]]:
+    """(what is changed, tokens per second)."""
+    request, budgets = plan.request, plan.request.budgets
+    machine = request.machine
+    moved = plan.prediction.nbytes["ssd"]
+    if moved:
+        on_ssd = sum(
+            unit.nbytes
+            for unit in request.shape.units
+            if unit.use and plan.placement.where[unit.name].read
+        )
+        for more in dict.fromkeys((_round(on_ssd / 4), _round(1.05 * on_ssd + 64e6))):
+            bigger = replace(budgets, ram=budgets.ram + more)
+            yield f"{format_bytes(more)} more RAM", _rate(replace(request, budgets=bigger))
+        faster = replace(machine, ssd_bytes_s=2 * machine.ssd_bytes_s)
+        yield "a disk twice as fast", _rate(replace(request, machine=faster))
+    if request.uses_gpu:
+        assert machine.link_bytes_s is not None, "a GPU has a link"
+        bigger = replace(budgets, vram=budgets.vram + (4 << 30))
+        yield "4 GB more GPU memory", _rate(replace(request, budgets=bigger))
+        faster = replace(machine, link_bytes_s=2 * machine.link_bytes_s)
+        yield "a link twice as fast", _rate(replace(request, machine=faster))
+    small = in_format(request.shape, _SMALLEST_FORMAT)
+    if small.pass_nbytes < 0.95 * request.shape.pass_nbytes:
+        yield f"weights in {_SMALLEST_FORMAT}", _rate(replace(request, shape=small))
+    if request.kv_format == "bf16":
+        yield "keys and values in int8", _rate(replace(request, kv_format="int8"))
+    if request.rows == 1 and request.sequences == 1:
+        costs = request.costs(rows=_DRAFT_ROWS)
+        seconds = simulate(costs, plan.placement).seconds
+        yield (
+            f"speculation, {_ACCEPTED:.0f} tokens accepted of {_DRAFT_ROWS} in a pass "
+            "(drafting not counted)",
+            _ACCEPTED / seconds,
+        )
+
+
+def _rate(request: PlanRequest) -> float:
+    plan = find_plan(request, exact=False)
+    return 0.0 if plan is None else plan.prediction.tok_s
+
+
+def _round(nbytes: float) -> int:
+    """To two digits, upwards: people buy round numbers."""
+    step = 10 ** max(6, len(str(int(nbytes))) - 2)
+    return int(-(-nbytes // step) * step)

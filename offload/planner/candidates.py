@@ -1,0 +1,251 @@
+"""Trying placements: ring sizes and slots are searched, counts are solved, schedules are replayed.
+
+A small ring leaves more room for weights that stay; a large one hides more of the gaps between
+reads. Which is better only the replay tells. Small units first: they may let a small ring do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from localrt.offload.placement import KvPlace, Placement, Where
+from localrt.offload.planner.arrange import Pattern, arrange
+from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.greedy import solve_greedily
+from localrt.offload.planner.problem import Counts, Problem, UnitClass, bound, classes_of
+from localrt.offload.planner.simulate import Simulation, simulate
+from localrt.offload.planner.solve import SolverError, solve_exactly
+
+__all__ = ["Candidate", "Rooms", "best_candidate", "can_place"]
+
+_PAGE = 4096
+_MOST_SLOTS = 6
+_FINALISTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """Bytes for weights, keys, values and rings: what the fixed parts leave of each budget.
+
+    ``kv`` are each layer's bytes at the full context, ``kv_ssd`` the layers whose cache is on SSD.
+    """
+
+    ram: int
+    vram: int
+    kv: tuple[int, ...]
+    kv_ssd: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A placement and its replay."""
+
+    placement: Placement
+    simulation: Simulation
+    problem: Problem
+    counts: Counts
+
+    @property
+    def seconds(self) -> float:
+        """Of a pass."""
+        return self.simulation.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """Bytes of a ring, and the largest unit that may pass through it."""
+
+    nbytes: int
+    slot: int
+
+
+def best_candidate(
+    costs: Costs,
+    rooms: Rooms,
+    *,
+    prefill_rows: int,
+    exact: bool = True,
+    notes: list[str] | None = None,
+) -> Candidate | None:
+    """The fastest placement found, or None where nothing fits.
+
+    With ``exact`` the finalists are solved again by HiGHS; a solver that fails is noted.
+    """
+    search = _Search(costs, rooms, prefill_rows)
+    search.run()
+    if not search.tried:
+        return None
+    finalists = sorted(search.tried.values(), key=lambda candidate: candidate.seconds)[:_FINALISTS]
+    best = finalists[0]
+    if not exact or not any(w.read or w.on_gpu for places in best.counts for w in places):
+        return best
+    try:
+        answers = solve_exactly([each.problem for each in finalists])
+    except SolverError as error:
+        if notes is not None:
+            notes.append(f"placed by rules, not by integer programming: {error}")
+        answers = []
+    for each, counts in zip(finalists, answers, strict=False):
+        if counts is not None and bound(each.problem, counts) < best.seconds:
+            other = search.replay(each.problem, counts, each.placement)
+            best = min(best, other, key=lambda candidate: candidate.seconds)
+    return best
+
+
+def can_place(costs: Costs, rooms: Rooms) -> bool:
+    """Whether any placement fits, without looking for a good one."""
+    if rooms.ram <= 0 or rooms.vram < 0:
+        return False
+    search = _Search(costs, rooms, prefill_rows=1)
+    return any(
+        solve_greedily(search.problem(ram, vram)) is not None
+        for vram in search.vram_rings
+        for ram in search.ram_rings
+    )
+
+
+class _Search:
+    """Rings of RAM first, with a middling one of VRAM; then rings of VRAM with the best of RAM."""
+
+    def __init__(self, costs: Costs, rooms: Rooms, prefill_rows: int) -> None:
+        self._costs, self._rooms, self._prefill_rows = costs, rooms, prefill_rows
+        kv = tuple(0 if layer in rooms.kv_ssd else size for layer, size in enumerate(rooms.kv))
+        self._classes = classes_of(costs, kv)
+        self._gpu = costs.machine.gpu is not None and rooms.vram > 0
+        slots = _slots(self._classes)
+        few = costs.shape.experts is not None
+        self.ram_rings = list(_ram_rings(slots, rooms, few=few))
+        self.vram_rings = list(_vram_rings(slots, rooms, few=few)) if self._gpu else [_Ring(0, 0)]
+        self._patterns: tuple[Pattern, ...] = ("spread", "block")
+        self.tried: dict[tuple[_Ring, _Ring], Candidate] = {}
+
+    def run(self) -> None:
+        """Fill ``tried`` with candidates worth a comparison."""
+        middle = self.vram_rings[len(self.vram_rings) // 2]
+        for ram in self.ram_rings:
+            found = self._try(ram, middle) or (None if self.tried else self._try(ram, self._no_copies))
+            if found is not None and not any(w.read for places in found.counts for w in places):
+                break  # nothing is read: no larger ring can help
+        if self.tried:
+            ram, _ = min(self.tried, key=lambda rings: self.tried[rings].seconds)
+            for vram in self.vram_rings:
+                self._try(ram, vram)
+
+    @property
+    def _no_copies(self) -> _Ring:
+        return self.vram_rings[0]
+
+    def problem(self, ram: _Ring, vram: _Ring) -> Problem:
+        """The programme that these rings leave."""
+        machine, gpu = self._costs.machine, self._gpu
+        return Problem(
+            classes=self._classes,
+            ram=self._rooms.ram - ram.nbytes,
+            vram=self._rooms.vram - vram.nbytes if gpu else 0,
+            ram_slot=ram.slot,
+            vram_slot=vram.slot,
+            ssd_bytes_s=machine.ssd_bytes_s,
+            link_bytes_s=(machine.link_bytes_s or 0.0) if gpu else 0.0,
+            crossing_s=self._costs.crossing() if gpu else 0.0,
+            fixed_s=self._costs.per_pass(),
+        )
+
+    def _try(self, ram: _Ring, vram: _Ring) -> Candidate | None:
+        if (ram, vram) in self.tried:
+            return self.tried[ram, vram]
+        problem = self.problem(ram, vram)
+        counts = solve_greedily(problem)
+        if counts is None:
+            return None
+        fastest = min((each.seconds for each in self.tried.values()), default=float("inf"))
+        if bound(problem, counts) >= fastest:
+            return None  # no replay beats its bound
+        rings = Placement(where={}, kv=(), ram_ring=ram.nbytes, vram_ring=vram.nbytes)
+        self.tried[ram, vram] = found = self.replay(problem, counts, rings)
+        return found
+
+    def replay(self, problem: Problem, counts: Counts, rings: Placement) -> Candidate:
+        """The better of the arrangements of ``counts``, with the rings of ``rings``."""
+        costs, rooms = self._costs, self._rooms
+        mixed = {where.on_gpu for places in counts for where, n in places.items() if n}
+        best: tuple[Candidate, Pattern] | None = None
+        for pattern in self._patterns if len(mixed) > 1 else self._patterns[:1]:
+            where = arrange(costs.shape.units, problem.classes, counts, pattern)
+            placement = Placement(
+                where=_with_small_units(costs, where),
+                kv=_kv_places(costs, where, rooms),
+                ram_ring=rings.ram_ring,
+                vram_ring=rings.vram_ring,
+                prefill_rows=self._prefill_rows,
+            )
+            passes = 2 if costs.shape.experts else 3
+            simulation = simulate(costs, placement, passes=passes, warm_up=2)
+            candidate = Candidate(
+                placement=placement, simulation=simulation, problem=problem, counts=counts
+            )
+            if best is None or candidate.seconds < best[0].seconds:
+                best = candidate, pattern
+        assert best is not None, "there is at least one pattern"
+        if len(mixed) > 1 and len(self.tried) > 1:
+            self._patterns = (best[1],)  # what was better twice stays better
+        return best[0]
+
+
+def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
+    """None at all first, then ascending."""
+    yield _Ring(0, 0)
+    if not slots:
+        return
+    sizes = {(2 * slots[0], slots[0])} if slots[0] < slots[-1] / 4 and not few else set()
+    times = (2.0,) if few else (1.05, 1.25, 1.5, 2, 3, 4)
+    sizes |= {(int(slots[-1] * each), slots[-1]) for each in times}
+    for size, slot in sorted(sizes):
+        ring = -(-size // _PAGE) * _PAGE
+        if ring <= rooms.vram / 2:
+            yield _Ring(ring, slot)
+
+
+def _slots(classes: Sequence[UnitClass]) -> list[int]:
+    """Sizes of units that may be read in a pass, ascending; not all where there are many."""
+    sizes = sorted({group.nbytes for group in classes if group.use > 0})
+    while len(sizes) > _MOST_SLOTS:
+        # Two sizes that are nearly the same need nearly the same ring: keep the larger.
+        ratios = [high / low for low, high in zip(sizes, sizes[1:], strict=False)]
+        del sizes[ratios.index(min(ratios))]
+    return sizes
+
+
+def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
+    """First none at all, for models that fit."""
+    yield _Ring(0, 0)
+    if rooms.kv_ssd:  # keys and values pass the ring in pieces
+        yield _Ring(8 << 20, 0)
+    for slot in slots[-2:] if few else slots:
+        # The reader fills what is free chunk by chunk: a little more than a unit is a ring.
+        extra = () if few else (2 << 20, 4 << 20, 8 << 20)
+        times = (2, 6, 16) if few else (1.5, 2, 3, 4, 6)
+        sizes = {slot, *(slot + more for more in extra), *(int(slot * each) for each in times)}
+        for size in sorted(sizes):
+            ring = -(-size // _PAGE) * _PAGE
+            if ring == slot or ring <= rooms.ram / 2:
+                yield _Ring(ring, slot)
+
+
+def _with_small_units(costs: Costs, where: Mapping[str, Where]) -> dict[str, Where]:
+    """Every unit in order: norms go with the head that follows them."""
+    head = next((unit for unit in costs.shape.units if unit.kind == "head"), None)
+    on_gpu = head is not None and where[head.name].on_gpu
+    small = Where.VRAM if on_gpu else Where.RAM
+    return {unit.name: where.get(unit.name, small) for unit in costs.shape.units}
+
+
+def _kv_places(costs: Costs, where: Mapping[str, Where], rooms: Rooms) -> tuple[KvPlace, ...]:
+    places: list[KvPlace] = ["ram"] * costs.shape.layers
+    for unit in costs.shape.units:
+        if unit.kind == "attention" and unit.layer is not None:
+            if unit.layer in rooms.kv_ssd:
+                places[unit.layer] = "ssd"
+            elif where[unit.name].on_gpu:
+                places[unit.layer] = "vram"
+    return tuple(places)

@@ -1,0 +1,181 @@
+"""A plan in words: what lives where, what a token costs, where the time goes, what would help.
+
+Text for people, in lines; the same facts for programs are ``Plan.to_dict``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from localrt.offload.budget import format_bytes
+from localrt.offload.placement import Where
+from localrt.offload.planner.memory_table import total_of
+from localrt.offload.planner.plan import Plan, PlanRequest
+from localrt.offload.planner.shapes import ModelShape
+from localrt.offload.planner.simulate import Resource
+
+__all__ = ["explain", "one_line"]
+
+_PLACES = {
+    Where.VRAM: "in GPU memory, computed there",
+    Where.LINK: "in RAM, copied to the GPU for each token",
+    Where.SSD_LINK: "on the SSD, read and copied to the GPU for each token",
+    Where.RAM: "in RAM, computed by the CPU",
+    Where.SSD: "on the SSD, read for each token, computed by the CPU",
+}
+_RESOURCES: dict[Resource, str] = {"ssd": "disk", "link": "link", "cpu": "CPU", "gpu": "GPU"}
+_KINDS = ("embedding", "attention", "mlp", "expert", "head")
+
+
+def one_line(plan: Plan) -> str:
+    """Rate, ceiling and bottleneck."""
+    prediction = plan.prediction
+    return (
+        f"{_rate(prediction.tok_s)} tok/s predicted, {_rate(prediction.ceiling_tok_s)} at most with "
+        f"this placement; the {_RESOURCES[prediction.bottleneck]} is the bottleneck"
+    )
+
+
+def explain(plan: Plan) -> str:
+    """The whole plan as text."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    request, shape = plan.request, plan.request.shape
+    yield f"{shape.name}: {_model(shape)}"
+    yield from _machine(request)
+    yield ""
+    yield "Where the weights are"
+    yield from _placement(plan)
+    for tier, name in (("ram", "RAM"), ("vram", "GPU memory")):
+        parts = [part for part in plan.memory if part.tier == tier]
+        if parts:
+            budget = request.budgets.ram if tier == "ram" else request.budgets.vram
+            total = format_bytes(total_of(plan.memory, tier))  # type: ignore[arg-type]
+            yield ""
+            yield f"{name}: {total} of {format_bytes(budget)}"
+            width = max(len(part.what) for part in parts)
+            for part in parts:
+                yield f"  {part.what:<{width}}  {format_bytes(part.nbytes):>7}"
+    yield ""
+    yield "Prediction"
+    yield from (f"  {line}" for line in _prediction(plan))
+    if plan.advice:
+        yield ""
+        yield "What would help most"
+        for advice in plan.advice:
+            yield f"  {_rate(advice.tok_s):>6} tok/s ({advice.gain:.2g}x)  {advice.change}"
+    if plan.notes:
+        yield ""
+        yield "Notes"
+        yield from (f"  {note}" for note in plan.notes)
+
+
+def _model(shape: ModelShape) -> str:
+    text = f"{shape.parameters / 1e9:.3g} B parameters"
+    if shape.experts is not None:
+        text += (
+            f", {shape.active_parameters / 1e9:.3g} B for a token "
+            f"({shape.experts.used} of {shape.experts.count} experts)"
+        )
+    return (
+        f"{text}, {shape.layers} layers, {format_bytes(shape.nbytes)} packed; "
+        f"a token needs {format_bytes(shape.pass_nbytes)} of it"
+    )
+
+
+def _machine(request: PlanRequest) -> Iterator[str]:
+    machine = request.machine
+    sources = machine.sources
+
+    def rate(name: str, value: float) -> str:
+        source = sources.get(name)
+        return f"{format_bytes(value)}/s" + (f" ({source})" if source else "")
+
+    parts = [
+        f"SSD {rate('ssd_bytes_s', machine.ssd_bytes_s)}",
+        f"RAM {rate('ram_bytes_s', machine.ram_bytes_s)}",
+        f"CPU kernels ({sources.get('kernels', 'assumed')}), {machine.threads} threads",
+    ]
+    if machine.gpu is not None and machine.link_bytes_s is not None:
+        gpu = machine.gpu
+        parts += [
+            f"{gpu.name}, memory {rate('gpu', gpu.bytes_s)}",
+            f"link {rate('link_bytes_s', machine.link_bytes_s)}",
+        ]
+    yield f"{machine.name}: {', '.join(parts)}"
+    batch = f", {request.sequences} sequences at once" if request.sequences > 1 else ""
+    yield f"context {request.ctx} tokens, keys and values in {request.kv_format}{batch}"
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    counts: dict[Where, Counter[str]] = {}
+    sizes: Counter[Where] = Counter()
+    for unit in plan.request.shape.units:
+        where = plan.placement.where[unit.name]
+        if unit.kind == "embedding" and where.read:
+            yield (
+                f"  {format_bytes(unit.nbytes):>7}  on the SSD, read row by row"
+                "  (the embedding)"
+            )
+            continue
+        if unit.kind != "norm":
+            counts.setdefault(where, Counter())[unit.kind] += 1
+        sizes[where] += unit.nbytes
+    for where in Where:
+        if where in counts:
+            units = ", ".join(
+                f"{counts[where][kind]} {kind}" for kind in _KINDS if counts[where][kind]
+            )
+            yield f"  {format_bytes(sizes[where]):>7}  {_PLACES[where]}  ({units})"
+    kv = Counter(plan.placement.kv)
+    if set(kv) - {"ram"}:
+        yield "  keys and values: " + ", ".join(
+            f"{count} layers in {place}" for place, count in kv.items()
+        )
+
+
+def _prediction(plan: Plan) -> Iterator[str]:
+    prediction, request = plan.prediction, plan.request
+    yield one_line(plan)
+    seconds = request.sequences / prediction.tok_s
+    busy = ", ".join(
+        f"{_RESOURCES[name]} {100 * value / seconds:.0f} %"
+        for name, value in prediction.busy.items()
+        if value > 0.0005 * seconds
+    )
+    yield f"busy in the {_milliseconds(seconds)} of a pass: {busy}"
+    ways = {"ssd": "read from the SSD", "link": "copied to the GPU"}
+    ways |= {"ram": "computed by the CPU", "vram": "computed by the GPU"}
+    yield "bytes of a pass: " + ", ".join(
+        f"{format_bytes(prediction.nbytes[way])} {text}"
+        for way, text in ways.items()
+        if prediction.nbytes[way]
+    )
+    waits = [
+        f"{_milliseconds(value)} for the {'disk' if name == 'ssd' else name}"
+        if name != "crossing"
+        else f"{_milliseconds(value)} for activations to cross"
+        for name, value in prediction.waits.items()
+        if value > 0.005 * seconds
+    ]
+    if waits:
+        yield f"computing waits {', '.join(waits)}"
+    yield (
+        f"prompts at {_rate(prediction.prefill_tok_s)} tok/s, "
+        f"{plan.placement.prefill_rows} tokens a pass"
+    )
+    yield (
+        f"with {prediction.held} tokens held; with all {request.ctx}: "
+        f"{_rate(prediction.full_context_tok_s)} tok/s"
+    )
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

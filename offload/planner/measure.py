@@ -1,0 +1,236 @@
+"""This machine's rates, measured once: CPU kernels on random tiles, memory, and the disk.
+
+The result is kept as JSON beside a fingerprint of all that it depends on; another processor, kernel
+library or version measures again. How a disk is read best is the caller's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.quant.formats import FORMATS
+from localrt.quant.formats.tiled import TiledTensor, tile_span
+from localrt.quant.ops.native_abi import find_library, layout_of
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
+
+__all__ = ["DEFAULT_FORMATS", "DiskRate", "measure_kernel", "measure_machine"]
+
+DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")
+_ROWS = (1, 2, 4, 8, 16, 64, 512)
+_SHAPE = (2048, 2048)
+_WORKING_SET = 96 << 20  # beyond any cache, so that weights come from memory
+_BUDGET_S = 0.12  # of one rate
+_VERSION = 1
+_UNKNOWN_DISK = (1e9, 0.0)
+
+
+class DiskRate(Protocol):
+    """A disk's sequential reads; ``cpu_s_per_byte`` may be there too."""
+
+    @property
+    def read_bytes_s(self) -> float:
+        """Bytes per second."""
+
+
+def measure_machine(
+    folder: Path,
+    *,
+    cache: Path,
+    disk_speed: Callable[[Path], DiskRate] | None,
+    identity: Sequence[str],
+    formats: Iterable[str] = DEFAULT_FORMATS,
+    threads: int | None = None,
+    gpu: GpuProfile | None = None,
+    link_bytes_s: float | None = None,
+    remeasure: bool = False,
+) -> MachineProfile:
+    """The machine that reads weights from ``folder``; what ``cache`` knows is not measured again.
+
+    ``identity`` names the processor, its features, its cores and localrt's version: with the kernel
+    library it makes the fingerprint. ``disk_speed`` is asked once for each disk; with None the disk
+    is not measured, and the profile's figure means nothing until it is replaced.
+
+    Raises:
+        MissingExtraError: the kernels are not compiled.
+        OSError: the disk cannot be measured.
+    """
+    ops = NativeOps(threads=threads)
+    count = threads or _cores()
+    fingerprint = [str(_VERSION), *identity, ops.isa, str(count), _library()]
+    path = cache / "machine.json"
+    known = {} if remeasure else _load(path, fingerprint)
+    kernels: dict[str, Any] = known.setdefault("kernels", {})
+    wanted = {name for name in (*DEFAULT_FORMATS, *formats) if _measurable(name)}
+    before = json.dumps(known)
+    for name in sorted(wanted - kernels.keys()):
+        kernels[name] = measure_kernel(ops, name)
+    if "ram_bytes_s" not in known:
+        known["ram_bytes_s"] = _measure_memory(ops)
+        known["call_s"] = _measure_call(ops)
+        known["attention"] = _measure_attention(ops)
+    disks: dict[str, Any] = known.setdefault("disks", {})
+    device = str(folder.stat().st_dev)
+    if disk_speed is not None and device not in disks:
+        rate = disk_speed(folder)
+        disks[device] = [rate.read_bytes_s, float(getattr(rate, "cpu_s_per_byte", 0.0))]
+    if json.dumps(known) != before:
+        _save(path, {**known, "fingerprint": fingerprint})
+    ssd, ssd_cpu = disks.get(device, _UNKNOWN_DISK)
+    measured = ("ssd_bytes_s", "ram_bytes_s", "kernels")
+    return MachineProfile(
+        name=identity[0] if identity else "this machine",
+        ssd_bytes_s=ssd,
+        ssd_cpu_s=ssd_cpu,
+        ram_bytes_s=known["ram_bytes_s"],
+        kernels={name: KernelRate(_ROWS, tuple(seconds)) for name, seconds in kernels.items()},
+        attention=KernelRate((1, 64), tuple(known["attention"])),
+        call_s=known["call_s"],
+        threads=count,
+        gpu=gpu,
+        link_bytes_s=link_bytes_s,
+        sources=dict.fromkeys(measured, "measured"),
+    )
+
+
+def measure_kernel(ops: NativeOps, format: str) -> list[float]:
+    """Seconds per weight at each of the numbers of rows, from memory; about half a second."""
+    rows, columns = _SHAPE
+    nbytes = rows * FORMATS[format].row_bytes(columns)
+    rng = np.random.default_rng(0)
+    # Any two of these bytes are a sane float16: no speed depends on values but NaN's and denormals'.
+    block = rng.integers(0x20, 0x40, nbytes, dtype=np.uint8)
+    weights = [
+        ops.weight(_SHAPE, [TiledTensor("w", FORMATS[format], _SHAPE, block.copy(), 1.0)])
+        for _ in range(max(2, _WORKING_SET // nbytes))
+    ]
+    seconds = []
+    for count in _ROWS:
+        x = rng.standard_normal((count, columns)).astype(np.float32)
+        out = np.empty((count, rows), np.float32)
+        seconds.append(
+            _best(lambda n, x=x, out=out: ops.linear(x, weights[n % len(weights)], out))  # type: ignore[misc]
+            / (rows * columns)
+        )
+    return seconds
+
+
+def _best(call: Callable[[int], object]) -> float:
+    """Seconds of one call: the lower quartile of short runs: others disturb some."""
+    call(0)
+    samples, number, end = list[float](), 1, time.perf_counter() + _BUDGET_S
+    while len(samples) < 5 or time.perf_counter() < end:
+        started = time.perf_counter()
+        call(number)
+        samples.append(time.perf_counter() - started)
+        number += 1
+    return float(np.quantile(samples, 0.25))
+
+
+def _measure_memory(ops: NativeOps) -> float:
+    data = np.ones(_WORKING_SET, np.uint8)
+    return float(_WORKING_SET / _best(lambda _: ops.read_all(data)))
+
+
+def _measure_call(ops: NativeOps) -> float:
+    """What a unit costs beside its weights: two small products, and adding the result."""
+    shape = (256, 256)
+    format_ = FORMATS["q8_0"]
+    data = np.full(shape[0] * format_.row_bytes(shape[1]), 0x2C, np.uint8)
+    weight = ops.weight(shape, [TiledTensor("w", format_, shape, data, 1.0)])
+    x, out = np.ones((1, shape[1]), np.float32), np.empty((1, shape[0]), np.float32)
+
+    def call(_: int) -> None:
+        ops.linear(x, weight, out)
+        ops.linear(out, weight, out.copy())
+        ops.add(x, out.copy())
+
+    return _best(call)
+
+
+def _measure_attention(ops: NativeOps) -> list[float]:
+    """Seconds per multiply-accumulate of a query with a held token, at 1 and at 64 rows."""
+    hidden, held = 256, 2048
+    spec = AttentionSpec(heads=16, kv_heads=4, head_dim=64, scale=0.125, eps=1e-6, rope=None)
+    width = spec.heads * spec.head_dim
+    format_ = FORMATS["q8_0"]
+
+    def matrix(rows: int, columns: int) -> Any:
+        data = np.full(rows * format_.row_bytes(columns), 0x2C, np.uint8)
+        shape = (rows, columns)
+        return ops.weight(shape, [TiledTensor("w", format_, shape, data, 1.0)])
+
+    weights = AttentionWeights(
+        norm=ops.vector(np.ones(hidden, np.float32)),
+        qkv=matrix((spec.heads + 2 * spec.kv_heads) * spec.head_dim, hidden),
+        out=matrix(hidden, width),
+    )
+
+    def seconds(tokens: int, rows: int) -> float:
+        cache = ops.kv_cache([spec], held + rows)
+        if tokens:
+            cache.reserve(tokens)
+            cache.advance(tokens)
+        step = ops.begin(Batch.extend([(cache, [0] * rows)]))
+        x = np.ones((rows, hidden), np.float32)
+
+        def call(_: int) -> None:
+            q = ops.norm_qkv_rope_append(x, weights, spec, step, 0)
+            ops.attention_output(q, weights, spec, step, 0)
+
+        return _best(call)
+
+    macs = 2 * spec.heads * spec.head_dim * held
+    return [
+        max(1e-13, (seconds(held, rows) - seconds(0, rows)) / (rows * macs)) for rows in (1, 64)
+    ]
+
+
+def _measurable(name: str) -> bool:
+    known = FORMATS.get(name)
+    if known is None or known.name == "f32":  # vectors; whole models of it follow from the others
+        return False
+    return layout_of(known) is not None and not _SHAPE[1] % tile_span(known)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _library() -> str:
+    path = find_library()
+    status = path.stat() if path else None
+    return f"{status.st_size}-{status.st_mtime_ns}" if status else "none"
+
+
+def _load(path: Path, fingerprint: Sequence[str]) -> dict[str, Any]:
+    """What is known of this very machine; a damaged or foreign file is as good as none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("fingerprint") != list(fingerprint):
+            return {}
+        _ = values["kernels"], values["disks"], values["attention"], values["call_s"]
+        return dict(values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _save(path: Path, values: dict[str, Any]) -> None:
+    """Aside and renamed. A cache that cannot be written is measured again next time."""
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
