@@ -1,7 +1,7 @@
 """``localrt run [MODEL] [PROMPT]``: one answer on stdout, made for pipes.
 
 Text on stdin joins the prompt. Ctrl+C keeps what was printed (exit 130); a closed pipe ends it
-quietly.
+quietly. ``--batch FILE`` answers many prompts instead (``run_batch.py``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from localrt.api import Model
     from localrt.engine.types import Chunk, Metrics
 
-__all__ = ["HELP", "add_arguments", "answer", "read_prompt", "run"]
+__all__ = ["HELP", "add_arguments", "answer", "load_model", "read_prompt", "run"]
 
-HELP = "answer one prompt on stdout"
+HELP = "answer one prompt, or a file of prompts, on stdout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--continue", dest="resume", action="store_true", help="go on with the last run"
     )
+    parser.add_argument(
+        "--batch",
+        metavar="FILE",
+        help="answer every line of FILE (- is stdin): text, or JSON with prompt or messages",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="prompts at a time; default: what memory holds"
+    )
     parser.add_argument("--raw", action="store_true", help="complete the text: no chat template")
     parser.add_argument("--json", action="store_true", help="print text and metrics as JSON")
     parser.add_argument("--stats", action="store_true", help="print timings on stderr")
@@ -55,11 +63,23 @@ def run(args: argparse.Namespace) -> int:
     """Load, answer, remember the conversation for ``-c``."""
     if args.raw and (args.resume or args.system):
         raise OptionError("--raw completes a text: it goes without --continue and --system")
+    if args.batch is not None:
+        from localrt.cli.run_batch import run_batch
+
+        return run_batch(args)
+    if args.batch_size is not None:
+        raise OptionError("--batch-size goes with --batch FILE")
     return answer(args, read_prompt(args.prompt), last_run_path())
 
 
 def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
     """Print the answer to ``prompt``; the conversation is saved to ``remember`` if given."""
+    with load_model(args) as model:
+        return _answer(args, model, prompt, remember)
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """The model that the arguments ask for; progress and its notes go to stderr."""
     import localrt
     from localrt.cli.pull import ProgressLine
 
@@ -68,10 +88,9 @@ def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
         model = localrt.load(args.model, progress=line, **load_options(args))
     finally:
         line.close()
-    with model:
-        for note in model.info.notes:
-            print(f"localrt: {note}", file=sys.stderr)
-        return _answer(args, model, prompt, remember)
+    for note in model.info.notes:
+        print(f"localrt: {note}", file=sys.stderr)
+    return model
 
 
 def _answer(args: argparse.Namespace, model: Model, prompt: str, remember: Path | None) -> int:

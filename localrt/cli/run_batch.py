@@ -1,0 +1,214 @@
+"""``localrt run MODEL --batch FILE``: the answers to a file of prompts, in its order.
+
+FILE has one prompt a line: text, or JSON objects with ``prompt`` or ``messages``. An answer is
+printed as soon as those before it are. A prompt that fails has its error there, the others are
+answered, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.cli.model_options import sampling_options
+from localrt.cli.run import load_model
+from localrt.errors import LocalrtError, OptionError
+from localrt.formatting import format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+    from localrt.engine.types import Chunk, Progress
+
+__all__ = ["BatchPrompt", "parse_prompts", "run_batch"]
+
+_KEYS = ("prompt", "messages", "id")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPrompt:
+    """One prompt of a file: a text or messages, its line (from 1), and the ``id`` it brought."""
+
+    line: int
+    prompt: Any
+    id: Any = None
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    """Read all prompts, load the model, print every answer; 1 when some failed."""
+    if args.prompt is not None or args.resume:
+        raise OptionError("--batch takes its prompts from FILE: leave out PROMPT and --continue")
+    prompts = parse_prompts(_read(args.batch), "stdin" if args.batch == "-" else args.batch)
+    if args.raw and not all(isinstance(prompt.prompt, str) for prompt in prompts):
+        raise OptionError("--raw completes texts: FILE has messages")
+    if args.system is not None:
+        prompts = [_with_system(prompt, args.system) for prompt in prompts]
+    with load_model(args) as model:
+        return _print(args, model, prompts)
+
+
+def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
+    """The prompts in ``text``; empty lines are left out.
+
+    The lines are JSON where the first is an object with ``prompt`` or ``messages``, or where
+    ``name`` ends in ``.jsonl``; an ``id`` comes back with the answer.
+
+    Raises:
+        OptionError: no prompts, or a line of JSON that is none.
+    """
+    # Not splitlines: a prompt may hold the other line ends that Unicode has.
+    lines = [(i, line.removesuffix("\r")) for i, line in enumerate(text.split("\n"), 1)]
+    lines = [(number, line) for number, line in lines if line.strip()]
+    if not lines:
+        raise OptionError(f"{name} has no prompts: write one on each line")
+    if not name.endswith(".jsonl") and not _is_json_prompt(lines[0][1]):
+        return [BatchPrompt(number, line) for number, line in lines]
+    return [_parse_json(line, number, f"line {number} of {name}") for number, line in lines]
+
+
+def _is_json_prompt(line: str) -> bool:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and ("prompt" in value or "messages" in value)
+
+
+def _parse_json(line: str, number: int, where: str) -> BatchPrompt:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise OptionError(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
+        raise OptionError(f'{where} must be an object with either "prompt" or "messages"')
+    unknown = [key for key in value if key not in _KEYS]
+    if unknown:
+        raise OptionError(f"{where} has {unknown[0]!r}: only {', '.join(_KEYS)} are known")
+    prompt = value.get("prompt", value.get("messages"))
+    if not isinstance(prompt, str if "prompt" in value else list):
+        kind = "a string" if "prompt" in value else "a list"
+        raise OptionError(f"{where} has a prompt that is not {kind}")
+    return BatchPrompt(number, prompt, value.get("id"))
+
+
+def _read(file: str) -> str:
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        name = "stdin" if file == "-" else file
+        raise OptionError(
+            f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
+        ) from error
+
+
+def _with_system(prompt: BatchPrompt, system: str) -> BatchPrompt:
+    """With a system prompt before it, unless its messages bring one."""
+    messages = prompt.prompt
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    first = messages[0] if messages else None
+    if isinstance(first, dict) and first.get("role") == "system":
+        return prompt
+    return replace(prompt, prompt=[{"role": "system", "content": system}, *messages])
+
+
+def _print(args: argparse.Namespace, model: Model, prompts: Sequence[BatchPrompt]) -> int:
+    out = sys.stdout
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="replace")
+    started, failed, tokens = time.perf_counter(), 0, 0
+    line = _ProgressLine()
+    stream = model.stream_batch(
+        [prompt.prompt for prompt in prompts],
+        raw=args.raw,
+        batch_size=args.batch_size,
+        errors="return",
+        on_progress=line.show,
+        **sampling_options(args),
+    )
+    for prompt, answer in zip(prompts, _in_order(stream), strict=True):
+        line.clear()
+        if args.json:
+            print(json.dumps(_record(prompt, answer), ensure_ascii=False), file=out)
+        elif isinstance(answer, LocalrtError):
+            print(f"localrt: line {prompt.line}: {answer}", file=sys.stderr)
+        else:
+            print(f"==> {prompt.line} <==\n{answer.text}\n", file=out)
+        out.flush()
+        if isinstance(answer, LocalrtError):
+            failed += 1
+        else:
+            tokens += len(answer.token_ids)
+    line.clear()
+    if args.stats:
+        seconds = time.perf_counter() - started
+        rate = format_rate(tokens / seconds if seconds > 0 else None)
+        answers = f"{len(prompts) - failed} of {len(prompts)} prompts answered"
+        print(
+            f"{answers}, {tokens} tokens in {format_seconds(seconds)}, {rate} tok/s",
+            file=sys.stderr,
+        )
+    if failed:
+        print(f"localrt: {failed} of {len(prompts)} prompts failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _in_order(
+    stream: Iterator[tuple[int, Chunk | LocalrtError]],
+) -> Iterator[Chunk | LocalrtError]:
+    """Whole answers in the order of their prompts, each as soon as it can be."""
+    from localrt.api import joined
+
+    chunks: dict[int, list[Chunk]] = {}
+    whole: dict[int, Chunk | LocalrtError] = {}
+    following = 0
+    for index, item in stream:
+        if isinstance(item, LocalrtError):
+            whole[index] = item
+        else:
+            chunks.setdefault(index, []).append(item)
+            if item.finish_reason is not None:
+                whole[index] = joined(chunks.pop(index))
+        while following in whole:
+            yield whole.pop(following)
+            following += 1
+
+
+def _record(prompt: BatchPrompt, answer: Chunk | LocalrtError) -> dict[str, Any]:
+    record: dict[str, Any] = {"line": prompt.line}
+    if prompt.id is not None:
+        record["id"] = prompt.id
+    if isinstance(answer, LocalrtError):
+        return {**record, "error": str(answer)}
+    return {
+        **record,
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "metrics": answer.metrics.to_dict(),
+    }
+
+
+class _ProgressLine:
+    """``3 of 10 prompts, 412 tokens`` on stderr, where that is a terminal and stdout is not."""
+
+    def __init__(self) -> None:
+        # Where answers appear as they come, a line between them would only flicker.
+        self._live = sys.stderr.isatty() and not sys.stdout.isatty()
+
+    def show(self, progress: Progress) -> None:
+        if self._live:
+            text = f"{progress.done} of {progress.total} prompts, {progress.detail}"
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._live:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,313 @@
+"""The schedule of a batch on scripted sessions: what a pass holds, who joins, memory, faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.engine.base import EngineInfo
+from localrt.engine.batch import BatchEngine, BatchLimits, check_request, generate_batch, kv_room
+from localrt.engine.loop import Request
+from localrt.engine.sampling import Sampling
+from localrt.engine.types import Chunk, Progress
+from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
+from localrt.quant.ops.kv_growth import grown_capacity
+from tests.engine.fake_session import VOCAB, ScriptedSession
+
+PASS_ROWS = 12
+CTX = 600
+KV = 10  # bytes of a cache per token
+STEP = 256 * KV + 4 * VOCAB  # bytes of a short sequence: caches grow by 256 tokens
+
+
+class Session(ScriptedSession):
+    """Without a pipeline."""
+
+    forecast = None
+
+    def counts(self) -> None:
+        return None
+
+
+class ScriptedEngine:
+    """Counts up: after a sequence's token t comes t + 1. Remembers the rows of every pass."""
+
+    pass_rows = PASS_ROWS
+    info = EngineInfo(
+        engine="scripted",
+        architecture="none",
+        device="cpu",
+        format="none",
+        parameters=0,
+        layers=0,
+        vocab_size=VOCAB,
+        weight_bytes=0,
+        context_length=CTX,
+        exactness="bit-exact",
+    )
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+        self.sessions: list[Session] = []
+
+    def kv_nbytes(self, length: int) -> int:
+        return KV * grown_capacity(length)
+
+    def free_memory(self) -> int | None:
+        return None
+
+    def reclaimable(self) -> int:
+        return 0
+
+    def session(self, capacity: int) -> Session:
+        self.sessions.append(Session(lambda n: 0, capacity))
+        return self.sessions[-1]
+
+    def extend_batch(
+        self, parts: Sequence[tuple[Any, Sequence[int]]], *, wanted: Sequence[int], check: Any
+    ) -> Any:
+        check()
+        for session, tokens in parts:
+            assert tokens
+            session.tokens += tokens
+            assert len(session.tokens) <= session.capacity
+        self.passes.append([len(tokens) for _, tokens in parts])
+        logits = np.zeros((len(wanted), VOCAB), np.float32)
+        for row, part in enumerate(wanted):
+            logits[row, (parts[part][0].tokens[-1] + 1) % VOCAB] = 10.0
+        return logits
+
+
+def request(prompt: Sequence[int], max_tokens: int | None = 3, **options: Any) -> Request:
+    sampling = options.pop("sampling", Sampling(temperature=0))
+    return Request(prompt=prompt, sampling=sampling, max_tokens=max_tokens, **options)
+
+
+def run(
+    engine: Any,
+    requests: Sequence[Request],
+    *,
+    size: int | None = None,
+    room: int = 1 << 40,
+    cancel: threading.Event | None = None,
+    on_progress: Any = None,
+) -> Iterator[Any]:
+    return generate_batch(
+        engine,
+        None,
+        list(enumerate(requests)),
+        BatchLimits(ctx=CTX, room=room, size=size),
+        cancel=cancel or threading.Event(),
+        on_progress=on_progress,
+    )
+
+
+def answers(stream: Iterator[Any]) -> dict[int, list[int]]:
+    said: dict[int, list[int]] = {}
+    ends: list[int] = []
+    for index, item in stream:
+        assert isinstance(item, Chunk)
+        said.setdefault(index, []).extend(item.token_ids)
+        if item.finish_reason:
+            ends.append(index)
+    assert sorted(ends) == sorted(said)
+    return said
+
+
+def test_prompts_share_passes_and_then_advance_a_row_each() -> None:
+    engine = ScriptedEngine()
+    said = answers(run(engine, [request([10] * 4), request([20] * 5), request([30] * 7)]))
+    assert said == {0: [11, 12, 13], 1: [21, 22, 23], 2: [31, 32, 33]}
+    # The third prompt begins in what the first two leave of a pass and ends beside their rows.
+    assert engine.passes == [[4, 5, 3], [1, 1, 4], [1, 1, 1], [1]]
+
+
+def test_waiting_prompts_join_as_soon_as_one_has_finished() -> None:
+    engine = ScriptedEngine()
+    requests = [request([10], 2), request([20], 4), request([30], 2), request([40], 1)]
+    assert answers(run(engine, requests, size=2)) == {
+        0: [11, 12],
+        1: [21, 22, 23, 24],
+        2: [31, 32],
+        3: [41],
+    }
+    assert engine.passes == [[1, 1], [1, 1], [1, 1], [1, 1], [1]]
+    assert all(session.closed for session in engine.sessions)
+
+
+def test_a_prompt_takes_over_what_a_finished_one_shares_with_it() -> None:
+    engine = ScriptedEngine()
+    requests = [request([7, 8, 9, n, n], 1) for n in (1, 2, 3)]
+    cached = [
+        item.metrics.cached_tokens
+        for _, item in run(engine, requests, size=1)
+        if item.finish_reason
+    ]
+    assert cached == [0, 3, 3]
+    assert engine.passes == [[5], [2], [2]]
+    assert len(engine.sessions) == 1
+
+
+def test_memory_bounds_how_many_are_on_their_way() -> None:
+    engine = ScriptedEngine()
+    requests = [request([n] * 3, 7) for n in range(6)]
+    answers(run(engine, requests, room=2 * STEP))
+    assert max(map(len, engine.passes)) == 2
+    # A single sequence always runs: that the model's context fits was checked on loading.
+    engine = ScriptedEngine()
+    answers(run(engine, requests, room=0))
+    assert max(map(len, engine.passes)) == 1
+
+
+def test_a_batch_size_that_does_not_fit_says_which_does() -> None:
+    requests = [request([n] * 3, 7) for n in range(6)]
+    with pytest.raises(MemoryBudgetError, match="a batch size of 2"):
+        run(ScriptedEngine(), requests, size=4, room=2 * STEP)
+    with pytest.raises(OptionError, match="at most 12"):
+        run(ScriptedEngine(), requests, size=13)
+    for size in (0, True, 2.5):
+        with pytest.raises(OptionError, match="batch_size"):
+            run(ScriptedEngine(), requests, size=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fits", [10, 25, 60])
+def test_short_memory_sends_back_those_that_joined_last(fits: int) -> None:
+    class Short(ScriptedEngine):
+        """Holds ``fits`` tokens in all, whatever was planned."""
+
+        def extend_batch(self, parts: Any, **options: Any) -> Any:
+            held = sum(len(session.tokens) for session in self.sessions if not session.closed)
+            if held + sum(len(tokens) for _, tokens in parts) > fits:
+                raise MemoryBudgetError("no room")
+            return super().extend_batch(parts, **options)
+
+    engine = Short()
+    requests = [request([20 * n] * (n + 1), 6) for n in range(5)]
+    said = answers(run(engine, requests))
+    assert said == {n: [20 * n + 1 + i for i in range(6)] for n in range(5)}
+    assert all(session.closed for session in engine.sessions)
+    with pytest.raises(MemoryBudgetError, match="no room"):
+        list(run(Short(), [request([1] * (fits + 1), 6)]))
+
+
+def test_without_max_tokens_an_answer_runs_to_the_end_of_the_context() -> None:
+    said = answers(run(ScriptedEngine(), [request([1] * 590, None), request([1] * 599, 50)]))
+    assert [len(said[0]), len(said[1])] == [10, 1]
+
+
+def test_cancelling_ends_all_the_waiting_ones_too() -> None:
+    cancel = threading.Event()
+    engine = ScriptedEngine()
+    stream = run(engine, [request([n], 50) for n in range(4)], size=2, cancel=cancel)
+    begun = [next(stream)[0] for _ in range(4)]
+    cancel.set()
+    rest = list(stream)
+    assert sorted(begun) == [0, 0, 1, 1]
+    assert [(index, item.finish_reason) for index, item in rest] == [
+        (n, "cancelled") for n in range(4)
+    ]
+    assert all(session.closed for session in engine.sessions)
+
+
+def test_closing_the_stream_frees_the_sessions() -> None:
+    engine = ScriptedEngine()
+    stream = run(engine, [request([1], 50), request([2], 50)])
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert len(engine.sessions) == 2
+    assert all(session.closed for session in engine.sessions)
+
+
+def test_what_fails_one_sequence_leaves_the_others() -> None:
+    bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
+    items = list(run(ScriptedEngine(), [request([1]), request([2], sampling=bad), request([3])]))
+    assert [item for index, item in items if index == 1 and not isinstance(item, OptionError)] == []
+    assert sum(len(item.token_ids) for index, item in items if index != 1) == 6
+
+
+def test_what_fails_a_pass_is_raised_and_frees_the_sessions() -> None:
+    class Failing(ScriptedEngine):
+        def extend_batch(self, parts: Any, **options: Any) -> Any:
+            if len(self.passes) == 2:
+                raise LocalrtError("the disk is gone")
+            return super().extend_batch(parts, **options)
+
+    engine = Failing()
+    with pytest.raises(LocalrtError, match="disk"):
+        list(run(engine, [request([1], 9), request([2], 9)]))
+    assert all(session.closed for session in engine.sessions)
+
+
+def test_progress_counts_prompts_and_tokens() -> None:
+    steps: list[Progress] = []
+    answers(run(ScriptedEngine(), [request([1], 1), request([2], 2)], on_progress=steps.append))
+    assert [(s.stage, s.done, s.total, s.unit, s.detail) for s in steps] == [
+        ("batch", 1, 2, "prompts", "2 tokens"),
+        ("batch", 2, 2, "prompts", "3 tokens"),
+    ]
+
+
+def test_an_engine_that_cannot_join_sequences_runs_one_after_another() -> None:
+    class Single:
+        """Has ``session`` alone."""
+
+        def session(self, capacity: int) -> Session:
+            return Session(lambda n: n, capacity)
+
+    bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
+    steps: list[Progress] = []
+    requests = [request([1, 2]), request([1], sampling=bad), request([1, 2, 3], 2)]
+    assert not isinstance(Single(), BatchEngine)
+    items = list(run(Single(), requests, on_progress=steps.append))
+    tokens = [(i, t) for i, item in items if isinstance(item, Chunk) for t in item.token_ids]
+    assert tokens == [(0, 2), (0, 3), (0, 4), (2, 3), (2, 4)]
+    assert [i for i, item in items if isinstance(item, OptionError)] == [1]
+    assert [step.done for step in steps] == [1, 2, 3]
+
+
+def test_prompts_are_checked_before_any_work() -> None:
+    for prompt, error in (([], OptionError), ([VOCAB], OptionError), ([-1], OptionError)):
+        with pytest.raises(error):
+            check_request(request(prompt), ctx=CTX, vocab_size=VOCAB)
+    with pytest.raises(ContextOverflowError, match=r"600 tokens.*holds 600"):
+        check_request(request([1] * CTX), ctx=CTX, vocab_size=VOCAB)
+    check_request(request([1] * (CTX - 1)), ctx=CTX, vocab_size=VOCAB)
+
+
+def test_room_for_caches_keeps_to_the_budgets() -> None:
+    engine: Any = ScriptedEngine()
+    free = kv_room(engine, ram=None, gpu_memory=None)
+    assert free > 0
+    assert kv_room(engine, ram=1 << 20, gpu_memory=None) == 0  # this process has more already
+    engine.reclaimable = lambda: 1 << 40
+    assert kv_room(engine, ram=1 << 20, gpu_memory=None) > 1 << 39
+    engine.free_memory = lambda: 1000
+    assert kv_room(engine, ram=1, gpu_memory=None) == 800
+    assert kv_room(engine, ram=None, gpu_memory=500) == 400
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12),
+    size=st.none() | st.integers(1, PASS_ROWS),
+    steps=st.integers(0, 6),
+)
+def test_any_mix_is_answered_within_rows_and_room(
+    sizes: list[tuple[int, int]], size: int | None, steps: int
+) -> None:
+    engine = ScriptedEngine()
+    requests = [request([20 * n % 200] * p, m) for n, (p, m) in enumerate(sizes)]
+    room = steps * STEP if size is None else 1 << 30
+    said = answers(run(engine, requests, size=size, room=room))
+    for n, (_, m) in enumerate(sizes):
+        assert said[n] == [20 * n % 200 + 1 + i for i in range(m)]
+    assert max(map(sum, engine.passes)) <= PASS_ROWS
+    assert max(map(len, engine.passes)) <= (size or min(PASS_ROWS, max(1, steps)))
+    assert all(session.closed for session in engine.sessions)
+    assert sum(map(sum, engine.passes)) <= sum(p + m - 1 for p, m in sizes)

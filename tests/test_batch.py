@@ -1,0 +1,235 @@
+"""Many prompts at once give what each gives alone, bit for bit on the CPU kernels."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import localrt
+from localrt.quant.ops.native_abi import find_library
+from tests.models.tiny import save_tiny, tokens
+from tests.real_models import real_model
+from tests.test_engine_choice import write_model
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+SAMPLED = {"temperature": 1.5, "max_tokens": 8, "seed": 11, "logprobs": 2}
+PROMPTS = ["hi", "Tell me about rivers, " * 9, "?", "a b c", "Name three colours"]
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+
+
+@pytest.fixture(scope="module")
+def packed(tiny_folder: Path) -> Iterator[localrt.Model]:
+    """The tiny model on the CPU kernels, whose rows do not depend on each other."""
+    with localrt.load(tiny_folder) as model:
+        yield model
+
+
+def same(one: localrt.Chunk, other: localrt.Chunk) -> bool:
+    def said(chunk: localrt.Chunk) -> tuple[Any, ...]:
+        return chunk.text, chunk.token_ids, chunk.logprobs, chunk.finish_reason
+
+    return said(one) == said(other)
+
+
+def one_by_one(model: localrt.Model, prompts: list[Any], **options: Any) -> list[localrt.Chunk]:
+    seed = options.pop("seed", None)
+    return [
+        model.generate(prompt, seed=None if seed is None else seed + i, **options)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, {**SAMPLED, "stop": ["e", "a"]}])
+@pytest.mark.parametrize("batch_size", [None, 1, 2])
+def test_a_batch_is_each_prompt_alone(
+    packed: localrt.Model, options: dict[str, Any], batch_size: int | None
+) -> None:
+    together = packed.generate_batch(PROMPTS, batch_size=batch_size, **options)
+    assert all(map(same, together, one_by_one(packed, PROMPTS, **options)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3-softcap"])
+def test_every_kind_of_attention_keeps_sequences_apart(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    with localrt.load(tmp_path) as model:
+
+        @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(
+            lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
+            shared=st.integers(0, 20),
+            max_tokens=st.integers(1, 12),
+            batch_size=st.none() | st.integers(1, 6),
+            greedy=st.booleans(),
+        )
+        def check(
+            lengths: list[int], shared: int, max_tokens: int, batch_size: int | None, greedy: bool
+        ) -> None:
+            prompts = [tokens(shared) + tokens(n, seed=1 + i) for i, n in enumerate(lengths)]
+            options = {"max_tokens": max_tokens, "logprobs": 1, "temperature": 0 if greedy else 2}
+            together = model.generate_batch(
+                token_ids=prompts, batch_size=batch_size, seed=3, **options
+            )
+            for i, ids in enumerate(prompts):
+                assert same(together[i], model.generate(token_ids=ids, seed=3 + i, **options))
+
+        check()
+
+
+@needs_kernels
+def test_prompts_longer_than_a_pass_are_cut_and_joined(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "llama", "F32")
+    with localrt.load(path, ctx=2048, kv_format="int8") as model:
+        prompts = [[1 + (i * n) % 250 for i in range(300 * n)] for n in (1, 3, 2)]
+        together = model.generate_batch(token_ids=prompts, **GREEDY)
+        for ids, chunk in zip(prompts, together, strict=True):
+            assert same(chunk, model.generate(token_ids=ids, **GREEDY))
+
+
+def test_a_stream_says_which_prompt_a_chunk_is_of(tiny: localrt.Model) -> None:
+    parts: dict[int, str] = {0: "", 1: ""}
+    last = {}
+    for index, chunk in tiny.stream_batch(["hi", "ho"], **GREEDY):
+        parts[index] += chunk.text
+        last[index] = chunk
+    whole = tiny.generate_batch(["hi", "ho"], **GREEDY)
+    assert [chunk.text for chunk in whole] == [parts[0], parts[1]]
+    assert {chunk.finish_reason for chunk in last.values()} == {"length"}
+    assert [chunk.metrics.completion_tokens for chunk in whole] == [8, 8]
+    assert all(chunk.metrics.ttft_s and chunk.metrics.decode_tok_s for chunk in whole)
+
+
+def test_messages_raw_text_and_ids(tiny: localrt.Model) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    prompts: list[Any] = ["hi", conversation]
+    text, messages = tiny.generate_batch(prompts, **GREEDY)
+    assert text.token_ids == messages.token_ids
+    raw = tiny.generate_batch(["hi"], raw=True, **GREEDY)[0]
+    ids = tiny.generate_batch(token_ids=[tiny.tokenize("hi")], **GREEDY)[0]
+    assert raw.token_ids == ids.token_ids
+    assert tiny.generate_batch([], **GREEDY) == []
+
+
+def test_a_prompt_that_cannot_run_stops_all_or_none(tiny: localrt.Model) -> None:
+    prompts = ["hi", "x" * 600, "", "ho"]
+    with pytest.raises(localrt.ContextOverflowError, match=r"^prompt 1 .*holds 512"):
+        tiny.generate_batch(prompts, **GREEDY)
+    results = tiny.generate_batch(prompts, errors="return", **GREEDY)
+    assert isinstance(results[1], localrt.ContextOverflowError)
+    assert isinstance(results[2], localrt.OptionError)
+    for result in (results[0], results[3]):
+        assert isinstance(result, localrt.Chunk)
+        assert len(result.token_ids) == 8
+    bad_ids = tiny.generate_batch(token_ids=[[5], [10**6]], errors="return", **GREEDY)
+    assert isinstance(bad_ids[1], localrt.OptionError)
+    # A bias for a token that the model lacks is found while sampling.
+    with pytest.raises(localrt.OptionError, match=r"^prompt 0 .*logit_bias"):
+        tiny.generate_batch(["hi"], logit_bias={10**6: 1.0}, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": "hi"}, "list of prompts"),
+        ({"prompts": [{"role": "user", "content": "hi"}]}, "list of prompts"),
+        ({"token_ids": [1, 2]}, "token_ids"),
+        ({}, "either"),
+        ({"prompts": ["hi"], "token_ids": [[1]]}, "either"),
+        ({"prompts": ["hi"], "errors": "ignore"}, "errors"),
+        ({"prompts": ["hi"], "batch_size": 0}, "batch_size"),
+        ({"prompts": ["hi"], "batch_size": 10**4}, "batch_size"),
+        ({"prompts": ["hi"], "temprature": 1}, "did you mean temperature"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(
+    tiny: localrt.Model, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(localrt.OptionError, match=message):
+        tiny.stream_batch(**arguments)
+
+
+def test_a_model_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    with localrt.load(tmp_path) as model:
+        assert len(model.generate_batch(token_ids=[[5], [6, 7]], **GREEDY)) == 2
+        with pytest.raises(localrt.TokenizerError):
+            model.generate_batch(["hi"], errors="return", **GREEDY)
+        with pytest.raises(localrt.TokenizerError):
+            model.generate_batch(token_ids=[[5]], stop="x", errors="return")
+
+
+def test_memory_bounds_the_batch(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.batching.kv_room", lambda engine, **budgets: 0)
+    assert len(tiny.generate_batch(["a", "b"], **GREEDY)) == 2  # one at a time
+    with pytest.raises(localrt.MemoryBudgetError, match="batch size of 1"):
+        tiny.generate_batch(["a", "b"], batch_size=2, **GREEDY)
+
+
+def test_cancelling_from_another_thread(tiny: localrt.Model) -> None:
+    cancel = threading.Event()
+    threading.Timer(0.05, cancel.set).start()
+    results = tiny.generate_batch(
+        [f"question {i}" for i in range(80)], cancel=cancel, temperature=0, ignore_eos=True
+    )
+    assert len(results) == 80
+    assert results[-1].finish_reason == "cancelled"
+    assert tiny.generate("hi", **GREEDY).metrics.completion_tokens == 8
+
+
+async def test_async_batches(tiny: localrt.Model) -> None:
+    expected = tiny.generate_batch(["hi", "ho"], **GREEDY)
+    got = await tiny.agenerate_batch(["hi", "ho"], **GREEDY)
+    assert [chunk.text for chunk in got] == [chunk.text for chunk in expected]
+    seen = [index async for index, _ in tiny.astream_batch(["hi", "ho"], **GREEDY)]
+    assert seen.count(0) == seen.count(1) == 9
+    async for _ in tiny.astream_batch(["leave", "me"], temperature=0, ignore_eos=True):
+        break
+    await asyncio.sleep(0.05)
+    assert (await tiny.agenerate("hi", **GREEDY)).metrics.completion_tokens == 8
+
+
+def test_batches_and_streams_share_a_model(tiny: localrt.Model) -> None:
+    alone = tiny.generate("hi", **GREEDY).token_ids
+    streams = [tiny.stream_batch(["hi", "ho"], **GREEDY), tiny.stream_batch(["hi"], **GREEDY)]
+    said: list[int] = []
+    for (index, chunk), _ in zip(streams[0], streams[1], strict=False):
+        said += chunk.token_ids if index == 0 else ()
+        assert tiny.generate("hi", **GREEDY).token_ids == alone
+    said += [t for index, chunk in streams[0] if index == 0 for t in chunk.token_ids]
+    assert len(said) >= 7
+
+
+@pytest.mark.llamacpp
+def test_llamacpp_runs_one_after_another(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    path = write_model(tmp_path / "m.gguf", "llama", "F32")
+    with localrt.load(path, engine="llamacpp", ctx=128) as model:
+        prompts = ["ab", "ba", "aab"]
+        together = model.generate_batch(prompts, batch_size=3, raw=True, **GREEDY)
+        assert all(map(same, together, one_by_one(model, prompts, raw=True, **GREEDY)))
+
+
+@pytest.mark.real
+@needs_kernels
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}])
+def test_smollm2_says_the_same_in_company(sampling: dict[str, Any]) -> None:
+    with localrt.load(real_model("smollm2"), ctx=1024) as model:
+        prompts = [
+            "Name three rivers.",
+            "Why is the sky blue? " * 30,
+            "Say hello in French.",
+            "Write a haiku about the sea.",
+            "What is 2 + 2?",
+        ]
+        options = {"max_tokens": 24, "logprobs": 1, **sampling}
+        together = model.generate_batch(prompts, batch_size=3, **options)
+        assert all(map(same, together, one_by_one(model, prompts, **options)))

@@ -1,0 +1,120 @@
+"""``localrt run --batch``: files of prompts, their order, their errors, what a pipe gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from localrt.cli.run_batch import parse_prompts
+from localrt.errors import OptionError
+from tests.test_cli import assert_one_line, home, localrt
+
+__all__ = ["home"]  # a fixture
+
+FAST = ("--max-tokens", "5", "--temperature", "0")  # on the kernels, where company changes nothing
+
+
+def test_lines_of_text() -> None:
+    prompts = parse_prompts("one\r\n\n  two {x}\nthree\u2028still three", "f.txt")
+    assert [(p.line, p.prompt) for p in prompts] == [
+        (1, "one"),
+        (3, "  two {x}"),
+        (4, "three\u2028still three"),
+    ]
+    assert parse_prompts('{"a": 1}\n', "code.txt")[0].prompt == '{"a": 1}'
+
+
+def test_lines_of_json() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [{"prompt": "a\nb", "id": 7}, {"messages": messages, "id": "x"}, {"prompt": ""}]
+    for name in ("stdin", "f.jsonl"):
+        prompts = parse_prompts("\n".join(map(json.dumps, lines)) + "\n", name)
+        assert [(p.line, p.prompt, p.id) for p in prompts] == [
+            (1, "a\nb", 7),
+            (2, messages, "x"),
+            (3, "", None),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("\n \n", "f", "f has no prompts"),
+        ('{"prompt": "a"}\nb', "f", "line 2 of f is not JSON"),
+        ("plain", "f.jsonl", "line 1 of f.jsonl is not JSON"),
+        ("[1]", "f.jsonl", "line 1"),
+        ('{"prompt": "a", "messages": []}', "f", "either"),
+        ('{"prompt": "a", "temperature": 0}', "f", "'temperature'"),
+        ('{"prompt": 3}', "f", "not a string"),
+        ('{"messages": "a"}', "f", "not a list"),
+    ],
+)
+def test_lines_that_are_no_prompts(text: str, name: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse_prompts(text, name)
+
+
+def test_answers_come_in_order_as_text_or_json(
+    tiny_folder: Path, tmp_path: Path, home: dict[str, str]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello\n\n" + "x" * 300 + "\nbye\n", encoding="utf-8")
+    command = ("run", tiny_folder, *FAST)
+    single = [
+        json.loads(localrt(*command, prompt, "--json", env=home).stdout)["text"]
+        for prompt in ("hello", "bye")
+    ]
+    result = localrt(*command, "--batch", file, "--json", "--batch-size", "2", env=home)
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [record["line"] for record in records] == [1, 3, 4]
+    assert [records[0]["text"], records[2]["text"]] == single
+    assert len(records[0]["token_ids"]) == records[0]["metrics"]["completion_tokens"]
+    assert records[0]["finish_reason"] in ("length", "stop")
+    plain = localrt(*command, "--batch", "-", "--stats", env=home, stdin=b"hello\nbye\n")
+    assert plain.stdout.decode() == f"==> 1 <==\n{single[0]}\n\n==> 2 <==\n{single[1]}\n\n"
+    assert "2 of 2 prompts answered" in plain.stderr.decode()
+
+
+def test_a_prompt_that_fails_is_one_record(
+    tiny_folder: Path, tmp_path: Path, home: dict[str, str]
+) -> None:
+    lines = [{"prompt": "a", "id": 1}, {"prompt": "x" * 600, "id": 2}, {"messages": []}]
+    stdin = "\n".join(map(json.dumps, lines)).encode()
+    result = localrt("run", tiny_folder, *FAST, "--batch", "-", "--json", env=home, stdin=stdin)
+    assert_one_line(result, 1, "2 of 3 prompts failed")
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [record.get("id") for record in records] == [1, 2, None]
+    assert ["error" in record for record in records] == [False, True, True]
+    assert "holds 512" in records[1]["error"]
+
+
+def test_a_system_prompt_goes_before_each(tiny_folder: Path, home: dict[str, str]) -> None:
+    own = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    lines = [{"prompt": "hi"}, {"messages": own[1:]}, {"messages": own}]
+    stdin = "\n".join(map(json.dumps, lines)).encode()
+    result = localrt(
+        "run", tiny_folder, *FAST, "--batch", "-", "--json", "-s", "Be brief.",
+        env=home, stdin=stdin,
+    )  # fmt: skip
+    texts = {json.loads(line)["text"] for line in result.stdout.splitlines()}
+    assert len(texts) == 1
+
+
+def test_bad_usage(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> None:
+    file = tmp_path / "f.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+
+    def run(*args: str | Path) -> object:
+        return localrt("run", tiny_folder, *args, env=home)
+
+    assert_one_line(run("prompt", "--batch", file), 2, "leave out PROMPT")
+    assert_one_line(run("--batch", file, "-c"), 2, "--continue")
+    assert_one_line(run("--batch", file, "--raw"), 2, "--raw")
+    assert_one_line(run("hi", "--batch-size", "2"), 2, "--batch FILE")
+    assert_one_line(run("--batch", file, "--batch-size", "0"), 2, "batch_size")
+    assert_one_line(run("--batch", tmp_path / "none"), 1, "none")
+    file.write_bytes(b"\xff")
+    assert_one_line(run("--batch", file), 2, "UTF-8")
