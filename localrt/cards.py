@@ -38,6 +38,10 @@ class OpenCard:
     profile: GpuProfile | None = None
     link_bytes_s: float | None = None
 
+    def free_memory(self) -> int | None:
+        """Bytes free on a real card."""
+        return None if self.accelerator is None else self.accelerator.ops.free_memory()
+
     def on(self, machine: MachineProfile) -> MachineProfile:
         """The machine with this card in it."""
         return replace(machine, gpu=self.profile, link_bytes_s=self.link_bytes_s)

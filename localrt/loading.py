@@ -32,7 +32,7 @@ __all__ = ["LoadOptions", "LoadedModel", "load_parts"]
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
-KV_FORMATS = (None, "bf16", "int8")
+KV_FORMATS = (None, "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,9 @@ class LoadOptions:
                 f"format must be bf16 or f32 in this version (or unset), is {self.format!r}"
             )
         if self.kv_format not in KV_FORMATS:
-            raise OptionError(f"kv_format must be bf16 or int8 (or unset), is {self.kv_format!r}")
+            raise OptionError(
+                f"kv_format must be bf16, int8 or int4 (or unset), is {self.kv_format!r}"
+            )
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith(
             ("cuda:", "virtual:")
         ):

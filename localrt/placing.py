@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from localrt.cards import OpenCard, open_card
 from localrt.engine.base import Forecast
 from localrt.engine.types import Progress, ProgressCallback
+from localrt.offload.pressure import MemoryPressure
 from localrt.offload.process_memory import current_rss, ram_budget
 from localrt.offload.trace import Trace
 from localrt.settings import Settings
@@ -63,8 +64,8 @@ def open_placed(
 ) -> PlacedModel:
     """Open ``checkpoint`` within ``ram`` bytes for the whole process (None: what there is).
 
-    ``device`` is a card for the part of the work that it is better at: the one that ``ops`` computes
-    on, of whose memory ``gpu_memory`` bytes may be used, or ``virtual:CARD``.
+    ``device`` is a card for the part of the work that it is better at: the one that ``ops``
+    computes on, of whose memory ``gpu_memory`` bytes may be used, or ``virtual:CARD``.
     Without ``ctx`` the context is the model's own, or what fits with all weights streamed.
     ``count_bytes`` makes a counter for a number of bytes to load.
 
@@ -128,6 +129,7 @@ def open_placed(
         card=card.accelerator,
         clock=card.clock,
         trace=trace,
+        shortage=MemoryPressure(free_vram=card.free_memory),
         on_bytes=count_bytes(resident),
     )
     rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s

@@ -8,7 +8,7 @@ the output does not depend on the placement. It knows no files and no plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakSet
 
 import numpy as np
@@ -17,8 +17,7 @@ import numpy.typing as npt
 from localrt.models.decoder import Attention, DecoderConfig, GatedMlp
 from localrt.offload.clock import Clock
 from localrt.offload.lane import Lane
-from localrt.offload.placement import Where
-from localrt.offload.ram_budget import RamBudget
+from localrt.offload.residency import Residency
 from localrt.offload.ring import Mark
 from localrt.offload.row_table import RowTable
 from localrt.offload.split_cache import SplitCache, split_batch
@@ -36,16 +35,14 @@ Check = Callable[[], None]
 class Resources:
     """What a placed decoder runs on, made and freed by ``pipeline.py``.
 
-    ``card`` is None without one. ``host`` are the units in RAM that it copies from. ``norms`` are
-    the final norm's weights, on each lane.
+    ``card`` is None without one. ``norms`` are the final norm's weights, on each lane.
     """
 
     cpu: Lane
     card: Lane | None
-    host: dict[str, npt.NDArray[np.uint8]]
     embedding: RowTable
     norms: dict[str, Vector]
-    budget: RamBudget
+    residency: Residency
     clock: Clock
     trace: Trace
     load_s: float
@@ -61,15 +58,14 @@ class PlacedDecoder:
     Resident units are given back as caches grow beyond what the budget leaves beside them.
     """
 
-    def __init__(
-        self, config: DecoderConfig, stages: Sequence[Stage], resources: Resources
-    ) -> None:
+    def __init__(self, config: DecoderConfig, resources: Resources) -> None:
         self.config = config
         self.load_s = resources.load_s  # seconds that reading the resident units took
-        self._stages = list(stages)
         self._res = resources
+        self._residency = resources.residency
         self._cpu, self._card = resources.cpu, resources.card
         self.ops: Ops = self._cpu.ops
+        stages = resources.residency.stages
         on_card = {s.layer for s in stages if s.kind == "attention" and s.where.on_gpu}
         self._on_card = frozenset(on_card)
         self._host_specs = [s for n, s in enumerate(config.attention) if n not in on_card]
@@ -79,7 +75,7 @@ class PlacedDecoder:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages with their present places."""
-        return tuple(self._stages)
+        return tuple(self._residency.stages)
 
     @property
     def trace(self) -> Trace:
@@ -129,9 +125,9 @@ class PlacedDecoder:
         """
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         self._res.before_pass()
-        self._make_room(batch)
+        self._make_room(batch, len(wanted))
         if not len(wanted):
-            head = [stage for stage in self._stages if stage.kind == "head"]
+            head = [stage for stage in self._residency.stages if stage.kind == "head"]
             for lane in self._lanes:
                 lane.skip(head)
         try:
@@ -144,6 +140,7 @@ class PlacedDecoder:
         for span in batch.spans:
             span.cache.advance(span.rows)
         self._passes += 1
+        self._residency.settle()
         return logits
 
     def close(self) -> None:
@@ -155,19 +152,12 @@ class PlacedDecoder:
 
         0 where that is not possible.
         """
-        names = self._res.budget.choose(self._stages, nbytes)
-        if not names:
-            return 0
-        freed = 0
-        for index, stage in enumerate(self._stages):
-            if stage.name in names and stage.where is Where.RAM:
-                freed += self._cpu.drop(stage.name)
-                self._stages[index] = replace(stage, where=Where.SSD)
-            elif stage.name in names:
-                freed += self._res.host.pop(stage.name).nbytes
-                self._stages[index] = replace(stage, where=Where.SSD_LINK)
-        self._cpu.stream([stage for stage in self._stages if stage.where.read])
-        return freed
+        return self._residency.give_back(nbytes)
+
+    @property
+    def reclaimable(self) -> int:
+        """Bytes of RAM that weights could give back."""
+        return self._residency.reclaimable
 
     # -- parts of a pass -------------------------------------------------------------------------
 
@@ -184,7 +174,7 @@ class PlacedDecoder:
     def _run(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> Logits:
         run = _Run(self._res, self.config, batch, check)
         at = self._cpu
-        for stage in self._stages:
+        for stage in self._residency.stages:
             if stage.kind == "head" and not len(wanted):
                 break
             if check is not None:
@@ -196,17 +186,15 @@ class PlacedDecoder:
             run.stage(lane, stage, wanted)
         return run.logits(len(wanted))
 
-    def _make_room(self, batch: Batch) -> None:
-        """Give units back for what the caches of this pass are about to grow by."""
+    def _make_room(self, batch: Batch, wanted: int) -> None:
+        """Give units back for what caches and logits of this pass are about to grow by."""
         held = sum(self._in_ram(cache) for cache in self._caches)
         growth = sum(
             max(0, self._grown(span.cache, span.rows) - self._in_ram(span.cache))
             for span in batch.spans
         )
-        resident = self._cpu.resident_nbytes + sum(d.nbytes for d in self._res.host.values())
-        missing = self._res.budget.missing(resident, held + growth)
-        if missing > 0 and self.give_back(missing) < missing:
-            raise self._res.budget.error(held + growth)
+        logits = 4 * self.config.vocab_size * max(0, wanted - 1)
+        self._residency.make_room(held + growth + logits)
 
     def _grown(self, cache: KVCache, rows: int) -> int:
         if isinstance(cache, SplitCache):
@@ -229,6 +217,7 @@ class _Run:
         self, resources: Resources, config: DecoderConfig, batch: Batch, check: Check | None
     ) -> None:
         self._res = resources
+        self._residency = resources.residency
         self._config = config
         self._batch = batch
         self._check = check
@@ -256,9 +245,11 @@ class _Run:
     def stage(self, lane: Lane, stage: Stage, wanted: npt.NDArray[np.intp]) -> None:
         """Compute one stage once its weights are there."""
         clock, ops, config = self._res.clock, lane.ops, self._config
-        part, there = lane.acquire(stage, self._check)
+        part, there, memory = lane.acquire(stage, self._check)
         ended: Mark = None
         try:
+            if memory is not None and lane.card is None:
+                self._res.residency.adopt(stage, memory)
             with ops.scope():
                 step = self._step(lane) if stage.kind == "attention" else None
                 started = clock.begin(lane.resource)

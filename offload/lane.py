@@ -116,11 +116,11 @@ class Lane:
         if self._reader is not None:
             self._reader.skip(stage.name for stage in stages)
 
-    def acquire(self, stage: Stage, check: Check | None) -> tuple[Part, Mark]:
-        """The stage's part, and the mark by which its weights are there."""
+    def acquire(self, stage: Stage, check: Check | None) -> tuple[Part, Mark, Any | None]:
+        """The stage's part, the mark by which its weights are there, its bytes in the ring."""
         part = self._parts.get(stage.name)
         if part is not None:
-            return part, None
+            return part, None, None
         assert self._reader is not None, "units are resident where nothing is streamed"
         memory, there = self._reader.acquire(stage.name, check)
         try:
@@ -128,7 +128,7 @@ class Lane:
                 self._verify(stage.unit, memory)
             if self.card is not None:
                 self.card.wait(there)
-            return self._part_at(stage, memory), there
+            return self._part_at(stage, memory), there, memory
         except BaseException:
             self._reader.release(stage.name)
             raise

@@ -25,6 +25,7 @@ from localrt.offload.lane import Lane, Verifier
 from localrt.offload.loading import read_units
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ram_budget import RamBudget
+from localrt.offload.residency import Residency
 from localrt.offload.ring import Ring
 from localrt.offload.row_table import RowTable
 from localrt.offload.sources import DiskSource, LinkSource
@@ -58,12 +59,14 @@ def open_pipeline(
     trace: Trace | None = None,
     verify: bool = True,
     stall_s: float = 60.0,
+    shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
     on_bytes: Callable[[int], None] | None = None,
 ) -> PlacedDecoder:
     """Load what is resident, start reading what is streamed.
 
     ``budget`` bounds the RAM of resident units and KV caches together, in bytes. ``card`` computes
     what the placement puts on a GPU, ``clock`` times it. ``files`` stands in for the store's own.
+    ``shortage`` is asked before each pass for bytes of RAM and VRAM to give back.
     ``on_bytes`` gets the bytes of resident units as they are read, and may raise.
 
     Raises:
@@ -78,10 +81,9 @@ def open_pipeline(
         resources = Resources(
             cpu=maker.cpu,
             card=maker.card_lane,
-            host=maker.host,
             embedding=maker.table,
             norms=maker.norms(),
-            budget=RamBudget(budget, placement.ram_ring),
+            residency=maker.residency(RamBudget(budget), shortage),
             clock=maker.clock,
             trace=trace,
             load_s=load_s,
@@ -90,7 +92,7 @@ def open_pipeline(
             ssd_bytes=maker.ssd_bytes,
             close=maker.held.close,
         )
-        return PlacedDecoder(config, maker.stages, resources)
+        return PlacedDecoder(config, resources)
     except BaseException:
         maker.held.close()
         raise
@@ -213,6 +215,11 @@ class _Maker:
                 builder = self._builder(self._card.ops, True, False)
                 norms["gpu"] = builder.final_norm(unit, data)
         return norms
+
+    def residency(self, budget: RamBudget, shortage: Callable[[], tuple[int, int]]) -> Residency:
+        """The places, as they are once everything is loaded."""
+        rings = self._placement.ram_ring, self._placement.vram_ring
+        return Residency(self.stages, self.cpu, self.card_lane, self.host, budget, rings, shortage)
 
     def abandon(self) -> None:
         """A pass ended early: nobody waits for what is on its way."""

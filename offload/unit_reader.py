@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,7 +63,7 @@ class _State:
 
     order: tuple[StoredUnit, ...] = ()
     cursor: int = 0  # of the unit that is leased next
-    skipped: frozenset[str] = frozenset()  # until the cursor comes round
+    skips: Counter[str] = field(default_factory=Counter)  # times that a unit is left out
     loads: deque[_Load] = field(default_factory=deque)  # oldest first
     draining: bool = False  # loads are dropped once nothing of them is in flight
     following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
@@ -119,17 +119,21 @@ class UnitReader:
             self._drop()
 
     def skip(self, names: Iterable[str]) -> None:
-        """Leave these units out, in this round only: the pass does not want them."""
+        """Leave each of these units out once: the pass does not want them.
+
+        Every pass acquires or skips each unit of the order, so that a unit which is there already
+        is the one of this pass, however many rounds the ring holds.
+        """
         with self._changed:
             state = self._state
-            wanted = frozenset(names)
-            if state.draining:  # all that is there goes, and a new round begins
-                state.skipped = wanted
-                return
-            there = {load.unit.name for load in state.loads}
-            for load in state.loads:
-                load.unwanted = load.unwanted or load.unit.name in wanted
-            state.skipped = wanted - there
+            order = state.order if state.following is None else state.following
+            for name in {unit.name for unit in order}.intersection(names):
+                load = None if state.draining else self._oldest(name)
+                if load is None:
+                    state.skips[name] += 1
+                else:
+                    load.unwanted = True
+                    load.lease.waiting.clear()
             self._sweep()
 
     def acquire(self, name: str, check: Check | None = None) -> tuple[Any, Mark]:
@@ -187,11 +191,16 @@ class UnitReader:
             raise CheckpointError("the model was closed while it was in use")
         if state.draining:
             return None
-        for load in state.loads:
+        load = self._oldest(name)
+        if load is None and not any(unit.name == name for unit in state.order):
+            raise ValueError(f"unit {name} is not among those that are read in each pass")
+        return load
+
+    def _oldest(self, name: str) -> _Load | None:
+        """The oldest load of ``name`` that no pass has taken or skipped."""
+        for load in self._state.loads:
             if load.unit.name == name and not load.unwanted and not load.used:
                 return load
-        if not any(unit.name == name for unit in state.order):
-            raise ValueError(f"unit {name} is not among those that are read in each pass")
         return None
 
     def _free(self, load: _Load, mark: Mark = None) -> None:
@@ -202,12 +211,13 @@ class UnitReader:
     def _sweep(self) -> None:
         """Free what nobody wants, as far as it has arrived."""
         for load in [load for load in self._state.loads if load.unwanted]:
-            if not load.in_flight and (load.done or not load.lease.waiting):
+            if not load.in_flight:
                 self._free(load)
 
     def _drop(self) -> None:
         state = self._state
-        state.draining, state.skipped = True, frozenset()
+        state.draining = True
+        state.skips.clear()
         for load in state.loads:
             load.lease.waiting.clear()
         self._finish_draining()
@@ -230,7 +240,8 @@ class UnitReader:
             return None
         last = state.loads[-1] if state.loads else None
         if last is None or not last.lease.waiting:
-            while (unit := state.order[state.cursor]).name in state.skipped:
+            while state.skips[(unit := state.order[state.cursor]).name]:
+                state.skips[unit.name] -= 1
                 self._advance()
             lease = self._ring.lease(unit.nbytes)
             if lease is None:
@@ -247,8 +258,6 @@ class UnitReader:
     def _advance(self) -> None:
         state = self._state
         state.cursor = (state.cursor + 1) % len(state.order)
-        if state.cursor == 0:
-            state.skipped = frozenset()
 
     # -- reader threads --------------------------------------------------------------------------
 

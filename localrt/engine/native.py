@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from localrt.engine.base import Check, EngineInfo, EngineSession, Forecast, Logits
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.models.decoder import Decoder
-from localrt.offload.placement import Where
 from localrt.offload.trace import PipelineCounts, Task
 from localrt.quant.ops.protocol import Batch, KVCache
 
@@ -105,8 +104,7 @@ class NativeEngine:
 
     def reclaimable(self) -> int:
         """Bytes of weights in RAM that would be streamed where caches need their room."""
-        stages = () if self._pipeline is None else self._pipeline.stages
-        return sum(stage.unit.nbytes for stage in stages if stage.where is Where.RAM)
+        return 0 if self._pipeline is None else self._pipeline.reclaimable
 
     def extend_batch(
         self,

@@ -31,6 +31,13 @@ class ScriptedSession:
         logits[self._script(len(self.tokens))] = 10.0
         return logits
 
+    def counts(self) -> None:
+        return None
+
+    @property
+    def forecast(self) -> None:
+        return None
+
     def trim(self, length: int) -> None:
         del self.tokens[length:]
 

@@ -1,0 +1,151 @@
+"""Which units stay in memory as a pipeline runs: given back as caches grow or memory runs short.
+
+What was given back is kept again when there is room, without an extra read: it passes through the
+ring anyway. All changes happen between passes. It moves units; it does not compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.offload.giving_back import choose_units
+from localrt.offload.lane import Lane
+from localrt.offload.placement import Where
+from localrt.offload.ram_budget import RamBudget
+from localrt.offload.stages import Stage
+from localrt.quant.ops.aligned import aligned_buffer
+
+__all__ = ["Residency"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Residency:
+    """The present place of every stage. ``host`` are the units in RAM that a card copies from.
+
+    ``rings`` are the bytes of the CPU's and the card's ring: larger units cannot pass through.
+    ``shortage`` says how many bytes of RAM, and of the card's memory, others need now.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        cpu: Lane,
+        card: Lane | None,
+        host: dict[str, Bytes],
+        budget: RamBudget,
+        rings: tuple[int, int],
+        shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self.stages = list(stages)
+        self._cpu, self._card, self._host = cpu, card, host
+        self._budget = budget
+        self._ram_ring, self._vram_ring = rings
+        self._shortage = shortage
+        self._withheld = 0  # bytes of the budget that others have needed
+        self._given: list[str] = []  # the latest last
+        self._adopting: dict[str, Bytes] = {}
+
+    @property
+    def ram_nbytes(self) -> int:
+        """Weights in RAM, without the ring."""
+        return self._cpu.resident_nbytes + sum(data.nbytes for data in self._host.values())
+
+    @property
+    def reclaimable(self) -> int:
+        """Bytes of RAM that could be given back."""
+        return sum(stage.unit.nbytes for stage in self._able())
+
+    def make_room(self, caches: int) -> None:
+        """Before a pass whose caches take ``caches`` bytes of RAM: give back what is missing.
+
+        Raises:
+            MemoryBudgetError: all that can be streamed would not be enough.
+        """
+        ram, vram = self._shortage()
+        if ram:
+            self._withheld += self.give_back(ram)
+        if vram:
+            self.give_back_card(vram)
+        missing = self._budget.missing(self.ram_nbytes, caches)
+        if missing > 0 and self.give_back(missing) < missing:
+            raise self._budget.error(caches)
+        self._choose_adopted(caches)
+
+    def adopt(self, stage: Stage, memory: Any) -> None:
+        """A unit is in the ring: copy it if it is to stay from now on."""
+        if stage.name in self._adopting:
+            data = aligned_buffer(stage.unit.nbytes)
+            data[:] = memory
+            self._adopting[stage.name] = data
+
+    def settle(self) -> None:
+        """After a pass: what was copied is resident, and no longer read."""
+        adopted = {name: data for name, data in self._adopting.items() if data.nbytes}
+        self._adopting.clear()
+        if not adopted:
+            return
+        for index, stage in enumerate(self.stages):
+            if stage.name in adopted:
+                self._given.remove(stage.name)
+                self.stages[index] = replace(stage, where=Where.RAM)
+                self._cpu.put(self.stages[index], adopted[stage.name])
+        self._schedule()
+
+    def give_back(self, nbytes: int) -> int:
+        """Stream units of at least ``nbytes`` of RAM from now on; 0 if that is not possible."""
+        return self._move(
+            choose_units(self.stages, nbytes, self._able()),
+            {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK},
+        )
+
+    def give_back_card(self, nbytes: int) -> int:
+        """The same of the card's memory: its units are then read and copied in each pass."""
+        limit = min(self._ram_ring, self._vram_ring)
+        able = [s for s in self.stages if s.where is Where.VRAM and s.unit.nbytes <= limit]
+        return self._move(choose_units(self.stages, nbytes, able), {Where.VRAM: Where.SSD_LINK})
+
+    def _able(self) -> list[Stage]:
+        return [
+            stage
+            for stage in self.stages
+            if stage.where in (Where.RAM, Where.LINK) and stage.unit.nbytes <= self._ram_ring
+        ]
+
+    def _move(self, names: frozenset[str], change: dict[Where, Where]) -> int:
+        freed = 0
+        for index, stage in enumerate(self.stages):
+            if stage.name not in names:
+                continue
+            self.stages[index] = replace(stage, where=change[stage.where])
+            if stage.where is Where.LINK:
+                freed += self._host.pop(stage.name).nbytes
+            else:
+                lane = self._card if stage.where is Where.VRAM else self._cpu
+                assert lane is not None, "VRAM is a card's"
+                freed += lane.drop(stage.name)
+            if stage.where is Where.RAM:
+                self._given.append(stage.name)
+        if names:
+            self._schedule()
+        return freed
+
+    def _schedule(self) -> None:
+        self._cpu.stream([stage for stage in self.stages if stage.where.read])
+        if self._card is not None:
+            self._card.stream([stage for stage in self.stages if stage.where.copied])
+
+    def _choose_adopted(self, caches: int) -> None:
+        """Of what was given back, the latest first, as much as there is room for now."""
+        self._adopting.clear()
+        room = self._budget.nbytes - self._withheld - self.ram_nbytes - caches
+        sizes = {stage.name: stage.unit.nbytes for stage in self.stages}
+        for name in reversed(self._given):
+            if sizes[name] <= room:
+                self._adopting[name] = np.empty(0, np.uint8)
+                room -= sizes[name]
