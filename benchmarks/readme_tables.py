@@ -4,7 +4,8 @@
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``bench-...`` names a JSON
 file of ``localrt bench``, ``kernels`` and ``passes-...`` those of the benchmarks of that name;
-``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``.
+``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``;
+``offload`` is made from ``offload.json``.
 ``--check`` changes nothing and fails when a table is not what its JSON says.
 """
 
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
 from benchmarks.kernel_tables import kernels_table, passes_table  # noqa: E402
+from benchmarks.offload_tables import offload_table  # noqa: E402
 from benchmarks.quality_tables import claims_list, full_tables, short_table  # noqa: E402
 from localrt.formatting import format_bytes, format_rate, format_seconds  # noqa: E402
 
@@ -62,7 +64,12 @@ def bench_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_KINDS = {"bench": bench_table, "kernels": kernels_table, "passes": passes_table}
+_KINDS = {
+    "bench": bench_table,
+    "kernels": kernels_table,
+    "passes": passes_table,
+    "offload": offload_table,
+}
 
 
 def _rated(result: dict[str, Any], peers: list[dict[str, Any]], key: str) -> str:

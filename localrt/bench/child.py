@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from localrt.bench.engines import BenchEngine, Launch, load_engine
+from localrt.bench.process_io import disk_bytes_read
 from localrt.errors import LocalrtError
 
 __all__ = ["main", "serve"]
@@ -29,7 +30,11 @@ def main() -> None:
 
 
 def serve(requests: TextIO, answers: TextIO, load: Callable[[Launch], BenchEngine]) -> None:
-    """Answer requests until there are none: first ``load``, then ``encode`` and ``generate``."""
+    """Answer requests until there are none: first ``load``, then the others.
+
+    ``encode`` answers token ids, ``generate`` the names of `Metrics` and ``decode_read_bytes``,
+    ``trace`` the events of the engine's pipeline since it was first asked, or None without one.
+    """
     engine: BenchEngine | None = None
     for request in _until_closed(requests):
         try:
@@ -40,12 +45,44 @@ def serve(requests: TextIO, answers: TextIO, load: Callable[[Launch], BenchEngin
                 raise LocalrtError("no engine is loaded")
             elif request["do"] == "encode":
                 answer = engine.encode(request["text"])
+            elif request["do"] == "trace":
+                answer = _trace(engine)
             else:
-                answer = engine.generate(request["prompt"], request["tokens"]).to_dict()
+                answer = _generate(engine, request["prompt"], request["tokens"])
         except (LocalrtError, MemoryError) as error:
             _send(answers, {"error": type(error).__name__, "message": str(error)})
         else:
             _send(answers, {"answer": answer})
+
+
+def _generate(engine: BenchEngine, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """One generation, with what the process read from disk: in all, and while it decoded."""
+    counts: list[int] = []
+
+    def count() -> None:
+        if (read := disk_bytes_read()) is not None:
+            counts.append(read)
+
+    count()
+    metrics = engine.generate(prompt, tokens, count).to_dict()
+    count()
+    if len(counts) < 3:  # not known on this system
+        return {**metrics, "decode_read_bytes": None}
+    started, first, ended = counts
+    if metrics["ssd_read_bytes"] is None:
+        metrics["ssd_read_bytes"] = ended - started
+    return {**metrics, "decode_read_bytes": ended - first}
+
+
+def _trace(engine: BenchEngine) -> list[dict[str, Any]] | None:
+    """Events on one clock, in seconds; None of an engine that keeps no trace."""
+    events = getattr(engine, "trace_events", None)
+    if events is None:
+        return None
+    return [
+        {"resource": resource, "name": name, "start_s": start, "end_s": end}
+        for resource, name, start, end in events()
+    ]
 
 
 def _until_closed(requests: TextIO) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ the library gets. Heavy imports happen inside `load_engine`, in the child alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,25 +17,39 @@ from localrt.errors import OptionError
 if TYPE_CHECKING:
     from localrt.api import Model
 
-__all__ = ["ENGINES", "BenchEngine", "Launch", "load_engine"]
+__all__ = ["ENGINES", "FROM_FOLDER", "BenchEngine", "Launch", "load_engine"]
 
-ENGINES = ("native", "llamacpp", "transformers")
+ENGINES = ("native", "llamacpp", "transformers", "accelerate", "airllm")
+
+_TRACED_TASKS = 200_000
+
+FROM_FOLDER = frozenset({"accelerate", "airllm"})
+"""Engines that read a Hugging Face folder in bf16 only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Which engine to load, and how. ``settings`` are the engine's own, by name."""
+    """Which engine to load, and how. ``settings`` are the engine's own, by name.
+
+    ``weights`` is the Hugging Face folder of an engine in ``FROM_FOLDER``. Budgets, device and the
+    cache's format are the native engine's; budgets are in bytes.
+    """
 
     engine: str
     path: str
     ctx: int
     threads: int | None = None
     format: str | None = None
+    device: str | None = None
+    gpu_memory: int | None = None
+    ram: int | None = None
+    kv_format: str | None = None
+    weights: str | None = None
     settings: Mapping[str, Any] | None = None
 
 
 class BenchEngine(Protocol):
-    """A loaded model that can be timed."""
+    """A loaded model that can be timed. One that keeps a trace has ``trace_events`` as well."""
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -44,8 +58,11 @@ class BenchEngine(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens."""
 
-    def generate(self, prompt: list[int], tokens: int) -> Metrics:
-        """Exactly ``tokens`` greedy tokens after ``prompt``, and what they cost."""
+    def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
+        """Exactly ``tokens`` greedy tokens after ``prompt``, and what they cost.
+
+        ``on_first`` is called once, when the first of them is known: decoding begins there.
+        """
 
 
 def load_engine(launch: Launch) -> BenchEngine:
@@ -55,24 +72,21 @@ def load_engine(launch: Launch) -> BenchEngine:
         LocalrtError: it is not installed, or cannot run this model.
     """
     if launch.engine == "native":
-        from localrt.api import load
-
-        return _LocalrtEngine(
-            load(
-                launch.path,
-                engine="native",
-                format=launch.format,
-                ctx=launch.ctx,
-                threads=launch.threads,
-                draft="off",
-            )
-        )
+        return _LocalrtEngine(_load_native(launch))
     if launch.engine == "llamacpp":
         return _LocalrtEngine(_load_llamacpp(launch))
     if launch.engine == "transformers":
         from localrt.bench.transformers_engine import TransformersEngine
 
         return TransformersEngine.load(Path(launch.path), threads=launch.threads)
+    if launch.engine in FROM_FOLDER:
+        from localrt.bench.streamer_engines import load_accelerate, load_airllm
+
+        path, weights = Path(launch.path), Path(launch.weights or launch.path)
+        if launch.engine == "airllm":
+            return load_airllm(path, weights, threads=launch.threads)
+        way = (launch.settings or {}).get("way", "layers on disk")
+        return load_accelerate(path, weights, way=way, threads=launch.threads)
     raise OptionError(f"unknown engine {launch.engine!r}: known are {', '.join(ENGINES)}")
 
 
@@ -86,11 +100,41 @@ class _LocalrtEngine:
     def encode(self, text: str) -> list[int]:
         return self._model.tokenize(text, add_special=False)
 
-    def generate(self, prompt: list[int], tokens: int) -> Metrics:
-        chunk = self._model.generate(
+    def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
+        stream = self._model.stream(
             token_ids=prompt, max_tokens=tokens, ignore_eos=True, temperature=0
         )
-        return chunk.metrics
+        last = next(stream)
+        on_first()
+        for last in stream:  # noqa: B007 - the last chunk is what we want
+            pass
+        return last.metrics
+
+    def trace_events(self) -> list[tuple[str, str, float, float]]:
+        """(resource, task, start, end) of the latest tasks; they are kept from the first call on.
+
+        Empty for an engine without a pipeline.
+        """
+        trace = getattr(self._model._parts.engine, "trace", None)
+        tasks = [] if trace is None else trace(_TRACED_TASKS)
+        return [(task.resource, task.name, task.start, task.end) for task in tasks]
+
+
+def _load_native(launch: Launch) -> Model:
+    from localrt.api import load
+
+    return load(
+        launch.path,
+        engine="native",
+        format=launch.format,
+        device=launch.device or "auto",
+        gpu_memory=launch.gpu_memory,
+        ram=launch.ram,
+        ctx=launch.ctx,
+        kv_format=launch.kv_format,
+        threads=launch.threads,
+        draft="off",
+    )
 
 
 def _load_llamacpp(launch: Launch) -> Model:

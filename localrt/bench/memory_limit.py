@@ -18,6 +18,7 @@ __all__ = ["MemoryLimit"]
 
 _V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 _V2 = ("memory.max", "memory.swap.max")
+_PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 
 
 class MemoryLimit:
@@ -61,6 +62,15 @@ class MemoryLimit:
     def add(self, pid: int) -> None:
         """Put a process, and all that it will allocate, under the limit."""
         (self._folder / "cgroup.procs").write_text(str(pid))
+
+    def peak(self) -> int | None:
+        """Most bytes that the group has held so far, page cache included; None where not known."""
+        for name in _PEAKS:
+            try:
+                return int((self._folder / name).read_text())
+            except (OSError, ValueError):  # the other version's name, or a kernel before 5.19
+                continue
+        return None
 
     def remove(self) -> None:
         """Remove the group; it must be empty."""

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from localrt.bench.memory_limit import MemoryLimit
+from localrt.bench.peers import peer_python
 from localrt.errors import LocalrtError
 
 __all__ = ["ChildError", "ChildProcess", "child_command"]
@@ -29,13 +30,16 @@ class ChildError(LocalrtError):
         self.kind = kind
 
 
-def child_command() -> list[str]:
-    """The command that starts a child of this very localrt, installed or in a checkout."""
+def child_command(engine: str = "native") -> list[str]:
+    """The command that starts a child of this very localrt, installed or in a checkout.
+
+    An engine that has an environment of its own runs there.
+    """
     root = str(Path(__file__).resolve().parents[2])
     start = (
         "import sys; sys.path.insert(0, sys.argv[1]); from localrt.bench.child import main; main()"
     )
-    return [sys.executable, "-c", start, root]
+    return [str(peer_python(engine) or sys.executable), "-c", start, root]
 
 
 class ChildProcess:

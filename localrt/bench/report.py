@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from localrt.bench.runner import BenchOptions, Outcome, Result, Skipped
+from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
+from localrt.bench.peers import PEERS
 from localrt.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.hardware import Machine
 
 __all__ = ["to_json", "to_table"]
 
 _BASELINE = "llamacpp"
-_EXTRAS = {"native": "torch", "llamacpp": "'localrt[llamacpp]'", "transformers": "'localrt[bench]'"}
+_EXTRAS = {"native": "torch", "llamacpp": "'localrt[llamacpp]'"}
+_BENCH_EXTRA = "'localrt[bench]'"
 
 
 def to_json(
@@ -36,7 +38,14 @@ def to_json(
         "tokens": options.workload.tokens,
         "runs": options.workload.runs,
         "memory_limit": options.memory_limit,
+        "ram": options.ram,
+        "gpu_memory": options.gpu_memory,
+        "device": options.device,
+        "ctx": options.ctx,
+        "kv_format": options.kv_format,
+        "threads": options.threads,
         "interleaved": outcome.interleaved,
+        "page_cache_dropped": outcome.page_cache,
         "results": [
             {
                 "engine": result.engine,
@@ -58,41 +67,84 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     best = _best(outcome.results)
     work = options.workload
     limit = f", at most {format_bytes(options.memory_limit)}" if options.memory_limit else ""
+    measured = any(result.samples for result in outcome.results)
+    runs = f", median of {work.runs}" if measured else ""
     heading = (
-        f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens, median of"
-        f" {work.runs}, on {machine.cpu.name} with {machine.cpu.usable_cores} threads{limit}"
+        f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens{runs}, on"
+        f" {machine.cpu.name} with {machine.cpu.usable_cores} threads{limit}"
     )
-    headers = ["engine", "setting", "prefill tok/s", "decode tok/s", "TTFT", "peak RAM"]
     prefill = _baseline(outcome.results, "prefill_tok_s")
     decode = _baseline(outcome.results, "decode_tok_s")
     compare = prefill is not None and any(r.engine != _BASELINE for r in outcome.results)
-    if compare:
-        headers.insert(3, f"/ {_BASELINE}")
-        headers.insert(5, f"/ {_BASELINE}")
     several = {r.engine for r in outcome.results if best[r.engine] is not r}
-    rows: list[list[str]] = []
-    for result in outcome.results:
-        metrics = result.metrics
-        star = " *" if result.engine in several and best[result.engine] is result else ""
-        row = [
-            result.engine,
-            result.setting + star,
-            format_rate(metrics["prefill_tok_s"]),
-            format_rate(metrics["decode_tok_s"]),
-            format_seconds(metrics["ttft_s"]),
-            "-" if metrics["peak_ram_bytes"] is None else format_bytes(metrics["peak_ram_bytes"]),
-        ]
-        if compare:
-            row.insert(3, _ratio(metrics["prefill_tok_s"], prefill))
-            row.insert(5, _ratio(metrics["decode_tok_s"], decode))
-        rows.append(row)
+
+    def engine(result: Result) -> str:
+        return result.engine + (" (simulated)" if result.metrics.get("simulated") else "")
+
+    def setting(result: Result) -> str:
+        star = result.engine in several and best[result.engine] is result
+        return result.setting + (" *" if star else "")
+
+    columns: list[tuple[str, Callable[[Result], str]]] = [
+        ("engine", engine),
+        ("setting", setting),
+        ("prefill tok/s", lambda r: format_rate(r.metrics["prefill_tok_s"])),
+        ("decode tok/s", lambda r: format_rate(r.metrics["decode_tok_s"])),
+        *(column for name, column in _DETAILS.items() if _any(outcome.results, name)),
+        ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
+        ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
+    ]
+    if _any(outcome.results, "peak_cgroup_bytes"):
+        columns.append(("with page cache", lambda r: _size(r.metrics["peak_cgroup_bytes"])))
+    if compare:
+        against = f"/ {_BASELINE}"
+        columns.insert(3, (against, lambda r: _ratio(r.metrics["prefill_tok_s"], prefill)))
+        columns.insert(5, (against, lambda r: _ratio(r.metrics["decode_tok_s"], decode)))
+    headers = [header for header, _ in columns]
+    rows = [[cell(result) for _, cell in columns] for result in outcome.results]
     rows += [[skip.engine, _why(skip)] for skip in outcome.skipped]
     lines = [heading, "", table(rows, headers, "ll".ljust(len(headers), "r"))]
     if several:
         lines.append("* the engine's best setting for this workload")
     if compare:
         lines.append(f"/ {_BASELINE}: against its best figure in the column")
+    if any(result.metrics.get("simulated") for result in outcome.results):
+        lines.append("simulated: reckoned for a card, not measured on one")
     return "\n".join(lines)
+
+
+def _any(results: Sequence[Result], name: str) -> bool:
+    """Whether a column has anything to say: some engine reads 0 bytes, but not all."""
+    return any(result.metrics.get(name) for result in results)
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}%"
+
+
+# Columns that stand only where a result has them.
+_DETAILS: Mapping[str, tuple[str, Callable[[Result], str]]] = {
+    "predicted_tok_s": (
+        "predicted",
+        lambda r: format_rate(r.metrics.get("predicted_tok_s")),
+    ),
+    "pipeline_efficiency": (
+        "pipeline busy",
+        lambda r: _percent(r.metrics.get("pipeline_efficiency")),
+    ),
+    "read_bytes_per_token": (
+        "read/token",
+        lambda r: _size(r.metrics.get("read_bytes_per_token")),
+    ),
+    "peak_vram_bytes": (
+        "peak VRAM",
+        lambda r: _size(r.metrics.get("peak_vram_bytes")),
+    ),
+}
 
 
 def _best(results: Sequence[Result]) -> dict[str, Result]:
@@ -116,5 +168,7 @@ def _ratio(value: float, baseline: float | None) -> str:
 
 def _why(skip: Skipped) -> str:
     if skip.missing:
-        return f"not installed: pip install {_EXTRAS[skip.engine]}"
+        if skip.engine in PEERS:
+            return f"not installed: python -m localrt.bench.peers {skip.engine}"
+        return f"not installed: pip install {_EXTRAS.get(skip.engine, _BENCH_EXTRA)}"
     return f"{skip.setting}: {skip.reason}" if skip.setting else skip.reason

@@ -1,94 +1,55 @@
 """Run a workload on several engines, fairly, and collect every sample.
 
 With room for all models at once the engines take turns run by run, so that whatever else happens on
-the machine hits all of them alike; else they run one after another. Each is warmed up first. This
-module does not load models itself, and does not print.
+the machine hits all of them alike; else, and whenever one of them reads its weights while it runs,
+they run one after another, and no engine finds in the page cache what another has read. Each is
+warmed up first. This module does not load models itself, and does not print.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from localrt.bench.engines import Launch
+from localrt.bench.engines import FROM_FOLDER, Launch
+from localrt.bench.hf_folder import hf_folder
 from localrt.bench.memory_limit import MemoryLimit
+from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
+from localrt.bench.page_cache import drop_from_cache, model_files
 from localrt.bench.process import ChildError, ChildProcess, child_command
-from localrt.bench.workload import Workload, make_prompts
-from localrt.errors import OptionError
+from localrt.bench.workload import make_prompts
+from localrt.errors import LocalrtError, OptionError
 from localrt.offload.budget import memory_state
 
 __all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
 
-_LLAMACPP_SETTINGS: Mapping[str, Mapping[str, bool]] = {
-    "repacked": {"repack": True, "flash_attention": False},
-    "repacked, flash attention": {"repack": True, "flash_attention": True},
-    "plain": {"repack": False, "flash_attention": False},
-    "plain, flash attention": {"repack": False, "flash_attention": True},
+# Several settings of an engine are measured, and its best counts.
+_SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "llamacpp": {
+        "repacked": {"repack": True, "flash_attention": False},
+        "repacked, flash attention": {"repack": True, "flash_attention": True},
+        "plain": {"repack": False, "flash_attention": False},
+        "plain, flash attention": {"repack": False, "flash_attention": True},
+    },
+    "accelerate": {
+        "layers on disk": {"way": "layers on disk"},
+        "disk_offload": {"way": "disk_offload"},
+    },
 }
 
 # Peak memory of a process as a multiple of the model's files, generously: what may run together.
 _MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5, "transformers": 12.0}
 _PROCESS_BYTES = 500 << 20
 
-_MEDIANS = ("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """What to run. ``memory_limit`` is in bytes, for each engine's process."""
-
-    path: Path
-    engines: Sequence[str]
-    workload: Workload = field(default_factory=Workload)
-    memory_limit: int | None = None
-    threads: int | None = None
-    format: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One engine and setting: medians by the names of `Metrics`, and every sample behind them.
-
-    Peak memory is that of loading and of the warm-up: what one generation takes.
-    """
-
-    engine: str
-    setting: str
-    metrics: Mapping[str, Any]
-    samples: Sequence[Mapping[str, Any]]
-    load_s: float
-    info: Mapping[str, Any]
-
-    @property
-    def workload_s(self) -> float:
-        """Seconds of the whole workload, by the medians: what the best setting is chosen by."""
-        later = self.metrics["completion_tokens"] - 1
-        return float(self.metrics["ttft_s"] + later * self.metrics["tpot_s"])
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """An engine, or one setting of it, that did not run. ``missing``: it is not installed."""
-
-    engine: str
-    setting: str
-    reason: str
-    missing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of it, in the order asked for."""
-
-    results: Sequence[Result]
-    skipped: Sequence[Skipped]
-    interleaved: bool
+_MEDIANS = (
+    *("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s"),
+    *("pipeline_efficiency", "ceiling_tok_s", "predicted_tok_s", "ssd_read_bytes", "link_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +64,10 @@ class _Running:
     child: ChildProcess
     info: Mapping[str, Any]
     load_s: float
+    limit: MemoryLimit | None = None
     peak_ram_bytes: int | None = None
+    peak_cgroup_bytes: int | None = None
+    trace: list[Mapping[str, Any]] | None = None
     samples: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
@@ -124,25 +88,30 @@ def run_bench(
     Raises:
         LocalrtError: a memory limit was asked for and cannot be set.
     """
-    return _Bench(options, notify, command or child_command()).run()
+    return _Bench(options, notify, command).run()
 
 
 class _Bench:
     def __init__(
-        self, options: BenchOptions, notify: Callable[[str], None], command: Sequence[str]
+        self,
+        options: BenchOptions,
+        notify: Callable[[str], None],
+        command: Sequence[str] | None,
     ) -> None:
         self._options = options
         self._notify = notify
         self._command = command
         self._prompts: list[list[int]] | None = None
         self._skipped: list[Skipped] = []
+        self._folder: Path | None = None
+        self._dropped: str | None = None
 
     def run(self) -> Outcome:
         candidates = list(_candidates(self._options))
         together = len(candidates) > 1 and _fit_together(self._options, candidates)
         groups = [candidates] if together else [[candidate] for candidate in candidates]
         results = [result for group in groups for result in self._run_group(group)]
-        return Outcome(results, self._skipped, interleaved=together)
+        return Outcome(results, self._skipped, together, self._dropped)
 
     def _run_group(self, group: Sequence[_Candidate]) -> list[Result]:
         """Load, warm up and run the members of a group in turns; those that fail drop out."""
@@ -158,17 +127,25 @@ class _Bench:
 
     def _start(self, candidate: _Candidate, children: ExitStack) -> _Running | None:
         engine, options = candidate.launch.engine, self._options
-        if any(skip.missing and skip.engine == engine for skip in self._skipped):
-            return None
+        if any(skip.engine == engine and not skip.setting for skip in self._skipped):
+            return None  # the engine as a whole cannot
+        launch = candidate.launch
+        if engine in FROM_FOLDER:
+            folder = self._weights(engine)
+            if folder is None:
+                return None
+            launch = replace(launch, weights=str(folder))
         self._notify(f"loading {_name(engine, candidate.setting)}")
         limit = None
         if options.memory_limit is not None:
             limit = MemoryLimit.create(options.memory_limit)
-            _drop_from_cache(options.path)
-        child = children.enter_context(ChildProcess(self._command, limit))
+            self._drop_cache()
+            children.callback(self._drop_cache)
+        command = self._command or child_command(engine)
+        child = children.enter_context(ChildProcess(command, limit))
         started = time.perf_counter()
         try:
-            info = child.ask("load", launch=asdict(candidate.launch))
+            info = child.ask("load", launch=asdict(launch))
         except ChildError as error:
             self._skip(engine, candidate.setting, error)
             return None
@@ -178,19 +155,66 @@ class _Bench:
                 f"{options.workload.prompt_tokens} prompt and {options.workload.tokens} answer "
                 f"tokens do not fit the model's context of {trained}"
             )
-        return _Running(candidate, child, info, time.perf_counter() - started)
+        return _Running(candidate, child, info, time.perf_counter() - started, limit)
+
+    def _weights(self, engine: str) -> Path | None:
+        """The folder that peers read, made if need be; None, and said, when there is none."""
+        if self._folder is None:
+            options = self._options
+            try:
+                if options.cache is None and not options.path.is_dir():
+                    raise LocalrtError("no folder for the weights that it needs: set a cache")
+                cache = options.cache or options.path
+                self._folder = hf_folder(options.path, cache, notify=self._notify)
+            except LocalrtError as error:
+                self._skipped.append(Skipped(engine, "", str(error), kind=type(error).__name__))
+        return self._folder
+
+    def _drop_cache(self) -> None:
+        others = [folder for folder in (self._folder, self._store()) if folder is not None]
+        self._dropped = drop_from_cache([self._options.path, *others])
+
+    def _store(self) -> Path | None:
+        """The packed form that the native engine streams from, if it has made one."""
+        from localrt.models.checkpoints import open_checkpoint
+        from localrt.offload.store.cached import store_folder
+
+        if self._options.stores is None:
+            return None
+        try:
+            with closing(open_checkpoint(self._options.path)) as checkpoint:
+                folder = store_folder(checkpoint, self._options.stores)
+        except LocalrtError:  # not a model that it can run
+            return None
+        return folder if folder.is_dir() else None
 
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
-            child = running.child
-            self._prompts = make_prompts(
-                self._options.workload, lambda text: list(child.ask("encode", text=text))
-            )
+            self._prompts = make_prompts(self._options.workload, self._encoder(running.child))
         self._notify(f"warming up {_name(running.candidate.launch.engine, running.setting)}")
         running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
 
+    def _encoder(self, child: ChildProcess) -> Callable[[str], list[int]]:
+        """The model's tokenizer, here: a vocabulary would count as an engine's memory."""
+        from localrt.models.checkpoints import open_checkpoint
+        from localrt.models.tokenizers import load_tokenizer
+
+        try:
+            with closing(open_checkpoint(self._options.path)) as checkpoint:
+                tokenizer = load_tokenizer(checkpoint)
+        except LocalrtError:  # of a kind that the engine may know
+            return lambda text: list(child.ask("encode", text=text))
+        return lambda text: tokenizer.encode(text, add_special=False)
+
     def _time(self, running: _Running, index: int) -> None:
+        last = index == self._options.workload.runs
+        traced = last and self._options.trace and running.candidate.launch.engine == "native"
+        before = running.child.ask("trace") if traced else None  # recording begins when asked for
         running.samples.append(self._generate(running, index))
+        if traced:
+            running.trace = _new_events(before, running.child.ask("trace"))
+        if running.limit is not None:
+            running.peak_cgroup_bytes = running.limit.peak()
 
     def _generate(self, running: _Running, index: int) -> Mapping[str, Any]:
         assert self._prompts is not None
@@ -211,33 +235,55 @@ class _Bench:
 
     def _skip(self, engine: str, setting: str, error: ChildError) -> None:
         missing = error.kind == "MissingExtraError"
-        self._skipped.append(Skipped(engine, "" if missing else setting, str(error), missing))
+        setting = "" if missing else setting
+        self._skipped.append(Skipped(engine, setting, str(error), missing, error.kind))
 
 
 def _candidates(options: BenchOptions) -> Iterator[_Candidate]:
-    workload = options.workload
     for engine in options.engines:
-        settings: Mapping[str, Mapping[str, bool]] = {"": {}}
-        if engine == "llamacpp":
-            settings = _LLAMACPP_SETTINGS
-        for setting, values in settings.items():
-            launch = Launch(
-                engine=engine,
-                path=str(options.path),
-                ctx=workload.prompt_tokens + workload.tokens,
-                threads=options.threads,
-                format=options.format if engine == "native" else None,
-                settings=values,
-            )
-            yield _Candidate(setting, launch)
+        if engine == "native":
+            yield from _native_candidates(options)
+            continue
+        chosen = (options.settings or {}).get(engine)
+        for setting, values in _SETTINGS.get(engine, {"": {}}).items():
+            if chosen is None or setting in chosen:
+                yield _Candidate(setting, replace(_launch(engine, options), settings=values))
+
+
+def _native_candidates(options: BenchOptions) -> Iterator[_Candidate]:
+    launch = replace(
+        _launch("native", options),
+        format=options.format,
+        device=options.device,
+        gpu_memory=options.gpu_memory,
+        ram=options.ram,
+        kv_format=options.kv_format,
+    )
+    for variant, values in (options.variants or {"": {}}).items():
+        yield _Candidate(variant, replace(launch, **values))
+
+
+def _launch(engine: str, options: BenchOptions) -> Launch:
+    needed = options.workload.prompt_tokens + options.workload.tokens
+    return Launch(
+        engine=engine,
+        path=str(options.path),
+        ctx=options.ctx or needed,
+        threads=options.threads,
+    )
 
 
 def _result(running: _Running) -> Result:
     samples = running.samples
     metrics = dict(samples[-1])
     for name in _MEDIANS:
-        metrics[name] = median(sample[name] for sample in samples)
+        metrics[name] = _median(samples, name)
+    reads = _median(samples, "decode_read_bytes")
+    steps = metrics["completion_tokens"] - 1  # decoding begins at the first token
+    metrics.pop("decode_read_bytes", None)
+    metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
     metrics["peak_ram_bytes"] = running.peak_ram_bytes
+    metrics["peak_cgroup_bytes"] = running.peak_cgroup_bytes
     return Result(
         engine=running.candidate.launch.engine,
         setting=running.setting,
@@ -245,7 +291,24 @@ def _result(running: _Running) -> Result:
         samples=samples,
         load_s=running.load_s,
         info=running.info,
+        trace=running.trace,
     )
+
+
+def _median(samples: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Of those samples that have it."""
+    known = [value for sample in samples if (value := sample.get(name)) is not None]
+    return median(known) if known else None
+
+
+def _new_events(
+    before: Sequence[Mapping[str, Any]] | None, after: list[Mapping[str, Any]] | None
+) -> list[Mapping[str, Any]] | None:
+    """Those that began after all of ``before`` had ended; None without a trace."""
+    if after is None:
+        return None
+    seen = max((event["end_s"] for event in before or ()), default=float("-inf"))
+    return [event for event in after if event["start_s"] >= seen]
 
 
 def _name(engine: str, setting: str) -> str:
@@ -256,30 +319,12 @@ def _fit_together(options: BenchOptions, candidates: Sequence[_Candidate]) -> bo
     """Whether all models may be loaded at once.
 
     Never under a memory limit: the page cache of a file is charged to whoever reads it first, and
-    the others would have it for free.
+    the others would have it for free. Nor where one streams: its reading would be another's cache.
     """
-    if options.memory_limit is not None:
+    if options.memory_limit is not None or options.ram is not None:
         return False
-    size = sum(path.stat().st_size for path in _files(options.path))
+    if any(candidate.launch.engine in FROM_FOLDER for candidate in candidates):
+        return False
+    size = sum(path.stat().st_size for path in model_files(options.path))
     needed = sum(size * _MEMORY_FACTOR[c.launch.engine] + _PROCESS_BYTES for c in candidates)
     return needed < memory_state().available
-
-
-def _files(path: Path) -> list[Path]:
-    """The files of a model: those of its folder, or all parts of a split GGUF."""
-    if path.is_dir():
-        return [file for file in path.iterdir() if file.is_file()]
-    stem, separator, rest = path.name.partition("-00001-of-")
-    return sorted(path.parent.glob(f"{stem}-*-of-{rest}")) if separator else [path]
-
-
-def _drop_from_cache(path: Path) -> None:
-    """Let the next reader of the model read the disk, and be charged for it."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for file in _files(path):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

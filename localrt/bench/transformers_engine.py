@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from localrt.bench.greedy import generate_greedily
 from localrt.engine.types import Metrics
 from localrt.errors import MissingExtraError, UnsupportedModelError
 
-__all__ = ["TransformersEngine"]
+__all__ = ["TransformersEngine", "require", "set_up_torch"]
+
+
+def require(engine: str, *packages: str) -> None:
+    """Say what an engine of the ``bench`` extra lacks.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(
+                f"the {engine} engine needs {package}: pip install 'localrt[bench]'"
+            )
+
+
+def set_up_torch(threads: int | None) -> None:
+    """Threads of the CPU, and no talk from transformers."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 class TransformersEngine:
@@ -38,18 +62,11 @@ class TransformersEngine:
             MissingExtraError: transformers, torch or accelerate is not installed.
             UnsupportedModelError: transformers cannot read this model.
         """
-        for package in ("transformers", "torch", "accelerate"):  # the last to read GGUF files
-            if find_spec(package) is None:
-                raise MissingExtraError(
-                    f"the transformers engine needs {package}: pip install 'localrt[bench]'"
-                )
+        require("transformers", "transformers", "torch", "accelerate")  # the last for GGUF files
         import torch
         import transformers
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        if threads is not None:
-            torch.set_num_threads(threads)
+        set_up_torch(threads)
         place, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -70,35 +87,6 @@ class TransformersEngine:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def generate(self, prompt: list[int], tokens: int) -> Metrics:
-        """The plain greedy loop: one pass over the prompt, then one token a pass."""
-        import torch
-
-        from localrt.offload.memory import peak_rss
-
-        with torch.inference_mode():
-            started = time.perf_counter()
-            step = torch.tensor([prompt])  # (batch, tokens)
-            output = self._model(step, use_cache=True, logits_to_keep=1)
-            prefilled = first = time.perf_counter()
-            for index in range(tokens):
-                step = output.logits[:, -1].argmax(-1, keepdim=True)  # (batch, 1)
-                token = step.item()
-                if index == 0:
-                    first = time.perf_counter()
-                if index + 1 < tokens:
-                    cache = output.past_key_values
-                    output = self._model(step, past_key_values=cache, logits_to_keep=1)
-            ended = time.perf_counter()
-        assert isinstance(token, int)
-        per_token = (ended - first) / (tokens - 1)
-        return Metrics(
-            prompt_tokens=len(prompt),
-            completion_tokens=tokens,
-            ttft_s=first - started,
-            tpot_s=per_token,
-            prefill_tok_s=len(prompt) / (prefilled - started),
-            decode_tok_s=1 / per_token,
-            peak_ram_bytes=peak_rss(),
-            exactness="approximate",
-        )
+    def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
+        """The plain greedy loop."""
+        return generate_greedily(self._model, prompt, tokens, on_first)

@@ -8,15 +8,20 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localrt.cli.model_options import DEMO_MODEL
-from localrt.errors import LocalrtError
+from localrt.errors import LocalrtError, OptionError
+
+if TYPE_CHECKING:
+    from localrt.bench.outcome import BenchOptions, Outcome
+    from localrt.settings import Settings
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "measure engines side by side on one model"
 
-_PACKAGES = ("torch", "llama-cpp-python", "transformers", "numpy")
+_PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_engines,
         default=("native", "llamacpp"),
         metavar="LIST",
-        help="comma-separated: native, llamacpp, transformers (default: native,llamacpp)",
+        help="comma-separated: native, llamacpp, transformers, accelerate, airllm "
+        "(default: native,llamacpp)",
     )
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="default: 512")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="default: 128")
@@ -40,20 +46,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-limit", metavar="SIZE", help="hard limit for each engine's process, like 1GB"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine")
-    parser.add_argument("--format", choices=("bf16", "f32"), help="format of the native engine")
+    parser.add_argument("--ctx", type=int, metavar="TOKENS", help="context of every engine")
+    native = parser.add_argument_group("the native engine")
+    native.add_argument("--format", choices=("bf16", "f32"), help="format to compute in")
+    native.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
+    native.add_argument("--gpu-memory", metavar="SIZE", help="most GPU memory to use, like 8GB")
+    native.add_argument("--device", help="cpu, cuda, auto, or a virtual card")
+    native.add_argument("--kv-format", metavar="F", help="format of the KV cache")
+    native.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write its pipeline's tasks for Perfetto"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 when no engine could run."""
     from localrt import hardware
+    from localrt.bench.card_mode import wants_card
+    from localrt.bench.outcome import BenchOptions
     from localrt.bench.report import to_json, to_table
-    from localrt.bench.runner import BenchOptions, run_bench
+    from localrt.bench.runner import run_bench
     from localrt.bench.workload import Workload
     from localrt.offload.budget import parse_size
+    from localrt.settings import Settings
 
-    limit = None if args.memory_limit is None else parse_size(args.memory_limit)
+    def size(text: str | None) -> int | None:
+        return None if text is None else parse_size(text)
+
+    limit, ram, gpu_memory = size(args.memory_limit), size(args.ram), size(args.gpu_memory)
     workload = Workload(args.prompt_tokens, args.tokens, args.runs)
+    settings = Settings.from_environment()
     name, path = _resolve(args.model)
     options = BenchOptions(
         path=path,
@@ -62,7 +84,17 @@ def run(args: argparse.Namespace) -> int:
         memory_limit=limit,
         threads=args.threads,
         format=args.format,
+        device=args.device,
+        gpu_memory=gpu_memory,
+        ram=ram,
+        kv_format=args.kv_format,
+        ctx=args.ctx,
+        cache=settings.cache_dir / "bench",
+        stores=settings.data_dir / "stores",
+        trace=args.trace is not None,
     )
+    if wants_card(options) and "native" in options.engines:
+        return _simulate(args, options, name, settings)
     machine = hardware.probe()
     floor = hardware.measure_memory_read(args.threads or machine.cpu.usable_cores)
     machine = replace(machine, memory_read_bytes_s=floor)
@@ -81,8 +113,55 @@ def run(args: argparse.Namespace) -> int:
         print(to_table(outcome, options, name=name, machine=machine))
     if not outcome.results:
         reasons = "; ".join(f"{skip.engine}: {skip.reason}" for skip in outcome.skipped)
-        raise LocalrtError(f"no engine could run: {reasons}")
+        misused = all(skip.kind == "OptionError" for skip in outcome.skipped)
+        kind = OptionError if misused and outcome.skipped else LocalrtError
+        raise kind(f"no engine could run: {reasons}")
+    if args.trace is not None:
+        _write_trace(args.trace, outcome, name)
     return 0
+
+
+def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where: Settings) -> int:
+    """Print what a named card would do; no engine runs."""
+    from localrt import hardware
+    from localrt.bench.card_mode import simulate_card
+    from localrt.bench.report import to_json, to_table
+
+    _notify("no GPU here: planning for a named card, running nothing")
+    if args.trace is not None:
+        raise OptionError("--trace records a run, and without a GPU --gpu-memory runs nothing")
+    run = simulate_card(options, where)
+    machine = hardware.probe()
+    if args.json:
+        report = to_json(
+            run.outcome,
+            options,
+            name=name,
+            machine=machine,
+            versions=_versions(),
+            command=shlex.join(["localrt", *sys.argv[1:]]),
+        )
+        print(json.dumps({**report, "runs": 0, **run.to_dict()}, indent=2))
+    else:
+        print(run.text)
+        print()
+        print(to_table(run.outcome, options, name=name, machine=machine))
+    return 0
+
+
+def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
+    """The native engine's tasks; an error where there are none, as with a resident model."""
+    from localrt.bench.trace import write_trace
+
+    for result in outcome.results:
+        if result.trace:
+            write_trace(path, result.trace, process=f"localrt {name}")
+            _notify(f"wrote {len(result.trace)} tasks to {path}: open it at ui.perfetto.dev")
+            return
+    raise LocalrtError(
+        f"{path} was not written: there are no tasks where a model runs without the offloading "
+        "pipeline; give a --ram, --gpu-memory or --memory-limit that it does not fit"
+    )
 
 
 def _engines(text: str) -> tuple[str, ...]:
@@ -107,7 +186,9 @@ def _resolve(model: str) -> tuple[str, Path]:
         resolved = resolve(model, settings=Settings.from_environment(), progress=line)
     finally:
         line.close()
-    return resolved.name, resolved.path
+    # File names only: results are made to be passed on.
+    name = resolved.path.name if Path(resolved.name).exists() else resolved.name
+    return name, resolved.path
 
 
 def _versions() -> dict[str, str]:

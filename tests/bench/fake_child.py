@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from localrt.bench import child
@@ -11,19 +12,25 @@ from localrt.bench.engines import BenchEngine, Launch
 from localrt.engine.types import Metrics
 from localrt.errors import MissingExtraError, UnsupportedModelError
 
-SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5}
+SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5, "accelerate": 0.2, "airllm": 0.1}
 
 
 class FakeEngine:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._calls = 0
-        self.info: Mapping[str, Any] = {"format": "q8", "pid": os.getpid()}
+        self.info: Mapping[str, Any] = {
+            "format": "q8",
+            "pid": os.getpid(),
+            "launch": asdict(launch),
+        }
+        if launch.ram is not None:
+            self.trace_events = self._trace_events
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def generate(self, prompt: list[int], tokens: int) -> Metrics:
+    def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
         behaviour = os.path.basename(self._launch.path)  # noqa: PTH119
         if behaviour == "slow":
             time.sleep(60)
@@ -31,6 +38,9 @@ class FakeEngine:
             print("the engine caught fire", file=sys.stderr)
             os._exit(3)
         print("chatter that must not reach the protocol")
+        on_first()
+        if behaviour == "reads":
+            read_past_the_cache(self._launch.path)
         self._calls += 1
         # Plain weights are twice as fast here; and the runs get slower, so that medians matter.
         speed = SPEED[self._launch.engine] * (
@@ -45,7 +55,20 @@ class FakeEngine:
             decode_tok_s=10 * speed,
             peak_ram_bytes=1_000_000 * self._calls,
             exactness="approximate",
+            predicted_tok_s=None if self._launch.ram is None else 21.0,
+            pipeline_efficiency=None if self._launch.ram is None else 0.97,
+            simulated=self._launch.device == "virtual:8GB",
         )
+
+    def _trace_events(self) -> list[tuple[str, str, float, float]]:
+        """One task for each generation so far."""
+        return [("ssd", f"layer {call}", call, call + 0.5) for call in range(self._calls)]
+
+
+def read_past_the_cache(path: str) -> None:
+    with open(path, "rb") as file:  # noqa: PTH123
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.read()
 
 
 def load(launch: Launch) -> BenchEngine:

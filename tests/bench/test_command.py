@@ -36,6 +36,20 @@ def test_json_is_the_only_thing_on_stdout() -> None:
     assert "run 1 of 1" in done.stderr
 
 
+@pytest.mark.real
+def test_a_trace_that_nothing_was_recorded_for_is_an_error_after_the_results(
+    tmp_path: Path,
+) -> None:
+    sizes = ["--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
+    trace = tmp_path / "trace.json"
+    path = str(real_model("smollm2"))
+    done = _bench(path, "--engines", "native", *sizes, "--trace", str(trace))
+    assert done.returncode == 1
+    assert "native" in done.stdout
+    assert "trace.json was not written" in done.stderr
+    assert not trace.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -43,6 +57,9 @@ def test_json_is_the_only_thing_on_stdout() -> None:
         (["--engines", ","], 2, "no engine"),
         (["--runs", "0"], 2, "runs must be at least 1"),
         (["--memory-limit", "lots"], 2, "not a size"),
+        (["--ram", "much"], 2, "not a size"),
+        (["--gpu-memory", "0"], 2, "above zero"),
+        (["--ctx", "100"], 2, "must be at least 640"),
         (["no/such/file.gguf"], 1, "no/such/file.gguf"),
         (["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
     ],

@@ -34,6 +34,14 @@ def test_a_group_is_made_below_the_nearest_visible_one(
     assert (folder / "cgroup.procs").read_text() == "4321"
 
 
+@pytest.mark.parametrize("name", ["memory.peak", "memory.max_usage_in_bytes"])
+def test_the_peak_is_what_either_version_says(tmp_path: Path, name: str) -> None:
+    limit = MemoryLimit(tmp_path)
+    assert limit.peak() is None
+    (tmp_path / name).write_text("123456\n")
+    assert limit.peak() == 123456
+
+
 def test_without_control_groups_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(LocalrtError, match="systemd-run"):
         MemoryLimit.create(5_000_000, tmp_path)
@@ -55,5 +63,6 @@ def test_a_real_group_limits_and_is_removed() -> None:
     limit.add(child.pid)
     child.communicate(b"\n")
     assert child.returncode != 0
+    assert 50 << 20 < (limit.peak() or 0) <= 64 << 20
     limit.remove()
     assert not limit._folder.exists()

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from localrt.bench.outcome import BenchOptions, Outcome
 from localrt.bench.process import ChildError, ChildProcess
+from localrt.bench.process_io import disk_bytes_read
 from localrt.bench.report import to_json, to_table
-from localrt.bench.runner import BenchOptions, Outcome, run_bench
+from localrt.bench.runner import run_bench
 from localrt.bench.workload import Workload
 from localrt.engine.types import Metrics
-from localrt.errors import LocalrtError
+from localrt.errors import LocalrtError, OptionError
 from localrt.hardware import probe
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +148,128 @@ def test_a_limit_that_cannot_be_set_is_one_clear_error(
     monkeypatch.setattr(memory_limit, "_parents", lambda root: iter(()))
     with pytest.raises(LocalrtError, match="cannot limit memory to 500 MB"):
         _run(_options(tmp_path, "good", "native", memory_limit=500_000_000))
+
+
+def test_budgets_reach_the_native_engine_alone(tmp_path: Path) -> None:
+    more = {"ram": 10**9, "gpu_memory": 2 * 10**9, "device": "cpu", "kv_format": "int8", "ctx": 99}
+    outcome = _run(_options(tmp_path, "good", "native transformers", **more))
+    assert not outcome.interleaved  # what one streams, another must not find in the cache
+    native, peer = (result.info["launch"] for result in outcome.results)
+    assert {name: native[name] for name in more} == more
+    assert {name: peer[name] for name in more} == {**dict.fromkeys(more), "ctx": 99}
+    with pytest.raises(OptionError, match="must be at least 25"):
+        _options(tmp_path, "good", "native", ctx=24)
+
+
+def test_variants_and_settings_choose_what_is_measured(tmp_path: Path) -> None:
+    options = _options(
+        tmp_path,
+        "good",
+        "native llamacpp",
+        variants={"resident": {}, "pipeline": {"ram": 10**9}},
+        settings={"llamacpp": ["plain"]},
+    )
+    outcome = _run(options)
+    names = [(result.engine, result.setting) for result in outcome.results]
+    assert names == [("native", "resident"), ("native", "pipeline"), ("llamacpp", "plain")]
+    assert [r.info["launch"]["ram"] for r in outcome.results] == [None, 10**9, None]
+
+
+def test_peers_that_stream_get_a_folder_and_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localrt.bench import runner
+
+    made: list[Path] = []
+
+    def folder(path: Path, cache: Path, *, notify: object) -> Path:
+        made.append(path)
+        return tmp_path
+
+    monkeypatch.setattr(runner, "hf_folder", folder)
+    options = _options(tmp_path, "good", "accelerate airllm", cache=tmp_path)
+    outcome = _run(options)
+    names = [(result.engine, result.setting) for result in outcome.results]
+    assert names == [
+        ("accelerate", "layers on disk"),
+        ("accelerate", "disk_offload"),
+        ("airllm", "q8"),
+    ]
+    assert made == [options.path]
+    assert {result.info["launch"]["weights"] for result in outcome.results} == {str(tmp_path)}
+    assert not outcome.interleaved
+
+
+def test_a_folder_that_cannot_be_made_is_the_peers_row(tmp_path: Path) -> None:
+    outcome = _run(_options(tmp_path, "good", "native accelerate", cache=tmp_path / "cache"))
+    assert [result.engine for result in outcome.results] == ["native"]
+    assert [skip.engine for skip in outcome.skipped] == ["accelerate"]  # once, for both settings
+    assert "good" in outcome.skipped[0].reason
+
+
+def test_the_last_run_is_traced(tmp_path: Path) -> None:
+    outcome = _run(_options(tmp_path, "good", "native transformers", ram=10**9, trace=True))
+    native, peer = outcome.results
+    assert native.trace == [
+        {"resource": "ssd", "name": "layer 3", "start_s": 3, "end_s": 3.5},
+    ]
+    assert peer.trace is None
+    without = _run(_options(tmp_path, "good", "native", trace=True))
+    assert without.results[0].trace is None
+
+
+def test_details_of_a_pipeline_get_columns(tmp_path: Path) -> None:
+    options = _options(tmp_path, "good", "native", ram=10**9, device="virtual:8GB")
+    outcome = _run(options)
+    text = to_table(outcome, options, name="m", machine=probe())
+    assert "native (simulated)" in text
+    assert "not measured on one" in text
+    assert "predicted" in text
+    assert "97%" in text
+    report = to_json(outcome, options, name="m", machine=probe(), versions={}, command="")
+    assert report["ram"] == 10**9
+    assert report["device"] == "virtual:8GB"
+    assert report["results"][0]["simulated"] is True
+    plain = _options(tmp_path, "good", "native")
+    text = to_table(_run(plain), plain, name="m", machine=probe())
+    assert "predicted" not in text
+    assert "simulated" not in text
+
+
+@pytest.mark.skipif(disk_bytes_read() is None, reason="needs Linux's account of reads")
+def test_what_is_read_from_disk_while_decoding_is_counted(tmp_path: Path) -> None:
+    options = _options(tmp_path, "reads", "native")
+    options.path.write_bytes(os.urandom(4 << 20))
+    with options.path.open("rb") as file:
+        os.fsync(file.fileno())
+    (result,) = _run(options).results
+    read = result.metrics["read_bytes_per_token"]
+    if read == 0:
+        pytest.skip("this file system has no disk behind it")
+    assert (4 << 20) / 4 <= read < (5 << 20) / 4  # four tokens after the first
+    assert result.metrics["ssd_read_bytes"] >= 4 << 20
+
+
+def test_under_a_limit_nothing_is_left_in_the_cache_and_the_peak_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localrt.bench import runner
+
+    dropped: list[list[Path]] = []
+
+    def drop(paths: list[Path]) -> str:
+        dropped.append(list(paths))
+        return "model files"
+
+    monkeypatch.setattr(runner, "drop_from_cache", drop)
+    try:
+        outcome = _run(_options(tmp_path, "good", "native llamacpp", memory_limit=400_000_000))
+    except LocalrtError as error:
+        pytest.skip(str(error))
+    assert outcome.page_cache == "model files"
+    assert len(dropped) == 2 * 5  # before and after each engine and setting
+    for result in outcome.results:
+        assert 1_000_000 < result.metrics["peak_cgroup_bytes"] < 400_000_000
 
 
 def test_a_child_ends_with_its_block() -> None:

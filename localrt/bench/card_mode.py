@@ -1,0 +1,159 @@
+"""``localrt bench --gpu-memory 8GB`` without a GPU: a named card, planned and simulated.
+
+This machine's disk, memory and processor are as measured, the card and its link are the table's,
+and nothing runs on it. What comes out has the form of a measurement and says ``simulated``
+throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from localrt.bench.outcome import BenchOptions, Outcome, Result
+from localrt.engine.types import Metrics
+from localrt.errors import OptionError
+from localrt.formatting import format_bytes
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.offload.planner import MachineProfile, ModelShape, Plan
+    from localrt.offload.planner.cards import Card
+
+__all__ = ["CardRun", "card_for", "simulate_card", "wants_card"]
+
+
+@dataclass(frozen=True, slots=True)
+class CardRun:
+    """A plan for a card that is not here, and its prediction in the form of a measurement."""
+
+    card: Card
+    plan: Plan
+    outcome: Outcome
+
+    @property
+    def text(self) -> str:
+        """The whole for people, labelled."""
+        from localrt.offload.planner.explain import explain
+
+        link = f"{self.card.link_bytes_s / 1e9:.3g} GB/s"
+        return (
+            f"SIMULATED: no GPU here. A named card, {self.card.name} (link {link}), its memory "
+            f"capped at {format_bytes(self.plan.request.budgets.vram)}; nothing ran on it.\n\n"
+            + explain(self.plan)
+        )
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """What a report has beside the results: the card and the plan."""
+        card = self.card
+        return {
+            "simulated": True,
+            "card": {
+                "name": card.name,
+                "vram_bytes": card.vram_bytes,
+                "link_bytes_s": card.link_bytes_s,
+                "memory_bytes_s": card.bytes_s,
+                "flops": card.flops,
+            },
+            "plan": self.plan.to_dict(),
+        }
+
+
+def wants_card(options: BenchOptions) -> bool:
+    """Whether GPU memory was asked for, of whatever card there is, and there is none."""
+    if options.gpu_memory is None or options.device not in (None, "auto"):
+        return False
+    from localrt.hardware import gpus
+
+    return not gpus()
+
+
+def card_for(gpu_memory: int) -> Card:
+    """The smallest card of the table with that much memory; of several, the usual one.
+
+    Raises:
+        OptionError: none has it.
+    """
+    from localrt.offload.planner.cards import CARDS, DEFAULT_CARD
+
+    large = [card for card in CARDS.values() if card.vram_bytes >= gpu_memory]
+    if not large:
+        most = max(card.vram_bytes for card in CARDS.values())
+        raise OptionError(
+            f"there is no GPU here, and no card with {format_bytes(gpu_memory)} in the table (up to"
+            f" {format_bytes(most)}): try one that is made up, such as"
+            " --device virtual:24GB@25GB/s,900GB/s,80TFLOPS"
+        )
+    smallest = min(card.vram_bytes for card in large)
+    chosen = [card for card in large if card.vram_bytes == smallest]
+    return next((card for card in chosen if card.name == DEFAULT_CARD), chosen[0])
+
+
+def simulate_card(options: BenchOptions, settings: Settings) -> CardRun:
+    """Plan the model for the card that ``options.gpu_memory`` means, and predict the workload.
+
+    Raises:
+        MemoryBudgetError: it does not fit card, RAM and disk.
+        LocalrtError: the model cannot be read, or no such card is known.
+    """
+    from localrt.measuring import machine_profile
+    from localrt.models.checkpoints import open_checkpoint
+    from localrt.offload.planner import shape_from_checkpoint
+
+    assert options.gpu_memory is not None
+    card = card_for(options.gpu_memory)
+    with closing(open_checkpoint(options.path)) as checkpoint:
+        shape = shape_from_checkpoint(checkpoint)
+    formats = {unit.format for unit in shape.units}
+    folder = options.path if options.path.is_dir() else options.path.parent
+    _, machine = machine_profile(folder, settings, formats=formats)
+    return plan_card(card, shape, machine, options)
+
+
+def plan_card(
+    card: Card, shape: ModelShape, machine: MachineProfile, options: BenchOptions
+) -> CardRun:
+    """The plan for a model on ``machine`` with ``card`` in it."""
+    from localrt.offload.planner import Budgets, make_plan
+    from localrt.offload.planner.memory_table import total_of
+    from localrt.offload.planner.shapes import parse_kv_format
+    from localrt.offload.process_memory import ram_budget
+
+    work = options.workload
+    assert options.gpu_memory is not None
+    plan = make_plan(
+        shape,
+        replace(machine, gpu=card.profile, link_bytes_s=card.link_bytes_s),
+        Budgets(ram=ram_budget(options.ram, rss=0), vram=min(options.gpu_memory, card.vram_bytes)),
+        ctx=options.ctx or work.prompt_tokens + work.tokens,
+        kv_format=parse_kv_format(options.kv_format or "bf16"),
+        held=work.prompt_tokens + work.tokens // 2,
+    )
+    said = plan.prediction
+    per_token = 1 / said.tok_s
+    metrics = Metrics(
+        prompt_tokens=work.prompt_tokens,
+        completion_tokens=work.tokens,
+        ttft_s=work.prompt_tokens / said.prefill_tok_s,
+        tpot_s=per_token,
+        prefill_tok_s=said.prefill_tok_s,
+        decode_tok_s=said.tok_s,
+        peak_vram_bytes=total_of(plan.memory, "vram"),
+        peak_ram_bytes=total_of(plan.memory, "ram"),
+        pipeline_efficiency=said.efficiency,
+        ceiling_tok_s=said.ceiling_tok_s,
+        predicted_tok_s=said.tok_s,
+        exactness="approximate",
+        simulated=True,
+    )
+    result = Result(
+        engine="native",
+        setting=card.name,
+        metrics={**metrics.to_dict(), "read_bytes_per_token": None, "peak_cgroup_bytes": None},
+        samples=(),
+        load_s=0.0,
+        info={"device": card.name, "architecture": shape.architecture},
+    )
+    return CardRun(card, plan, Outcome([result], [], interleaved=False))
