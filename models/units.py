@@ -2,8 +2,9 @@
 
 A layer's attention and its MLP are a unit each, with their norms and biases. The head is cut by
 rows into units no larger than the largest MLP, nor than 8 MB: small units need little memory to
-pass through, and let what is read for each token be little more than what is missing. The embedding is read by row; where it is the head
-too, it is cut like one. This module knows names, shapes and sizes, neither files nor devices.
+pass through, and let what is read for each token be little more than what is missing. The embedding
+is read by row; where it is the head too, it is cut like one. This module knows names, shapes and
+sizes, neither files nor devices.
 """
 
 from __future__ import annotations

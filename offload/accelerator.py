@@ -56,6 +56,9 @@ class Accelerator(Protocol):
     def host_buffer(self, nbytes: int) -> Bytes:
         """RAM that copies are fast from: pinned, page-aligned."""
 
+    def free_host(self, memory: Bytes) -> int:
+        """Such RAM is no longer needed; returns its bytes."""
+
     def copy_in(self, name: str, source: Bytes, out: Any, after: Mark, there: Mark) -> Mark:
         """Copy to the card, not before ``after`` (memory is free) and ``there`` (data is there).
 

@@ -15,7 +15,17 @@ from typing import Protocol
 from localrt.offload.ring import Mark
 from localrt.offload.trace import Resource, Trace
 
-__all__ = ["Clock", "VirtualClock", "WallClock"]
+__all__ = ["Clock", "VirtualClock", "WallClock", "later"]
+
+
+def later(a: Mark, b: Mark) -> Mark:
+    """The mark by which both have happened: of two times the later, of two events ``b``.
+
+    Events of one stream happen in order, and those of another are waited for where they arise.
+    """
+    if isinstance(a, float) and isinstance(b, float):
+        return max(a, b)
+    return a if b is None else b
 
 
 class Clock(Protocol):

@@ -56,6 +56,11 @@ class CudaAccelerator:
         """See ``Accelerator``."""
         return self._copies.host_buffer(nbytes)
 
+    def free_host(self, memory: Bytes) -> int:
+        """See ``Accelerator``."""
+        self._copies.free_host(memory)
+        return memory.nbytes
+
     def copy_in(self, name: str, source: Bytes, out: Any, after: Mark, there: Mark) -> Mark:
         """See ``Accelerator``."""
         started = self._clock.begin("link")

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.decoder import Attention, DecoderConfig, GatedMlp
-from localrt.offload.clock import Clock
+from localrt.offload.clock import Clock, later
 from localrt.offload.lane import Lane
+from localrt.offload.placement import Where
 from localrt.offload.residency import Residency
 from localrt.offload.ring import Mark
 from localrt.offload.row_table import RowTable
-from localrt.offload.split_cache import SplitCache, split_batch
+from localrt.offload.split_cache import SplitCache, grown_length, split_batch
 from localrt.offload.stages import Stage
 from localrt.offload.trace import PipelineCounts, Trace
 from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector
@@ -127,14 +128,12 @@ class PlacedDecoder:
         self._res.before_pass()
         self._make_room(batch, len(wanted))
         if not len(wanted):
-            head = [stage for stage in self._residency.stages if stage.kind == "head"]
-            for lane in self._lanes:
-                lane.skip(head)
+            self._skip_head()
         try:
             logits = self._run(batch, wanted, check)
         except BaseException:
             self._res.abandon()
-            for lane in reversed(self._lanes):  # a card's copies wait for what the CPU's ring reads
+            for lane in self._lanes:  # the CPU's first: a card's copies ask it for what they need
                 lane.rewind()
             raise
         for span in batch.spans:
@@ -186,6 +185,15 @@ class PlacedDecoder:
             run.stage(lane, stage, wanted)
         return run.logits(len(wanted))
 
+    def _skip_head(self) -> None:
+        """The pass reads and copies none of the head, but for what is on its way to the card."""
+        head = [stage for stage in self._residency.stages if stage.kind == "head"]
+        names = {stage.name for stage in head if stage.where is Where.SSD}
+        if self._card is not None:
+            copied = [stage.name for stage in head if stage.where.copied]
+            names |= self._card.skip(copied)
+        self._cpu.skip(names)
+
     def _make_room(self, batch: Batch, wanted: int) -> None:
         """Give units back for what caches and logits of this pass are about to grow by."""
         held = sum(self._in_ram(cache) for cache in self._caches)
@@ -199,8 +207,7 @@ class PlacedDecoder:
     def _grown(self, cache: KVCache, rows: int) -> int:
         if isinstance(cache, SplitCache):
             return cache.grown_host_nbytes(rows)
-        length = min(cache.capacity, (cache.length + rows) * 3 // 2)
-        return self.ops.kv_nbytes(self._host_specs, length)
+        return self.ops.kv_nbytes(self._host_specs, grown_length(cache, rows))
 
     def _in_ram(self, cache: KVCache) -> int:
         """Bytes of a cache in RAM; what a virtual card's attention sees counts as the card's."""
@@ -232,7 +239,9 @@ class _Run:
         ops = resources.cpu.ops
         with ops.scope():
             step = self._step(resources.cpu)
-            self._x: Array = resources.embedding.embed(ops, step, tokens, config.embedding_scale)
+            self._x: Array = resources.embedding.embed(
+                ops, step, tokens, config.embedding_scale, check
+            )
 
     def move(self, lane: Lane) -> None:
         """Take the activations to another lane."""
@@ -268,7 +277,7 @@ class _Run:
                     rows = len(wanted) if stage.kind == "head" else self._rows
                     cost = lane.card.cost_s(stage.unit.nbytes, stage.macs, rows)
                 ended = clock.end(
-                    lane.resource, stage.name, started, after=_later(self._mark, there), cost_s=cost
+                    lane.resource, stage.name, started, after=later(self._mark, there), cost_s=cost
                 )
             self._mark = ended
         finally:
@@ -289,10 +298,3 @@ class _Run:
         if key not in self._steps:
             self._steps[key] = lane.ops.begin(split_batch(self._batch, lane.ops))
         return self._steps[key]
-
-
-def _later(a: Mark, b: Mark) -> Mark:
-    """The later of two times; events of a real card are waited for where they arise."""
-    if isinstance(a, float) and isinstance(b, float):
-        return max(a, b)
-    return a if b is None else b if a is None else a

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from localrt.errors import CheckpointError
 from localrt.offload.files import ReadMode, StoreFiles
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.aligned import aligned_buffer
@@ -32,6 +33,7 @@ _CANDIDATES = (
 )
 # The page cache costs processor time, and memory that a budget does not see: it must win clearly.
 _CACHE_MUST_WIN = 1.15
+_ASSUMED_BYTES_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,15 @@ class DiskProfile:
 def measure_disk(paths: Sequence[Path], *, sample: int = 48 * _MB, rounds: int = 3) -> DiskProfile:
     """The best way to read ``paths``, files of one folder and together some hundred megabytes.
 
-    Takes about a second on a fast disk; never more than a few samples on a slow one.
+    Takes about a second on a fast disk; never more than a few samples on a slow one. Without a
+    page to read it is an assumption.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
     ranges = _ranges(paths)
+    if not any(size for _, _, size in ranges):
+        return DiskProfile(ReadMode(), _ASSUMED_BYTES_S, 0.0)
     results: dict[ReadMode, list[tuple[float, float]]] = {mode: [] for mode in _CANDIDATES}
     started, at = time.perf_counter(), 0
     for _ in range(rounds):
@@ -82,7 +87,10 @@ _Job = tuple[str, int, int]  # file, offset, bytes
 
 
 def _ranges(paths: Sequence[Path]) -> list[_Job]:
-    return [(path.name, 0, path.stat().st_size // PAGE * PAGE) for path in paths]
+    try:
+        return [(path.name, 0, path.stat().st_size // PAGE * PAGE) for path in paths]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _take(ranges: Sequence[_Job], at: int, nbytes: int, block: int) -> tuple[list[_Job], int]:

@@ -75,12 +75,15 @@ class StoreFiles:
         while done < len(view):
             descriptor, direct = self._descriptors[name]
             try:
-                got = _read_at(descriptor, view[done:], offset + done, self._lock)
-            except OSError as error:
-                if direct:
+                try:
+                    got = _read_at(descriptor, view[done:], offset + done, self._lock)
+                except OSError:
+                    if not direct:
+                        raise
                     # An odd remainder, or a file system that lets direct files be opened only.
                     self._use_cache(name)
                     continue
+            except OSError as error:
                 path = self._folder / name
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             if got == 0:
@@ -122,9 +125,9 @@ class StoreFiles:
         with self._lock:
             old, direct = self._descriptors[name]
             if direct:
+                self._descriptors[name] = self._open(self._folder / name, False)
                 # The old one stays open until close: another thread may be reading through it.
                 self._descriptors[f"{name} (direct)"] = (old, False)
-                self._descriptors[name] = self._open(self._folder / name, False)
 
     def _stamp(self, name: str) -> tuple[int, int]:
         status = os.fstat(self._descriptors[name][0])

@@ -7,7 +7,7 @@ files nor the order of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import Attention, GatedMlp
 from localrt.offload.accelerator import Accelerator
-from localrt.offload.ring import Mark
+from localrt.offload.ring import Mark, Ring
 from localrt.offload.stages import Stage
 from localrt.offload.trace import Resource
 from localrt.offload.unit_parts import PartBuilder, verify_unit
@@ -106,15 +106,26 @@ class Lane:
             self.card.free(memory)
         return _nbytes(memory)
 
-    def stream(self, stages: Sequence[Stage]) -> None:
-        """Have these units pass through the ring from now on, in each pass."""
-        if self._reader is not None:
-            self._reader.schedule([stage.unit for stage in stages])
+    def free_host(self, memory: Bytes) -> int:
+        """RAM that the card copied a unit from is not needed any more; returns its bytes."""
+        assert self.card is not None, "a card copies"
+        return self.card.free_host(memory)
 
-    def skip(self, stages: Sequence[Stage]) -> None:
-        """The pass that begins does not need these units."""
+    def stream(self, stages: Sequence[Stage], ring: Ring | None = None) -> None:
+        """Have these units pass through the ring, or a new one, from now on, in each pass."""
         if self._reader is not None:
-            self._reader.skip(stage.name for stage in stages)
+            if ring is not None:
+                self._passing.clear()  # they point into the old one
+            self._reader.schedule([stage.unit for stage in stages], ring)
+
+    def skip(self, names: Iterable[str]) -> set[str]:
+        """The pass that begins does not need these units; returns those that will not be fetched.
+
+        A card fetches what it has begun to, since the CPU's ring holds it until it is copied.
+        """
+        if self._reader is None:
+            return set()
+        return self._reader.skip(names, finish=self.card is not None)
 
     def acquire(self, stage: Stage, check: Check | None) -> tuple[Part, Mark, Any | None]:
         """The stage's part, the mark by which its weights are there, its bytes in the ring."""

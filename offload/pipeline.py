@@ -18,7 +18,7 @@ from localrt.models.decoder import DecoderConfig
 from localrt.models.registry import find_architecture
 from localrt.models.units import EMBEDDING
 from localrt.offload.accelerator import Accelerator
-from localrt.offload.clock import Clock, WallClock
+from localrt.offload.clock import Clock, WallClock, later
 from localrt.offload.decoder import PlacedDecoder, Resources
 from localrt.offload.files import FileReader, ReadMode, StoreFiles
 from localrt.offload.lane import Lane, Verifier
@@ -121,7 +121,8 @@ class _Maker:
         names = dict.fromkeys(unit.file for unit in self._units.values())
         self.files = files or StoreFiles(store.path, names, direct=mode.direct)
         self.held.callback(self.files.close)
-        self._rows = StoreFiles(store.path, names)  # a row is no whole page: never direct
+        # A row is no whole page: never direct.
+        self._rows = files or StoreFiles(store.path, names)
         self.held.callback(self._rows.close)
         self.host: dict[str, Bytes] = {}  # RAM that the card copies from
         self._reader: UnitReader | None = None
@@ -132,13 +133,15 @@ class _Maker:
         """Rings, threads and lanes."""
         placement, mode, card = self._placement, self._mode, self._card
         if placement.ram_ring:
-            ring = Ring(placement.ram_ring, mode.block)
+            # What is copied over the link must not be paged out on the way.
+            memory = None if card is None else card.host_buffer(placement.ram_ring)
+            ring = Ring(placement.ram_ring, mode.block, memory)
             source = DiskSource(self.files, self.clock)
             self._reader = UnitReader(
-                source, ring, threads=mode.threads, stall_s=stall_s, join=self._join
+                source, ring, threads=mode.threads, stall_s=stall_s, join=later
             )
             self.held.callback(self._reader.close)
-        self._verify = verify
+        self._verify, self._stall_s = verify, stall_s
         split = card is not None and card.ops is not self._ops
         self.cpu = Lane(
             self._ops, self._builder(self._ops, False, split), self._reader, verify=verify
@@ -157,10 +160,13 @@ class _Maker:
                     Ring(placement.vram_ring, _COPY_BLOCK, memory),
                     threads=_COPIERS,
                     stall_s=stall_s + 1,
-                    join=self._join,
+                    join=later,
+                    drained=self._link.resume,
                 )
             self.card_lane = Lane(card.ops, self._card_builder, copier, card=card)
             self.held.callback(self.card_lane.close)
+            self.held.callback(self.abandon)
+            self.held.callback(self.host.clear)
 
     def load(self, on_bytes: Callable[[int], None] | None) -> float:
         """Everything resident to its place; then copying begins. Returns the seconds of reading."""
@@ -200,7 +206,9 @@ class _Maker:
             self._reader.schedule([stage.unit for stage in self.stages if stage.where.read])
         if lane is not None:
             lane.stream([stage for stage in self.stages if stage.where.copied])
-        self.table = RowTable(self._store, EMBEDDING, self._rows, self.cpu.memory)
+        self.table = RowTable(
+            self._store, EMBEDDING, self._rows, self.cpu.memory, stall_s=self._stall_s
+        )
         self.held.callback(self.table.close)
         return seconds
 
@@ -219,7 +227,17 @@ class _Maker:
     def residency(self, budget: RamBudget, shortage: Callable[[], tuple[int, int]]) -> Residency:
         """The places, as they are once everything is loaded."""
         rings = self._placement.ram_ring, self._placement.vram_ring
-        return Residency(self.stages, self.cpu, self.card_lane, self.host, budget, rings, shortage)
+        return Residency(
+            self.stages,
+            self.cpu,
+            self.card_lane,
+            self.host,
+            budget,
+            rings,
+            shortage,
+            self.abandon,
+            chunk=self._mode.block,
+        )
 
     def abandon(self) -> None:
         """A pass ended early: nobody waits for what is on its way."""
@@ -252,12 +270,6 @@ class _Maker:
             if stage.kind == "attention" and stage.where.on_gpu is on_card
         ]
         return PartBuilder(self._store, self._config, names, ops, layers if split else None)
-
-    def _join(self, before: object, last: object) -> object:
-        """The mark of several chunks: the latest time, or the last event of one stream."""
-        if isinstance(before, float) and isinstance(last, float):
-            return max(before, last)
-        return last
 
 
 _Done = Callable[[Stage, Bytes], None]

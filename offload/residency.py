@@ -6,7 +6,7 @@ ring anyway. All changes happen between passes. It moves units; it does not comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from localrt.offload.giving_back import choose_units
 from localrt.offload.lane import Lane
 from localrt.offload.placement import Where
 from localrt.offload.ram_budget import RamBudget
+from localrt.offload.ring import Ring
 from localrt.offload.stages import Stage
 from localrt.quant.ops.aligned import aligned_buffer
 
@@ -24,12 +25,18 @@ __all__ = ["Residency"]
 
 Bytes = npt.NDArray[np.uint8]
 
+_IN_RAM = (Where.RAM, Where.LINK)
+_RAM_TO_SSD = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK}
+_RING_SLACK = 6 << 20  # beyond the largest unit: what is read while that is computed
+
 
 class Residency:
     """The present place of every stage. ``host`` are the units in RAM that a card copies from.
 
     ``rings`` are the bytes of the CPU's and the card's ring: larger units cannot pass through.
-    ``shortage`` says how many bytes of RAM, and of the card's memory, others need now.
+    ``shortage`` says how many bytes of RAM, and of the card's memory, others need now. ``forget``
+    ends what copies wait for, before other units are streamed. ``chunk`` is that of the CPU's ring,
+    which is made larger where only larger units are left to be given back.
     """
 
     def __init__(
@@ -41,12 +48,17 @@ class Residency:
         budget: RamBudget,
         rings: tuple[int, int],
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        forget: Callable[[], None] = lambda: None,
+        chunk: int = 2 << 20,
     ) -> None:
         self.stages = list(stages)
         self._cpu, self._card, self._host = cpu, card, host
         self._budget = budget
         self._ram_ring, self._vram_ring = rings
         self._shortage = shortage
+        self._forget = forget
+        self._chunk = chunk
+        self._ring_growth = 0  # bytes that the ring takes beyond what was planned
         self._withheld = 0  # bytes of the budget that others have needed
         self._given: list[str] = []  # the latest last
         self._adopting: dict[str, Bytes] = {}
@@ -59,7 +71,9 @@ class Residency:
     @property
     def reclaimable(self) -> int:
         """Bytes of RAM that could be given back."""
-        return sum(stage.unit.nbytes for stage in self._able())
+        if self._ram_ring == 0:
+            return 0
+        return sum(stage.unit.nbytes for stage in self.stages if stage.where in _IN_RAM)
 
     def make_room(self, caches: int) -> None:
         """Before a pass whose caches take ``caches`` bytes of RAM: give back what is missing.
@@ -72,8 +86,8 @@ class Residency:
             self._withheld += self.give_back(ram)
         if vram:
             self.give_back_card(vram)
-        missing = self._budget.missing(self.ram_nbytes, caches)
-        if missing > 0 and self.give_back(missing) < missing:
+        missing = self._budget.missing(self.ram_nbytes + self._ring_growth, caches)
+        if missing > 0 and self.give_back(missing) < missing and not self._widen(missing):
             raise self._budget.error(caches)
         self._choose_adopted(caches)
 
@@ -99,10 +113,7 @@ class Residency:
 
     def give_back(self, nbytes: int) -> int:
         """Stream units of at least ``nbytes`` of RAM from now on; 0 if that is not possible."""
-        return self._move(
-            choose_units(self.stages, nbytes, self._able()),
-            {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK},
-        )
+        return self._move(choose_units(self.stages, nbytes, self._able()), _RAM_TO_SSD)
 
     def give_back_card(self, nbytes: int) -> int:
         """The same of the card's memory: its units are then read and copied in each pass."""
@@ -114,36 +125,56 @@ class Residency:
         return [
             stage
             for stage in self.stages
-            if stage.where in (Where.RAM, Where.LINK) and stage.unit.nbytes <= self._ram_ring
+            if stage.where in _IN_RAM and stage.unit.nbytes <= self._ram_ring
         ]
 
-    def _move(self, names: frozenset[str], change: dict[Where, Where]) -> int:
+    def _widen(self, missing: int) -> bool:
+        """Give ``missing`` bytes back with a ring that larger units pass through too."""
+        largest = max((s.unit.nbytes for s in self.stages if s.where in _IN_RAM), default=0)
+        size = largest + _RING_SLACK
+        more = size - self._ram_ring
+        if more <= 0 or self._ram_ring == 0:
+            return False
+        before, self._ram_ring = self._ram_ring, size
+        names = choose_units(self.stages, missing + more, self._able())
+        if not names:
+            self._ram_ring = before
+            return False
+        self._ring_growth += more
+        self._move(names, _RAM_TO_SSD, Ring(size, self._chunk))
+        return True
+
+    def _move(
+        self, names: frozenset[str], change: Mapping[Where, Where], ring: Ring | None = None
+    ) -> int:
         freed = 0
         for index, stage in enumerate(self.stages):
             if stage.name not in names:
                 continue
             self.stages[index] = replace(stage, where=change[stage.where])
+            lane = self._cpu if stage.where is Where.RAM else self._card
+            assert lane is not None, "these places are a card's"
             if stage.where is Where.LINK:
-                freed += self._host.pop(stage.name).nbytes
+                freed += lane.free_host(self._host.pop(stage.name))
             else:
-                lane = self._card if stage.where is Where.VRAM else self._cpu
-                assert lane is not None, "VRAM is a card's"
                 freed += lane.drop(stage.name)
             if stage.where is Where.RAM:
                 self._given.append(stage.name)
         if names:
-            self._schedule()
+            self._schedule(ring)
         return freed
 
-    def _schedule(self) -> None:
-        self._cpu.stream([stage for stage in self.stages if stage.where.read])
+    def _schedule(self, ring: Ring | None = None) -> None:
+        self._forget()
+        self._cpu.stream([stage for stage in self.stages if stage.where.read], ring)
         if self._card is not None:
             self._card.stream([stage for stage in self.stages if stage.where.copied])
 
     def _choose_adopted(self, caches: int) -> None:
         """Of what was given back, the latest first, as much as there is room for now."""
         self._adopting.clear()
-        room = self._budget.nbytes - self._withheld - self.ram_nbytes - caches
+        taken = self._withheld + self._ring_growth + self.ram_nbytes + caches
+        room = self._budget.nbytes - taken
         sizes = {stage.name: stage.unit.nbytes for stage in self.stages}
         for name in reversed(self._given):
             if sizes[name] <= room:

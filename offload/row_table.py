@@ -6,14 +6,16 @@ store, not tokens' meaning.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.offload.files import FileReader
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
@@ -24,12 +26,14 @@ __all__ = ["RowTable"]
 Bytes = npt.NDArray[np.uint8]
 
 _PARALLEL = 8  # reads of a few kilobytes wait for the disk, not for a core
+_POLL_S = 0.05  # how soon a waiting pass notices that it was cancelled
 
 
 class RowTable:
     """Matrix ``name`` of ``store``, in one unit or in slices.
 
     ``resident`` gives the bytes of a unit that is in RAM, or None; others are read from ``files``.
+    ``stall_s``: how long a disk may be silent.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class RowTable:
         name: str,
         files: FileReader,
         resident: Callable[[str], Any | None],
+        *,
+        stall_s: float = 60.0,
     ) -> None:
         self._parts = sorted(
             (
@@ -55,13 +61,21 @@ class RowTable:
         self._tile = TILE_ROWS * tensor.format.row_bytes(self._columns)
         self._files = files
         self._resident = resident
+        self._stall_s = stall_s
         self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="localrt-rows")
 
-    def embed(self, ops: Ops, step: Pass, tokens: npt.NDArray[np.int64], scale: float) -> Array:
-        """The rows of ``tokens``, (R, D).
+    def embed(
+        self,
+        ops: Ops,
+        step: Pass,
+        tokens: npt.NDArray[np.int64],
+        scale: float,
+        check: Callable[[], None] | None = None,
+    ) -> Array:
+        """The rows of ``tokens``, (R, D). ``check`` is called while waiting, and may raise.
 
         Raises:
-            CheckpointError: the file fails.
+            CheckpointError: the file fails, or the disk does not answer.
         """
         tiles, where = np.unique(tokens // TILE_ROWS, return_inverse=True)
         data = np.empty(len(tiles) * self._tile, np.uint8)
@@ -72,10 +86,8 @@ class RowTable:
         def read(index: int) -> None:
             self._read(int(tiles[index]), self._at(data, index))
 
-        if len(missing) == 1:
-            read(missing[0])
-        elif missing:
-            list(self._pool.map(read, missing))
+        if missing:
+            self._wait([self._pool.submit(read, index) for index in missing], check)
         shape = (len(tiles) * TILE_ROWS, self._columns)
         table = ops.weight(shape, [TiledTensor(self._name, self._format, shape, data, self._scale)])
         local = where.reshape(-1) * TILE_ROWS + tokens % TILE_ROWS
@@ -84,6 +96,30 @@ class RowTable:
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, reads: Sequence[Future[None]], check: Callable[[], None] | None) -> None:
+        """Until all are done. Never in the read itself: a disk may hang."""
+        latest, count = time.perf_counter(), 0
+        try:
+            while True:
+                done, left = wait(reads, _POLL_S, FIRST_EXCEPTION)
+                for read in done:
+                    read.result()
+                if not left:
+                    return
+                if len(done) > count:
+                    latest, count = time.perf_counter(), len(done)
+                silent = time.perf_counter() - latest
+                if silent > self._stall_s:
+                    raise CheckpointError(
+                        f"the disk has not answered for {silent:.0f} seconds (reading "
+                        f"{self._name}): check the drive that the model is on"
+                    )
+                if check is not None:
+                    check()
+        finally:
+            for read in reads:
+                read.cancel()
 
     def _at(self, data: Bytes, index: int) -> Bytes:
         return data[index * self._tile : (index + 1) * self._tile]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.offload.accelerator import Accelerator
-from localrt.offload.clock import Clock
+from localrt.offload.clock import Clock, later
 from localrt.offload.files import FileReader
 from localrt.offload.ring import Mark
 from localrt.offload.unit_reader import UnitReader
@@ -40,22 +40,27 @@ class DiskSource:
         return mark
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Passing:
-    """A unit of the reader's ring that is being copied."""
+    """A unit of the reader's ring that is being copied; ``data`` is None until it is there."""
 
-    data: Bytes
-    there: Mark
-    left: int  # bytes to copy
+    unit: StoredUnit
+    unasked: int  # bytes that no thread has taken on
+    data: Bytes | None = None
+    there: Mark = None
+    error: BaseException | None = None
     active: int = 0  # threads at it
-    abandoned: bool = False
+    copied: Mark = None
+    given_up: bool = False
 
 
 class LinkSource:
     """Units in RAM: those of ``resident``, others through ``reader``'s ring. See ``Source``.
 
     A unit's place in the reader's ring is given back when all of it has been copied. ``verify`` is
-    called for every unit that is read.
+    called for every unit that is read. A unit is asked for again only when all of it has been
+    copied. No lock is held while a unit is waited for: another may have
+    to be given back before it can be read.
     """
 
     def __init__(
@@ -69,9 +74,9 @@ class LinkSource:
         self._verify = verify
         self._resident = resident
         self._reader = reader
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._passing: dict[str, _Passing] = {}
-        self._round = 0
+        self._stopped = False
 
     def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
         """Copy over the link; waits until the source may be changed."""
@@ -79,53 +84,89 @@ class LinkSource:
         data = self._resident.get(unit.name)
         if data is not None:
             return self._accelerator.copy_in(unit.name, data[start:stop], out, after, None)
-        passing = self._take(unit)
+        passing, first = self._enter(unit, len(out))
         mark: Mark = None
-        copied = 0
         try:
-            piece = passing.data[start:stop]
-            mark = self._accelerator.copy_in(unit.name, piece, out, after, passing.there)
-            copied = len(piece)
+            if first:
+                self._acquire(passing)
+            whole = self._await(passing)[start:stop]
+            mark = self._accelerator.copy_in(unit.name, whole, out, after, passing.there)
         finally:
-            with self._lock:
-                passing.active -= 1
-                passing.left -= copied
-                if not passing.active and (passing.left <= 0 or passing.abandoned):
-                    self._give_back(unit.name, passing, mark)
+            self._leave(passing, mark)
         return mark
 
     def forget(self) -> None:
-        """The pass was abandoned: nothing is waited for, units copied in part are given back."""
-        self._round += 1
-        with self._lock:
-            for name, passing in list(self._passing.items()):
-                passing.abandoned = True
-                if not passing.active:
-                    self._give_back(name, passing, None)
+        """Nobody wants what is on its way: waiting ends, units copied in part are given back.
 
-    def _take(self, unit: StoredUnit) -> _Passing:
-        assert self._reader is not None, "units that are not resident are read"
-        this_round = self._round
+        Until ``resume`` nothing is asked of the reader.
+        """
+        with self._changed:
+            self._stopped = True
+            for passing in list(self._passing.values()):
+                passing.given_up = True
+                self._give_back(passing)
+            self._changed.notify_all()
 
-        def check() -> None:
-            if self._round != this_round:
-                raise CheckpointError(f"reading {unit.name} was given up")
+    def resume(self) -> None:
+        """All fetches from before ``forget`` have ended."""
+        with self._changed:
+            self._stopped = False
 
-        with self._lock:
+    def _enter(self, unit: StoredUnit, nbytes: int) -> tuple[_Passing, bool]:
+        """Take on ``nbytes`` of a unit; True to the first, who gets it from the reader."""
+        with self._changed:
+            self._check()
             passing = self._passing.get(unit.name)
+            first = passing is None
             if passing is None:
-                data, there = self._reader.acquire(unit.name, check)
-                try:
-                    self._verify(unit, data)
-                except BaseException:
-                    self._reader.release(unit.name)
-                    raise
-                passing = self._passing[unit.name] = _Passing(data, there, unit.nbytes)
+                passing = self._passing[unit.name] = _Passing(unit, unit.nbytes)
+            passing.unasked -= nbytes
             passing.active += 1
-            return passing
+            return passing, first
 
-    def _give_back(self, name: str, passing: _Passing, mark: Mark) -> None:
-        assert self._reader is not None, "it came from there"
-        if self._passing.get(name) is passing:
-            del self._passing[name]
-        self._reader.release(name, mark)
+    def _acquire(self, passing: _Passing) -> None:
+        assert self._reader is not None, "units that are not resident are read"
+        unit = passing.unit
+        try:
+            data, there = self._reader.acquire(unit.name, self._check)
+            try:
+                self._verify(unit, data)
+            except BaseException:
+                self._reader.release(unit.name)
+                raise
+        except BaseException as error:
+            with self._changed:
+                passing.error = error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            passing.data, passing.there = data, there
+            self._changed.notify_all()
+
+    def _await(self, passing: _Passing) -> Bytes:
+        with self._changed:
+            while passing.data is None:
+                if passing.error is not None:
+                    raise passing.error
+                self._check()
+                self._changed.wait()
+            return passing.data
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise CheckpointError("copying was given up")
+
+    def _leave(self, passing: _Passing, mark: Mark) -> None:
+        with self._changed:
+            passing.active -= 1
+            passing.copied = later(passing.copied, mark)
+            self._give_back(passing)
+
+    def _give_back(self, passing: _Passing) -> None:
+        """A unit of which nothing more is copied."""
+        if passing.active or (passing.unasked and not passing.given_up):
+            return
+        del self._passing[passing.unit.name]
+        if passing.data is not None:
+            assert self._reader is not None, "it came from there"
+            self._reader.release(passing.unit.name, passing.copied)

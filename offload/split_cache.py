@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
 
-__all__ = ["SplitCache", "split_batch"]
+__all__ = ["SplitCache", "grown_length", "split_batch"]
 
 
 class SplitCache:
@@ -51,7 +51,7 @@ class SplitCache:
 
     def grown_host_nbytes(self, rows: int) -> int:
         """Bytes in RAM with ``rows`` more, at most."""
-        length = min(self.capacity, (self.length + rows) * 3 // 2)
+        length = grown_length(self.on(self._host_ops), rows)
         return self._host_ops.kv_nbytes(self._host_specs, length)
 
     def reserve(self, length: int) -> None:
@@ -68,6 +68,18 @@ class SplitCache:
         """Forget on both."""
         for part in self._parts.values():
             part.trim(length)
+
+    def select(self, first: int, rows: Sequence[int]) -> None:
+        """Keep some rows on both."""
+        for part in self._parts.values():
+            part.select(first, rows)
+
+
+def grown_length(cache: KVCache, rows: int) -> int:
+    """Tokens that a cache has room for, at most, after a pass of ``rows`` more."""
+    if getattr(cache, "grows_in_place", False):
+        return cache.length + rows
+    return min(cache.capacity, (cache.length + rows) * 3 // 2)
 
 
 def split_batch(batch: Batch, ops: Ops) -> Batch:

@@ -24,6 +24,7 @@ __all__ = ["Source", "UnitReader"]
 Check = Callable[[], None]
 
 _POLL_S = 0.05  # how soon a waiting pass notices that it was cancelled
+_CLOSE_S = 2.0  # how long closing waits for reads on their way
 
 
 class Source(Protocol):
@@ -67,6 +68,7 @@ class _State:
     loads: deque[_Load] = field(default_factory=deque)  # oldest first
     draining: bool = False  # loads are dropped once nothing of them is in flight
     following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
+    ring: Ring | None = None  # and the ring
     closed: bool = False
     fetched: int = 0
     last_arrival: float = 0.0
@@ -76,7 +78,8 @@ class UnitReader:
     """``threads`` fetch from ``source`` into ``ring``.
 
     ``stall_s``: how long a disk may be silent. ``join``: how the marks of a unit's chunks become
-    one (default: the last).
+    one (default: the last). ``drained`` is called when all that was dropped has ended, before
+    anything else is fetched.
     """
 
     def __init__(
@@ -87,11 +90,13 @@ class UnitReader:
         threads: int,
         stall_s: float = 60.0,
         join: Callable[[Mark, Mark], Mark] | None = None,
+        drained: Callable[[], None] = lambda: None,
     ) -> None:
         self._source = source
         self._ring = ring
         self._stall_s = stall_s
         self._join = join or (lambda _, last: last)
+        self._drained = drained
         self._state = _State()
         self._changed = threading.Condition()
         self._threads = [
@@ -107,10 +112,14 @@ class UnitReader:
         with self._changed:
             return self._state.fetched
 
-    def schedule(self, units: Sequence[StoredUnit]) -> None:
-        """Fetch ``units`` from now on, again and again, from the first; drop what was fetched."""
+    def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
+        """Fetch ``units`` from now on, again and again, from the first; drop what was fetched.
+
+        ``ring`` takes the place of the one so far.
+        """
         with self._changed:
             self._state.following = tuple(units)
+            self._state.ring = ring or self._state.ring
             self._drop()
 
     def rewind(self) -> None:
@@ -118,12 +127,14 @@ class UnitReader:
         with self._changed:
             self._drop()
 
-    def skip(self, names: Iterable[str]) -> None:
+    def skip(self, names: Iterable[str], *, finish: bool = False) -> set[str]:
         """Leave each of these units out once: the pass does not want them.
 
         Every pass acquires or skips each unit of the order, so that a unit which is there already
-        is the one of this pass, however many rounds the ring holds.
+        is the one of this pass, however many rounds the ring holds. With ``finish`` what is on its
+        way is fetched to its end, since the source gives it once. Returns what is not fetched.
         """
+        left_out = set()
         with self._changed:
             state = self._state
             order = state.order if state.following is None else state.following
@@ -131,10 +142,13 @@ class UnitReader:
                 load = None if state.draining else self._oldest(name)
                 if load is None:
                     state.skips[name] += 1
+                    left_out.add(name)
                 else:
                     load.unwanted = True
-                    load.lease.waiting.clear()
+                    if not finish:
+                        load.lease.waiting.clear()
             self._sweep()
+        return left_out
 
     def acquire(self, name: str, check: Check | None = None) -> tuple[Any, Mark]:
         """The bytes of unit ``name`` once they have arrived, and their mark.
@@ -179,8 +193,9 @@ class UnitReader:
         with self._changed:
             self._state.closed = True
             self._changed.notify_all()
+        end = time.perf_counter() + _CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=2.0)
+            thread.join(timeout=max(0.0, end - time.perf_counter()))
 
     # -- under the lock --------------------------------------------------------------------------
 
@@ -211,7 +226,7 @@ class UnitReader:
     def _sweep(self) -> None:
         """Free what nobody wants, as far as it has arrived."""
         for load in [load for load in self._state.loads if load.unwanted]:
-            if not load.in_flight:
+            if not load.in_flight and not load.lease.waiting:
                 self._free(load)
 
     def _drop(self) -> None:
@@ -230,7 +245,10 @@ class UnitReader:
             self._free(load)
         if state.following is not None:
             state.order, state.following = state.following, None
+        if state.ring is not None:
+            self._ring, state.ring = state.ring, None
         state.cursor, state.draining = 0, False
+        self._drained()
         self._changed.notify_all()
 
     def _next(self) -> tuple[_Load, Chunk, Mark] | None:
@@ -243,6 +261,8 @@ class UnitReader:
             while state.skips[(unit := state.order[state.cursor]).name]:
                 state.skips[unit.name] -= 1
                 self._advance()
+            if any(load.unit is unit and not load.done for load in state.loads):
+                return None  # a source gives a unit once before it gives it again
             lease = self._ring.lease(unit.nbytes)
             if lease is None:
                 return None
@@ -273,7 +293,8 @@ class UnitReader:
 
     def _fetch(self, load: _Load, chunk: Chunk, after: Mark) -> None:
         error, mark = None, None
-        out = self._ring.view(load.lease)[chunk.start : chunk.start + chunk.nbytes]
+        ring = self._ring  # stays while anything is on its way
+        out = ring.view(load.lease)[chunk.start : chunk.start + chunk.nbytes]
         try:
             mark = self._source.fetch(load.unit, chunk.start, out, after)
         except LocalrtError as failure:

@@ -75,6 +75,10 @@ class VirtualAccelerator:
         """See ``Accelerator``."""
         return aligned_buffer(nbytes)
 
+    def free_host(self, memory: Bytes) -> int:
+        """See ``Accelerator``."""
+        return memory.nbytes
+
     def copy_in(self, name: str, source: Bytes, out: Any, after: Mark, there: Mark) -> Mark:
         """See ``Accelerator``."""
         started = self._clock.begin("link")

@@ -24,6 +24,7 @@ COMMANDS = (
     "list",
     "rm",
     "quantize",
+    "plan",
     "bench",
     "eval",
     "doctor",

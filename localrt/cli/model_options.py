@@ -32,7 +32,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
     group.add_argument("--ctx", type=int, metavar="TOKENS", help="context length")
     group.add_argument(
-        "--kv-format", choices=("bf16", "int8"), help="int8 halves the KV cache (CPU kernels)"
+        "--kv-format",
+        choices=("bf16", "int8", "int4"),
+        help="int8 halves the KV cache, int4 takes a third (CPU kernels)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--revision", help="branch, tag or commit of a hub model")

@@ -1,4 +1,4 @@
-"""Keys and values that live on an SSD, layer by layer: file, buffers, cache, and what makes them."""
+"""Keys and values on an SSD, layer by layer: the file, the buffers, the cache and its maker."""
 
 from localrt.offload.kv.tier import KvTier
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from localrt.errors import StorageError
 from localrt.offload.kv.file import PAGE, Bytes, KvFile
+from localrt.offload.kv.moving import move_stored
 from localrt.offload.kv.slots import Slot, SlotPool
 from localrt.offload.kv.tasks import IoTask, IoThread
 from localrt.offload.placement import KvPlace
@@ -37,6 +38,7 @@ class _Stored:
     offset: int  # of its blocks in the file
     stride: int
     window: int | None
+    shape: tuple[int, int]  # kv heads, head size
     tail: Bytes  # the block of the first token that is not in the file
     next_tail: Bytes  # what it will be once the pass counts
     saved: int = 0  # tokens in the file
@@ -82,7 +84,9 @@ class SsdKVCache(NativeKVCache):
         blocks, offset, at = grown_capacity(capacity) // BLOCK, 0, 0
         for layer, stride in zip(ssd, strides, strict=True):
             first, second = (self._tails[at + n * stride :][:stride] for n in range(2))
-            self._stored[layer] = _Stored(offset, stride, specs[layer].window, first, second)
+            spec = specs[layer]
+            shape = (spec.kv_heads, spec.head_dim)
+            self._stored[layer] = _Stored(offset, stride, spec.window, shape, first, second)
             offset, at = offset + blocks * stride, at + 2 * stride
         self._file = KvFile(folder)
         weakref.finalize(self, _release, io, slots, self._file, self._key)
@@ -116,7 +120,7 @@ class SsdKVCache(NativeKVCache):
             self.allocated = before
             raise
         if self._order:
-            self._load_ahead(self._order[0], self._order[0])
+            self._load_ahead(self._order[0], self._order[-1])
 
     def layer_ready(self, layer: int) -> tuple[int, int]:
         """Wait for the layer's blocks, and start the next layer's."""
@@ -160,7 +164,7 @@ class SsdKVCache(NativeKVCache):
         super().advance(count)
         for stored in self._stored.values():
             if stored.next_saved is not None:
-                stored.saved, stored.next_saved = stored.next_saved, None
+                stored.saved, stored.next_saved = min(stored.next_saved, self._length), None
                 stored.tail, stored.next_tail = stored.next_tail, stored.tail
                 stored.saves.clear()
 
@@ -170,6 +174,18 @@ class SsdKVCache(NativeKVCache):
         super().trim(length)
         for stored in self._stored.values():
             stored.saved = min(stored.saved, length)
+
+    def _move(self, first: int, rows: Sequence[int]) -> None:
+        super()._move(first, rows)
+        for layer, stored in self._stored.items():
+            slot = self._slots.find(self._key, layer)
+            if slot is not None and slot.task is not None:
+                self.wait_s += slot.task.wait()
+            begin = move_stored(
+                stored, self._file, self._io, stored.shape, self.kv_format, first, rows
+            )
+            if slot is not None:
+                slot.stop = min(slot.stop, begin)
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -207,21 +223,20 @@ class SsdKVCache(NativeKVCache):
         first, stop = self._wanted(stored)
         slot.first, slot.stop = first, stop
         if stop > first:
-            slot.load = self._io.start(lambda: self._read(slot, stored, first, stop))
+            slot.load = slot.task = self._io.start(lambda: self._read(slot, stored, first, stop))
 
     def _complete(self, slot: Slot, stored: _Stored) -> None:
         """Everything held of a layer is in its buffer."""
         first, stop = self._wanted(stored)
-        if slot.load is not None:
-            self.wait_s += slot.load.wait()
-            if slot.load.error is not None:
-                raise slot.load.error
-            slot.load = None
+        if slot.task is not None:
+            self.wait_s += slot.task.wait()
+        if slot.load is not None and slot.load.error is not None:
+            raise slot.load.error
+        slot.load = slot.task = None
         if slot.stop <= slot.first or first < slot.first:
             slot.first = slot.stop = first
         if stop > slot.stop:
             begin, slot.stop = slot.stop, stop
-            # Behind whatever was saved from this buffer before.
             task = self._io.start(lambda: self._read(slot, stored, begin, stop))
             self.wait_s += task.wait()
             if task.error is not None:
@@ -246,7 +261,8 @@ class SsdKVCache(NativeKVCache):
             return
         part = slot.data[first * stride : full * stride]
         offset = stored.offset + first * stride
-        stored.saves.append(self._io.start(lambda: self._file.write(offset, part)))
+        slot.task = self._io.start(lambda: self._file.write(offset, part))
+        stored.saves.append(slot.task)
         if end > full * BLOCK:
             stored.next_tail[:] = slot.data[full * stride : (full + 1) * stride]
         stored.next_saved = full * BLOCK

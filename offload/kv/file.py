@@ -51,7 +51,7 @@ class KvFile:
                     self._direct = _open_direct(name)
             finally:
                 if not flags:
-                    os.unlink(name)
+                    Path(name).unlink()
         except OSError as error:
             self.close()
             raise StorageError(

@@ -21,15 +21,16 @@ __all__ = ["Slot", "SlotPool"]
 class Slot:
     """One buffer. It holds blocks [``first``, ``stop``) of ``layer`` of the cache ``owner``."""
 
-    __slots__ = ("address", "busy", "data", "first", "layer", "load", "owner", "stop")
+    __slots__ = ("address", "busy", "data", "first", "layer", "load", "owner", "stop", "task")
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
         self.address: int = data.ctypes.data
+        self.task: IoTask | None = None  # the last that reads or writes it, whoever's
         self.free()
 
     def free(self) -> None:
-        """Forget what it holds. A task that still fills it or saves it goes before its next."""
+        """Forget what it holds."""
         self.owner: object = None
         self.layer = -1
         self.first = self.stop = 0
@@ -38,7 +39,7 @@ class Slot:
 
 
 class SlotPool:
-    """``count`` buffers of ``nbytes`` each. Not for several threads, but for ``forget``."""
+    """``count`` buffers of ``nbytes`` each. One pass at a time; ``forget`` from anywhere."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         size = -(-nbytes // PAGE) * PAGE
@@ -46,15 +47,14 @@ class SlotPool:
         self.nbytes = count * size
         self._slots = [Slot(memory[i * size : (i + 1) * size]) for i in range(count)]
         self._active: deque[object] = deque(maxlen=count)  # owners that passes began with
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come in the middle
 
     def begin(self, owner: object) -> None:
-        """A pass of ``owner`` begins: nothing of it is in use."""
+        """A pass begins that ``owner`` takes part in: nothing is in use before its layers are."""
         with self._lock:
             self._active.append(owner)
             for slot in self._slots:
-                if slot.owner is owner:
-                    slot.busy = False
+                slot.busy = False
 
     def find(self, owner: object, layer: int) -> Slot | None:
         """The buffer that holds ``layer`` of ``owner``, or is being filled with it."""

@@ -31,7 +31,7 @@ class IoTask:
         try:
             if self._do is not None:
                 self._do()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             self.error = error
         finally:
             self._do = None  # holds buffers
@@ -57,11 +57,9 @@ class IoThread:
 
     def start(self, do: Callable[[], None]) -> IoTask:
         """Queue a task."""
-        task = IoTask(do)
         if self._closed:
-            task.error = StorageError("the model is closed: load it again")
-            task.run()
-            return task
+            return _refused()
+        task = IoTask(do)
         self._queue.put(task)
         if not self._started:
             self._started = True
@@ -79,3 +77,12 @@ class IoThread:
         while (task := self._queue.get()) is not None:
             task.run()
             del task
+
+
+def _refused() -> IoTask:
+    def refuse() -> None:
+        raise StorageError("the model is closed: load it again")
+
+    task = IoTask(refuse)
+    task.run()
+    return task

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from localrt.offload.budget import format_bytes
-from localrt.offload.planner.plan import Advice, Plan, PlanRequest, find_plan
+from localrt.offload.planner.plan import Advice, Plan, PlanRequest, predicted_rate
 from localrt.offload.planner.shapes import ModelShape, aligned
 from localrt.offload.planner.simulate import simulate
 from localrt.quant.formats import FORMATS
@@ -54,6 +54,10 @@ def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelS
 
 def _changes(plan: Plan) -> Iterator[tuple[str, float]]:
     """(what is changed, tokens per second)."""
+
+    def rate(changed: PlanRequest) -> float:
+        return predicted_rate(changed, like=plan.placement)
+
     request, budgets = plan.request, plan.request.budgets
     machine = request.machine
     moved = plan.prediction.nbytes["ssd"]
@@ -65,20 +69,20 @@ def _changes(plan: Plan) -> Iterator[tuple[str, float]]:
         )
         for more in dict.fromkeys((_round(on_ssd / 4), _round(1.05 * on_ssd + 64e6))):
             bigger = replace(budgets, ram=budgets.ram + more)
-            yield f"{format_bytes(more)} more RAM", _rate(replace(request, budgets=bigger))
+            yield f"{format_bytes(more)} more RAM", rate(replace(request, budgets=bigger))
         faster = replace(machine, ssd_bytes_s=2 * machine.ssd_bytes_s)
-        yield "a disk twice as fast", _rate(replace(request, machine=faster))
+        yield "a disk twice as fast", rate(replace(request, machine=faster))
     if request.uses_gpu:
         assert machine.link_bytes_s is not None, "a GPU has a link"
         bigger = replace(budgets, vram=budgets.vram + (4 << 30))
-        yield "4 GB more GPU memory", _rate(replace(request, budgets=bigger))
+        yield "4 GB more GPU memory", rate(replace(request, budgets=bigger))
         faster = replace(machine, link_bytes_s=2 * machine.link_bytes_s)
-        yield "a link twice as fast", _rate(replace(request, machine=faster))
+        yield "a link twice as fast", rate(replace(request, machine=faster))
     small = in_format(request.shape, _SMALLEST_FORMAT)
     if small.pass_nbytes < 0.95 * request.shape.pass_nbytes:
-        yield f"weights in {_SMALLEST_FORMAT}", _rate(replace(request, shape=small))
+        yield f"weights in {_SMALLEST_FORMAT}", rate(replace(request, shape=small))
     if request.kv_format == "bf16":
-        yield "keys and values in int8", _rate(replace(request, kv_format="int8"))
+        yield "keys and values in int8", rate(replace(request, kv_format="int8"))
     if request.rows == 1 and request.sequences == 1:
         costs = request.costs(rows=_DRAFT_ROWS)
         seconds = simulate(costs, plan.placement).seconds
@@ -87,11 +91,6 @@ def _changes(plan: Plan) -> Iterator[tuple[str, float]]:
             "(drafting not counted)",
             _ACCEPTED / seconds,
         )
-
-
-def _rate(request: PlanRequest) -> float:
-    plan = find_plan(request, exact=False)
-    return 0.0 if plan is None else plan.prediction.tok_s
 
 
 def _round(nbytes: float) -> int:

@@ -29,9 +29,9 @@ class _Flow:
     def __init__(self) -> None:
         self.lag = 0.0
 
-    def takes(self, nbytes: int, quota: int, left: int) -> bool:
-        """Whether the next of ``left`` units is one of the ``quota`` that are still to be taken."""
-        self.lag += nbytes * quota / left
+    def takes(self, nbytes: int, share: float) -> bool:
+        """Whether the next unit is one of the ``share`` that is to be taken."""
+        self.lag += nbytes * share
         if self.lag < nbytes / 2:
             return False
         self.lag -= nbytes
@@ -45,24 +45,27 @@ def arrange(
     pattern: Pattern = "spread",
 ) -> dict[str, Where]:
     """Every unit of a class at a place, in the order of the pass."""
+    wholes = [dict(places) for places in counts]
     quotas = [{where: count for where, count in places.items() if count} for places in counts]
-    quota_of = {
-        name: quotas[number] for number, group in enumerate(classes) for name in group.names
+    of = {
+        name: (quotas[number], wholes[number])
+        for number, group in enumerate(classes)
+        for name in group.names
     }
     devices, reads, copies = _Flow(), _Flow(), _Flow()
     placed: dict[str, Where] = {}
     for unit in units:
-        quota = quota_of.get(unit.name)
-        if quota is None:
+        if unit.name not in of:
             continue
+        quota, whole = of[unit.name]
         left: Iterable[Where] = quota
         if len(quota) > 1:
             if pattern == "block":
                 left = _ON_CPU & quota.keys() or quota.keys()
             else:
-                left = _split(devices, unit.nbytes, quota, quota, _ON_GPU)
-            left = _split(reads, unit.nbytes, quota, left, _READ)
-            left = _split(copies, unit.nbytes, quota, left, _COPIED)
+                left = _split(devices, unit.nbytes, whole, quota, _ON_GPU)
+            left = _split(reads, unit.nbytes, whole, left, _READ)
+            left = _split(copies, unit.nbytes, whole, left, _COPIED)
         where = next(iter(left))
         placed[unit.name] = where
         quota[where] -= 1
@@ -74,7 +77,7 @@ def arrange(
 def _split(
     flow: _Flow,
     nbytes: int,
-    quota: Mapping[Where, int],
+    whole: Mapping[Where, int],
     among: Iterable[Where],
     special: frozenset[Where],
 ) -> list[Where]:
@@ -83,5 +86,6 @@ def _split(
     others = [where for where in among if where not in special]
     if not taken or not others:
         return taken or others
-    share = sum(quota[where] for where in taken)
-    return taken if flow.takes(nbytes, share, share + sum(quota[w] for w in others)) else others
+    count = sum(whole[where] for where in taken)
+    share = count / (count + sum(whole[where] for where in others))
+    return taken if flow.takes(nbytes, share) else others

@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from localrt.errors import OptionError
 from localrt.offload.planner.shapes import ModelShape
 
-__all__ = ["Budgets", "activation_nbytes", "fitting_prefill_rows", "process_nbytes"]
+__all__ = [
+    "KV_BUFFER_BYTES",
+    "Budgets",
+    "activation_nbytes",
+    "fitting_prefill_rows",
+    "process_nbytes",
+]
 
 # Interpreter, numpy, libraries, the kernels' threads.
 _PROCESS_BYTES = 70 << 20
 # A vocabulary in its compact form: token bytes, merges, hash tables.
 _VOCABULARY_BYTES = 220
+KV_BUFFER_BYTES = 8 << 20
+"""What keys and values on the SSD are read through."""
+
 _CUDA_CONTEXT_BYTES = 400 << 20
 # A pass wants rows enough for the arithmetic to pay for the reading, in a small part of the budget.
 _ROW_CHOICES = (1024, 512, 256, 128, 64, 32)

@@ -6,6 +6,7 @@ reads. Which is better only the replay tells. Small units first: they may let a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,12 +68,17 @@ def best_candidate(
     prefill_rows: int,
     exact: bool = True,
     notes: list[str] | None = None,
+    rings: Placement | None = None,
 ) -> Candidate | None:
     """The fastest placement found, or None where nothing fits.
 
-    With ``exact`` the finalists are solved again by HiGHS; a solver that fails is noted.
+    With ``exact`` the finalists are solved again by HiGHS; a solver that fails is noted. ``rings``
+    gives the sizes of the rings: none are tried then but these, and what needs none.
     """
     search = _Search(costs, rooms, prefill_rows)
+    if rings is not None:
+        search.ram_rings = [_Ring(0, 0), _Ring(rings.ram_ring, rings.ram_ring)]
+        search.vram_rings = [_Ring(rings.vram_ring, rings.vram_ring)]
     search.run()
     if not search.tried:
         return None
@@ -124,17 +130,15 @@ class _Search:
         """Fill ``tried`` with candidates worth a comparison."""
         middle = self.vram_rings[len(self.vram_rings) // 2]
         for ram in self.ram_rings:
-            found = self._try(ram, middle) or (None if self.tried else self._try(ram, self._no_copies))
+            found = self._try(ram, middle)
+            if found is None and not self.tried:
+                found = self._try(ram, self.vram_rings[0])
             if found is not None and not any(w.read for places in found.counts for w in places):
                 break  # nothing is read: no larger ring can help
         if self.tried:
             ram, _ = min(self.tried, key=lambda rings: self.tried[rings].seconds)
             for vram in self.vram_rings:
                 self._try(ram, vram)
-
-    @property
-    def _no_copies(self) -> _Ring:
-        return self.vram_rings[0]
 
     def problem(self, ram: _Ring, vram: _Ring) -> Problem:
         """The programme that these rings leave."""
@@ -172,11 +176,14 @@ class _Search:
         best: tuple[Candidate, Pattern] | None = None
         for pattern in self._patterns if len(mixed) > 1 else self._patterns[:1]:
             where = arrange(costs.shape.units, problem.classes, counts, pattern)
+            moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
+            copied = any(place.copied for place in where.values())
             placement = Placement(
                 where=_with_small_units(costs, where),
                 kv=_kv_places(costs, where, rooms),
-                ram_ring=rings.ram_ring,
-                vram_ring=rings.vram_ring,
+                # A ring that nothing passes is not made.
+                ram_ring=rings.ram_ring if moved else 0,
+                vram_ring=rings.vram_ring if copied else 0,
                 prefill_rows=self._prefill_rows,
             )
             passes = 2 if costs.shape.experts else 3
@@ -211,7 +218,7 @@ def _slots(classes: Sequence[UnitClass]) -> list[int]:
     sizes = sorted({group.nbytes for group in classes if group.use > 0})
     while len(sizes) > _MOST_SLOTS:
         # Two sizes that are nearly the same need nearly the same ring: keep the larger.
-        ratios = [high / low for low, high in zip(sizes, sizes[1:], strict=False)]
+        ratios = [high / low for low, high in itertools.pairwise(sizes)]
         del sizes[ratios.index(min(ratios))]
     return sizes
 
@@ -219,8 +226,6 @@ def _slots(classes: Sequence[UnitClass]) -> list[int]:
 def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
     """First none at all, for models that fit."""
     yield _Ring(0, 0)
-    if rooms.kv_ssd:  # keys and values pass the ring in pieces
-        yield _Ring(8 << 20, 0)
     for slot in slots[-2:] if few else slots:
         # The reader fills what is free chunk by chunk: a little more than a unit is a ring.
         extra = () if few else (2 << 20, 4 << 20, 8 << 20)

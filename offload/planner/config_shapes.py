@@ -192,7 +192,8 @@ class _Builder:
     ) -> PlacedUnit:
         nbytes, macs, formats = 4 * vectors, 0, dict[str, int]()
         for rows, columns in matrices:
-            fitting = fitting_format(self.format, columns) if columns % self.format.block else self.format
+            whole = columns % self.format.block == 0
+            fitting = self.format if whole else fitting_format(self.format, columns)
             size = padded_rows(rows) * fitting.row_bytes(columns)
             nbytes, macs = nbytes + size, macs + rows * columns
             formats[fitting.name] = formats.get(fitting.name, 0) + size
@@ -316,7 +317,8 @@ class _Builder:
 
     def _head(self, table: Matrix) -> Iterator[PlacedUnit]:
         rows, columns = table
-        tile = TILE_ROWS * self.format.row_bytes(-(-columns // self.format.block) * self.format.block)
+        block = self.format.block
+        tile = TILE_ROWS * self.format.row_bytes(-(-columns // block) * block)
         step = max(1, self.head_slice // tile) * TILE_ROWS
         for number, start in enumerate(range(0, rows, step)):
             part = (min(step, rows - start), columns)

@@ -73,7 +73,7 @@ class Costs:
         return self.sequences * self.held * token
 
     def touched(self, use: float) -> tuple[float, int]:
-        """The share of passes that need an expert of this ``use``, and the rows that it then sees."""
+        """The share of passes that need an expert of this ``use``, and the rows it then sees."""
         share = 1 - (1 - use) ** self.rows
         return share, max(1, round(self.rows * use / share)) if share else 1
 

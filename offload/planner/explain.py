@@ -31,9 +31,10 @@ _KINDS = ("embedding", "attention", "mlp", "expert", "head")
 def one_line(plan: Plan) -> str:
     """Rate, ceiling and bottleneck."""
     prediction = plan.prediction
+    ceiling = _rate(prediction.ceiling_tok_s)
     return (
-        f"{_rate(prediction.tok_s)} tok/s predicted, {_rate(prediction.ceiling_tok_s)} at most with "
-        f"this placement; the {_RESOURCES[prediction.bottleneck]} is the bottleneck"
+        f"{_rate(prediction.tok_s)} tok/s predicted, {ceiling} at most with this placement; "
+        f"the {_RESOURCES[prediction.bottleneck]} is the bottleneck"
     )
 
 
@@ -117,8 +118,7 @@ def _placement(plan: Plan) -> Iterator[str]:
         where = plan.placement.where[unit.name]
         if unit.kind == "embedding" and where.read:
             yield (
-                f"  {format_bytes(unit.nbytes):>7}  on the SSD, read row by row"
-                "  (the embedding)"
+                f"  {format_bytes(unit.nbytes):>7}  on the SSD, read row by row  (the embedding)"
             )
             continue
         if unit.kind != "norm":

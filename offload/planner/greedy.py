@@ -67,8 +67,7 @@ def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
     """How many of each class live on the SSD, of those that are not in VRAM."""
     read = [0] * len(rest)
     deficit = -problem.ram + sum(
-        left * (group.nbytes + group.kv)
-        for left, group in zip(rest, problem.classes, strict=True)
+        left * (group.nbytes + group.kv) for left, group in zip(rest, problem.classes, strict=True)
     )
     uses = sorted({group.use for group in problem.classes})
     for use in uses:
@@ -88,9 +87,7 @@ def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
     return read if deficit <= 0 else None
 
 
-def closest_subset(
-    sizes: Sequence[int], limits: Sequence[int], target: int
-) -> list[int] | None:
+def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> list[int] | None:
     """Counts of each size, within ``limits``, whose sum is the least that reaches ``target``.
 
     Sums are taken in steps, rounded so that the answer never falls short. None where all together
@@ -156,9 +153,7 @@ def _balance(
     if not problem.link_bytes_s:
         return none
     groups = problem.classes
-    reading = sum(
-        ssd * group.use * group.nbytes for ssd, group in zip(read, groups, strict=True)
-    )
+    reading = sum(ssd * group.use * group.nbytes for ssd, group in zip(read, groups, strict=True))
     order = sorted(
         (
             number

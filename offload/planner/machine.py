@@ -6,6 +6,7 @@ one that is not here. A profile says of each whether it was measured. It knows n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -38,7 +39,7 @@ class KernelRate:
         if rows <= self.rows[0]:
             return self.seconds[0]
         points = list(zip(self.rows, self.seconds, strict=True))
-        for (low, before), (high, after) in zip(points, points[1:], strict=False):
+        for (low, before), (high, after) in itertools.pairwise(points):
             if rows <= high:
                 return before + (after - before) * (rows - low) / (high - low)
         return self.seconds[-1] * rows / self.rows[-1]

@@ -47,7 +47,7 @@ def measure_machine(
     cache: Path,
     disk_speed: Callable[[Path], DiskRate] | None,
     identity: Sequence[str],
-    formats: Iterable[str] = DEFAULT_FORMATS,
+    formats: Iterable[str] = (),
     threads: int | None = None,
     gpu: GpuProfile | None = None,
     link_bytes_s: float | None = None,
@@ -106,7 +106,7 @@ def measure_kernel(ops: NativeOps, format: str) -> list[float]:
     rows, columns = _SHAPE
     nbytes = rows * FORMATS[format].row_bytes(columns)
     rng = np.random.default_rng(0)
-    # Any two of these bytes are a sane float16: no speed depends on values but NaN's and denormals'.
+    # Any two of these bytes are a sane float16: only NaN and denormals could change the speed.
     block = rng.integers(0x20, 0x40, nbytes, dtype=np.uint8)
     weights = [
         ops.weight(_SHAPE, [TiledTensor("w", FORMATS[format], _SHAPE, block.copy(), 1.0)])

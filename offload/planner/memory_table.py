@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localrt.offload.placement import Placement, Where
-from localrt.offload.planner.budgets import Budgets, activation_nbytes
+from localrt.offload.planner.budgets import KV_BUFFER_BYTES, Budgets, activation_nbytes
 from localrt.offload.planner.shapes import ModelShape
 
 __all__ = ["MemoryPart", "memory_table", "total_of"]
@@ -50,6 +50,7 @@ def memory_table(
         MemoryPart("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
         MemoryPart("ram", "keys and values", caches["ram"]),
         MemoryPart("ram", "ring for reads", placement.ram_ring),
+        MemoryPart("ram", "buffer for keys and values", KV_BUFFER_BYTES if caches["ssd"] else 0),
         MemoryPart("ssd", "weights", weights[Where.SSD] + weights[Where.SSD_LINK]),
         MemoryPart("ssd", "keys and values", caches["ssd"]),
     ]

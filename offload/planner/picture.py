@@ -77,7 +77,7 @@ def to_svg(plan: Plan) -> str:
     for number, name in enumerate(rows):
         y = _TOP + number * (_ROW + _GAP)
         share = _share(tasks, name, begin, end)
-        parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_ROW}"/>')
+        parts.append(_box("lane", _LEFT, y, _WIDTH - _LEFT - _RIGHT, _ROW))
         parts.append(f'<text class="label" x="{_LEFT - 10}" y="{y + 20}">{_LABELS[name]}</text>')
         parts.append(f'<text class="small" x="{_LEFT - 10}" y="{y + 36}">{share:.0%} busy</text>')
         bars = _bars([task for task in tasks if task.resource == name], scale)
@@ -94,8 +94,9 @@ def to_html(plan: Plan) -> str:
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
         '<meta name="viewport" content="width=device-width">\n'
-        "<style>:root{color-scheme:light dark}body{margin:2rem auto;max-width:1240px;padding:0 1rem;"
-        "font:15px/1.5 system-ui,sans-serif}svg{max-width:100%;height:auto}"
+        "<style>:root{color-scheme:light dark}"
+        "body{margin:2rem auto;max-width:1240px;padding:0 1rem;font:15px/1.5 system-ui,sans-serif}"
+        "svg{max-width:100%;height:auto}"
         "pre{overflow-x:auto;font:13px/1.5 ui-monospace,monospace}</style></head>\n"
         f"<body>\n{to_svg(plan)}<pre>{escape(explain(plan))}</pre>\n</body></html>\n"
     )
@@ -108,13 +109,14 @@ def _style() -> str:
         "<style>"
         "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
         "fill:#1c1f24}"
-        ".title{font-size:18px;font-weight:600}.sub,.key{font-size:13px}.sub,.small,.tick{fill:#5a616b}"
+        ".title{font-size:18px;font-weight:600}.sub,.key{font-size:13px}.sub,.small,.tick,.turned{fill:#5a616b}"
         ".label{font-size:13px;font-weight:600;text-anchor:end}"
         ".small{font-size:11px;text-anchor:end}.tick{font-size:11px;text-anchor:middle}"
+        ".turned{font-size:11px}"
         ".back{fill:#ffffff}.lane{fill:#f0f2f5}.grid{stroke:#dfe3e8;stroke-width:1}"
         ".turn{stroke:#5a616b;stroke-width:1;stroke-dasharray:4 3}"
         f"{light}"
-        "@media(prefers-color-scheme:dark){text{fill:#e6e8eb}.sub,.small,.tick{fill:#a2a9b3}"
+        "@media(prefers-color-scheme:dark){text{fill:#e6e8eb}.sub,.small,.tick,.turned{fill:#a2a9b3}"
         f".back{{fill:#16191d}}.lane{{fill:#21262c}}.grid{{stroke:#30363d}}.turn{{stroke:#a2a9b3}}{dark}}}"
         "</style>"
     )
@@ -136,7 +138,7 @@ def _axis(begin: float, end: float, scale: float, bottom: int) -> Iterator[str]:
     for number in range(int(whole / step) + 1):
         value = number * step
         x = _LEFT + value / 1e3 * scale
-        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{bottom - _GAP + 6}"/>'
+        yield _line("grid", x, _TOP - 8, bottom - _GAP + 6)
         unit = " ms" if number == 0 else ""
         yield f'<text class="tick" x="{x:.1f}" y="{bottom + 8}">{value:g}{unit}</text>'
 
@@ -147,8 +149,8 @@ def _passes(
     """Where each pass begins."""
     for number, task in enumerate(task for task in tasks if task.kind == "pass"):
         x = _LEFT + (task.start - begin) * scale
-        yield f'<line class="turn" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 14}" y2="{bottom - _GAP + 6}"/>'
-        yield f'<text class="tick" style="text-anchor:start" x="{x + 4:.1f}" y="{_TOP - 12}">pass {number + 1}</text>'
+        yield _line("turn", x, _TOP - 14, bottom - _GAP + 6)
+        yield f'<text class="turned" x="{x + 4:.1f}" y="{_TOP - 12}">pass {number + 1}</text>'
 
 
 def _bars(tasks: Sequence[SimulatedTask], scale: float) -> list[_Bar]:
@@ -183,6 +185,14 @@ def _rect(bar: _Bar, begin: float, scale: float, y: int) -> str:
         f'<rect class="{bar.kind}" x="{x:.2f}" y="{y + 4}" width="{inner:.2f}" '
         f'height="{_ROW - 8}"><title>{escape(text)}</title></rect>'
     )
+
+
+def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}"/>'
+
+
+def _line(kind: str, x: float, top: float, bottom: float) -> str:
+    return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
 
 
 def _share(tasks: Sequence[SimulatedTask], name: Resource, begin: float, end: float) -> float:

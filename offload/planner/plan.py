@@ -12,7 +12,12 @@ from typing import Any, Literal
 
 from localrt.errors import OptionError
 from localrt.offload.placement import Placement
-from localrt.offload.planner.budgets import Budgets, activation_nbytes, fitting_prefill_rows
+from localrt.offload.planner.budgets import (
+    KV_BUFFER_BYTES,
+    Budgets,
+    activation_nbytes,
+    fitting_prefill_rows,
+)
 from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
@@ -20,7 +25,17 @@ from localrt.offload.planner.memory_table import MemoryPart, memory_table
 from localrt.offload.planner.shapes import KvFormat, ModelShape
 from localrt.offload.planner.simulate import Resource, Simulation, simulate
 
-__all__ = ["Advice", "Plan", "PlanRequest", "Prediction", "context_plans", "find_plan", "fits", "make_plan"]
+__all__ = [
+    "Advice",
+    "Plan",
+    "PlanRequest",
+    "Prediction",
+    "context_plans",
+    "find_plan",
+    "fits",
+    "make_plan",
+    "predicted_rate",
+]
 
 # A conversation in its first minutes: what most tokens see.
 _USUAL_HELD = 512
@@ -31,9 +46,9 @@ _FIRST_CONTEXT = 2048
 class Prediction:
     """What the plan will do; rates in tokens per second, bytes per pass.
 
-    ``ceiling_tok_s`` is what this placement allows with perfect overlap, ``bottleneck`` the resource
-    behind it. ``tok_s`` holds for ``held`` tokens in the cache, ``full_context_tok_s`` for all.
-    ``waits`` is the time of a pass that computing stood still, by what it waited for.
+    ``ceiling_tok_s`` is what this placement allows with perfect overlap, ``bottleneck`` the
+    resource behind it. ``tok_s`` holds for ``held`` tokens in the cache, ``full_context_tok_s``
+    for all. ``waits`` is the time of a pass that computing stood still, by what it waited for.
     """
 
     tok_s: float
@@ -232,9 +247,23 @@ def fits(request: PlanRequest) -> bool:
         return True
     if not request.kv_on_ssd or request.uses_gpu:
         return False
-    return can_place(
-        request.costs(), replace(rooms, kv_ssd=frozenset(range(request.shape.layers)))
-    )
+    return can_place(request.costs(), replace(rooms, kv_ssd=frozenset(range(request.shape.layers))))
+
+
+def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> float:
+    """Tokens per second of the best plan by rules, 0 where nothing fits; nothing more is told.
+
+    A mixture takes over the rings of ``like``: there are too many experts to try many.
+    """
+    request, rooms, prefill_rows = _prepare(request)
+    if like is not None and request.shape.experts is not None:
+        costs = request.costs()
+        best = best_candidate(costs, rooms, prefill_rows=prefill_rows, exact=False, rings=like)
+    else:
+        best = _search(request, rooms, prefill_rows, False, [])
+    if best is None:
+        return 0.0
+    return request.sequences / simulate(request.costs(), best.placement).seconds
 
 
 def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
@@ -261,16 +290,21 @@ def _search(
     low, high = 0, request.shape.layers
     while high - low > 1:
         middle = (low + high) // 2
-        enough = can_place(request.costs(), replace(rooms, kv_ssd=frozenset(range(middle))))
+        enough = can_place(request.costs(), _with_kv_on_ssd(rooms, middle))
         low, high = (low, middle) if enough else (middle, high)
     notes.append(f"keys and values of {high} layers live on the SSD: they do not fit in RAM")
     return best_candidate(
         request.costs(),
-        replace(rooms, kv_ssd=frozenset(range(high))),
+        _with_kv_on_ssd(rooms, high),
         prefill_rows=prefill_rows,
         exact=exact,
         notes=notes,
     )
+
+
+def _with_kv_on_ssd(rooms: Rooms, layers: int) -> Rooms:
+    """Keys and values of the first layers on the SSD, and the buffer that they are read through."""
+    return replace(rooms, ram=rooms.ram - KV_BUFFER_BYTES, kv_ssd=frozenset(range(layers)))
 
 
 def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
@@ -293,17 +327,20 @@ def _rooms(request: PlanRequest, prefill_rows: int) -> Rooms:
     vram = 0
     if request.uses_gpu:
         vram = budgets.vram - budgets.context_bytes() - activations - small
-    kv = tuple(
-        request.sequences * size for size in shape.kv_nbytes(request.kv_format, request.ctx)
-    )
-    return Rooms(ram=ram, vram=vram, kv=kv)
+    return Rooms(ram=ram, vram=vram, kv=_kv_nbytes(request))
+
+
+def _kv_nbytes(request: PlanRequest) -> tuple[int, ...]:
+    """Of each layer, for all sequences at the full context."""
+    sizes = request.shape.kv_nbytes(request.kv_format, request.ctx)
+    return tuple(request.sequences * size for size in sizes)
 
 
 def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
     """The final replay, and those for prompts and the full context."""
     placement = best.placement
     steady = simulate(request.costs(), placement, keep_tasks=2)
-    full = simulate(request.costs(held=request.ctx), placement, passes=2, warm_up=2)
+    full = simulate(request.costs(held=request.ctx), placement)
     prompt = simulate(
         request.costs(
             rows=placement.prefill_rows,
@@ -344,7 +381,7 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
             request.shape,
             request.budgets,
             placement,
-            kv=[request.sequences * n for n in request.shape.kv_nbytes(request.kv_format, request.ctx)],
+            kv=_kv_nbytes(request),
             rows=max(placement.prefill_rows, request.rows, request.sequences),
         ),
         simulation=steady,

@@ -71,7 +71,7 @@ def _options(request: PlanRequest) -> Iterator[str]:
             break
         ctx = ctx // 2 // 256 * 256
     for kv_format in ("int8", "int4"):
-        smaller = replace(request, kv_format=kv_format)  # type: ignore[arg-type]
+        smaller = replace(request, kv_format=kv_format)
         if request.kv_format == "bf16" and fits(smaller):
             yield f"keys and values in {kv_format} fit (kv_format={kv_format})"
             break
@@ -80,7 +80,7 @@ def _options(request: PlanRequest) -> Iterator[str]:
     if request.sequences > 1 and fits(replace(request, sequences=1)):
         yield "one sequence at a time fits"
     if not request.kv_on_ssd and not request.uses_gpu and fits(replace(request, kv_on_ssd=True)):
-        yield "keys and values on the SSD fit"
+        yield "keys and values on the SSD fit (kv_on_ssd)"
     shorter = replace(request, ctx=min(request.ctx, _FEWEST_TOKENS), kv_format="int8")
     if (least := least_ram(shorter)) is not None:
         yield (

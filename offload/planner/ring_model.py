@@ -7,6 +7,7 @@ nothing is allocated.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class Slot:
 
 
 class RingModel:
-    """``nbytes`` for units; a unit is loaded in pieces of ``chunk`` bytes, each once it has room."""
+    """``nbytes`` for units, loaded in pieces of ``chunk`` bytes, each as soon as it has room."""
 
     def __init__(self, nbytes: int, chunk: int) -> None:
         self.nbytes = nbytes
@@ -88,7 +89,7 @@ class RingModel:
             return slot, [(0, nbytes)]
         first = 0 if fits else at - offset
         cuts = sorted({*range(0, nbytes, self._chunk), first, nbytes})
-        chunks = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        chunks = [(a, b - a) for a, b in itertools.pairwise(cuts)]
         return slot, sorted(chunks, key=lambda chunk: (chunk[0] < first, chunk[0]))
 
     def _touches(self, start: int, stop: int) -> bool:

@@ -17,7 +17,6 @@ from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
 from localrt.models.registry import find_architecture, read_config
 from localrt.models.units import EMBEDDING, HEAD, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
-from localrt.quant.formats.tiled import padded_rows
 from localrt.quant.ops.kv_growth import grown_capacity
 
 __all__ = [
@@ -140,9 +139,7 @@ def shape_from_checkpoint(
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
     kv = tuple(
-        KvShape(
-            groups=spec.kv_heads, width=spec.head_dim, macs=2 * spec.heads * spec.head_dim
-        )
+        KvShape(groups=spec.kv_heads, width=spec.head_dim, macs=2 * spec.heads * spec.head_dim)
         for spec in config.attention
     )
     ignored = HEAD if config.tied_head else ""
@@ -195,8 +192,8 @@ def _placed(unit: Unit, tensors: Mapping[str, TensorInfo], stored: Mapping[str, 
     return PlacedUnit(
         name=unit.name,
         kind=kind,
-        # A range of a store's head may be cut finer than its units are.
-        nbytes=stored.get(unit.name) if unit.rows is None and unit.name in stored else aligned(nbytes),
+        # A slice of the head may be cut finer here than where it was stored.
+        nbytes=aligned(nbytes) if unit.rows else stored.get(unit.name, aligned(nbytes)),
         macs=0 if by_row else macs,
         format=format_of_most_bytes(formats),
         layer=unit.layer,

@@ -18,7 +18,7 @@ from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.ring_model import RingModel, Slot
 
-__all__ = ["RESOURCES", "Resource", "Simulation", "SimulatedTask", "simulate"]
+__all__ = ["RESOURCES", "Resource", "SimulatedTask", "Simulation", "simulate"]
 
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
@@ -110,7 +110,9 @@ def simulate(
     if passes is None:
         passes = 8 if costs.shape.experts else 4
     walk = _Walk(costs, placement, seed)
-    state = _State(RingModel(placement.ram_ring, READ_CHUNK), RingModel(placement.vram_ring, COPY_CHUNK))
+    state = _State(
+        RingModel(placement.ram_ring, READ_CHUNK), RingModel(placement.vram_ring, COPY_CHUNK)
+    )
     sums, before, tasks = _Sums(), 0.0, list[SimulatedTask]()
     total = warm_up + passes
     for token in range(total):
@@ -147,11 +149,11 @@ class _Walk:
         for unit in costs.shape.units:
             if unit.kind == "embedding":
                 continue
-            if unit.kind == "expert" and self.steps and self.steps[-1][0].kind == "expert":
-                if self.steps[-1][0].layer == unit.layer:
-                    self.steps[-1].append(unit)
-                    continue
-            self.steps.append([unit])
+            last = self.steps[-1][0] if self.steps else unit
+            if unit.kind == last.kind == "expert" and unit.layer == last.layer:
+                self.steps[-1].append(unit)
+            else:
+                self.steps.append([unit])
 
     def one_pass(
         self, state: _State, sums: _Sums, token: int, tasks: list[SimulatedTask] | None
@@ -194,9 +196,9 @@ class _Walk:
         asked = state.router if unit.kind == "expert" else 0.0
         nbytes = unit.nbytes
         kv = 0
-        if unit.kind == "attention" and unit.layer is not None:
-            if self.kv[unit.layer] == "ssd":
-                kv = self.costs.kv_held(unit.layer)
+        attends = unit.layer if unit.kind == "attention" else None
+        if attends is not None and self.kv[attends] == "ssd":
+            kv = self.costs.kv_held(attends)
         if where.read or kv:
             ready = self._read(unit, where, kv, asked, state, sums, slots, token, tasks)
         if where.copied:
@@ -236,32 +238,34 @@ class _Walk:
         token: int,
         tasks: list[SimulatedTask] | None,
     ) -> float:
-        """Read a unit, and a layer's keys and values where they live on the SSD."""
-        parts = [(unit.name, unit.kind, unit.nbytes)] if where.read else []
-        if kv:
-            parts.append((f"{unit.name} kv", "attention", -(-kv // 4096) * 4096))
+        """Read a unit, and a layer's keys and values where they live on the SSD.
+
+        These go through two small buffers of their own: their reading begins with their turn.
+        """
         end = 0.0
-        for name, kind, nbytes in parts:
-            # Keys and values that exceed the ring pass it in pieces.
-            for size in _pieces(nbytes, state.ram.nbytes):
-                free = max(state.disk_free, asked)
-                slot, start, end, idle = state.ram.load(size, free, self.bytes_s)
-                state.disk_free = end
-                sums.full["ssd"] += idle
-                if size < nbytes:
-                    state.ram.release(slot, end)
-                elif where is Where.SSD_LINK and name == unit.name:
-                    slots.insert(0, (state.ram, slot))  # released by the copy
-                else:
-                    slots.append((state.ram, slot))
-                seconds = size / self.bytes_s
-                sums.busy["ssd"] += seconds
-                sums.nbytes["ssd"] += size
-                task_kind = kind if name == unit.name else "kv"
-                # Where it waits for room in its middle, the wait is shown before it.
-                begin = max(start, end - seconds)
-                _keep(tasks, SimulatedTask(name, task_kind, "ssd", begin, end, token, size))
+        if where.read:
+            free = max(state.disk_free, asked)
+            slot, start, end, idle = state.ram.load(unit.nbytes, free, self.bytes_s)
+            sums.full["ssd"] += idle
+            slots.append((state.ram, slot))
+            # Where it waits for room in its middle, the wait is shown before it.
+            start = max(start, end - unit.nbytes / self.bytes_s)
+            task = SimulatedTask(unit.name, unit.kind, "ssd", start, end, token, unit.nbytes)
+            self._read_done(state, sums, task, tasks)
+        if kv:
+            start = max(state.disk_free, state.clock)
+            end = start + kv / self.bytes_s
+            task = SimulatedTask(f"{unit.name} kv", "kv", "ssd", start, end, token, kv)
+            self._read_done(state, sums, task, tasks)
         return end
+
+    def _read_done(
+        self, state: _State, sums: _Sums, task: SimulatedTask, tasks: list[SimulatedTask] | None
+    ) -> None:
+        state.disk_free = task.end
+        sums.busy["ssd"] += task.nbytes / self.bytes_s
+        sums.nbytes["ssd"] += task.nbytes
+        _keep(tasks, task)
 
     def _copy(
         self,
@@ -306,13 +310,6 @@ class _Walk:
         resource: Resource = "gpu" if to_gpu else "cpu"
         _keep(tasks, SimulatedTask("activations", "crossing", resource, start, state.clock, token))
         return state.clock
-
-
-def _pieces(nbytes: int, ring: int) -> Iterator[int]:
-    while nbytes > ring > 0:
-        yield ring
-        nbytes -= ring
-    yield nbytes
 
 
 def _keep(tasks: list[SimulatedTask] | None, task: SimulatedTask) -> None:

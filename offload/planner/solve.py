@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import localrt
 from localrt.offload.placement import Where
 from localrt.offload.planner.problem import (
     Counts,
@@ -38,13 +37,13 @@ class SolverError(Exception):
 
 def child_command() -> list[str]:
     """The command of a child of this very localrt, installed or in a checkout."""
-    root = str(Path(localrt.__file__).resolve().parents[1])
-    return [sys.executable, "-c", _START, root]
+    # Of the package that this module was imported from; a room may lie beside it or in it.
+    package = sys.modules["localrt"].__file__
+    assert package is not None, "localrt is no namespace package"
+    return [sys.executable, "-c", _START, str(Path(package).resolve().parents[1])]
 
 
-def solve_exactly(
-    problems: Sequence[Problem], *, time_limit: float = 0.5
-) -> list[Counts | None]:
+def solve_exactly(problems: Sequence[Problem], *, time_limit: float = 0.5) -> list[Counts | None]:
     """Counts of each programme, None where it has no solution; at most ``time_limit`` s each.
 
     Raises:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from localrt.errors import CheckpointError, StorageError, UnsupportedModelError
+from localrt.errors import CancelledError, CheckpointError, StorageError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import MANIFEST_NAME
@@ -22,6 +23,8 @@ from localrt.offload.store.tiling import Tiler
 from localrt.offload.store.writer import ProgressFunction
 
 __all__ = ["cached_store", "store_folder"]
+
+_POLL_S = 0.1
 
 
 def store_folder(source: Checkpoint, stores: Path) -> Path:
@@ -53,7 +56,7 @@ def cached_store(
         stores.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{stores} cannot be made: {error.strerror}") from error
-    with _alone(folder.with_name(folder.name + ".lock")):
+    with _alone(folder.with_name(folder.name + ".lock"), cancel):
         if (folder / MANIFEST_NAME).is_file():
             try:
                 return StoreCheckpoint(folder)
@@ -65,13 +68,26 @@ def cached_store(
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock among processes, where the system has one."""
+def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
+    """Hold a lock among processes, where the system has one; another's packing may take minutes."""
     try:
         import fcntl
     except ImportError:
         yield
         return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if cancel is not None and cancel.is_set():
+                    raise CancelledError("packing was cancelled") from None
+                time.sleep(_POLL_S)
+            except OSError:  # a network file system without locks: the writer has its own
+                break
         yield

@@ -1,0 +1,126 @@
+"""``localrt plan MODEL``: where a model would live, how fast it would be, and what would help.
+
+Without further flags it plans for this machine; with them for one that need not exist, from a
+``config.json`` alone if there are no weights. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.errors import OptionError, StorageError
+
+if TYPE_CHECKING:
+    from localrt.cli.plan_inputs import Inputs
+    from localrt.offload.planner import Plan
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "say where a model would live, how fast it would run, and what would help"
+
+_DEFAULT_CTX = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="hub id, folder, .gguf file, or a config.json (its folder) without weights",
+    )
+    parser.add_argument("--ctx", type=int, metavar="TOKENS", help="context length (default: 4096)")
+    parser.add_argument("--format", metavar="F", help="plan as if packed in this format")
+    parser.add_argument("--kv-format", choices=("bf16", "int8", "int4"), default="bf16")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)"
+    )
+    parser.add_argument(
+        "--kv-on-ssd", action="store_true", help="let keys and values that do not fit be read"
+    )
+    group = parser.add_argument_group("hardware", "this machine's where nothing is given")
+    group.add_argument("--ram", metavar="SIZE", help="RAM to use, like 32GB")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory to use, like 8GB")
+    group.add_argument("--gpu", metavar="CARD", help="a card by name, or virtual:8GB@12GB/s,...")
+    group.add_argument("--link", metavar="RATE", help="copies to the GPU, like 12GB/s")
+    group.add_argument("--ssd", metavar="RATE", help="reads from the disk, like 3.5GB/s")
+    group.add_argument("--remeasure", action="store_true", help="measure this machine again")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a timeline as SVG")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the timeline")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument(
+        "--offline", action="store_true", default=None, help="never use the network"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print."""
+    from localrt.cli.plan_inputs import read_inputs
+    from localrt.offload.planner import make_plan
+    from localrt.offload.planner.explain import explain
+    from localrt.offload.planner.picture import to_html, to_svg
+
+    for name in ("ctx", "batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise OptionError(f"--{name} must be at least 1, is {value}")
+    inputs = read_inputs(args)
+    ctx = args.ctx or min(_DEFAULT_CTX, inputs.shape.context_length)
+    plan = make_plan(
+        inputs.shape,
+        inputs.machine,
+        inputs.budgets,
+        ctx=ctx,
+        sequences=args.batch,
+        kv_format=args.kv_format,
+        kv_on_ssd=args.kv_on_ssd,
+        advise=True,
+    )
+    if args.svg is not None:
+        _write(args.svg, to_svg(plan))
+    if args.html is not None:
+        _write(args.html, to_html(plan))
+    if args.json:
+        print(json.dumps(_report(plan, inputs), indent=2))
+    else:
+        if inputs.hypothetical:
+            print(f"What if: {_label(inputs)}\n")
+        for note in inputs.notes:
+            print(f"localrt: {note}", file=sys.stderr)
+        print(explain(plan))
+    return 0
+
+
+def _label(inputs: Inputs) -> str:
+    flags = ", ".join(inputs.hypothetical)
+    return f"this is not this machine ({flags}); what was not given is this machine's or the card's"
+
+
+def _report(plan: Plan, inputs: Inputs) -> dict[str, Any]:
+    prediction = plan.prediction
+    return {
+        "command": shlex.join(["localrt", *sys.argv[1:]]),
+        "hypothetical": list(inputs.hypothetical),
+        "simulated": True,
+        "predicted_tok_s": prediction.tok_s,
+        "ceiling_tok_s": prediction.ceiling_tok_s,
+        **plan.to_dict(),
+        "notes": [*inputs.notes, *plan.notes],
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error

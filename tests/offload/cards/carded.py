@@ -1,0 +1,126 @@
+"""Placements on a card, and decoders that follow them on a virtual one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from localrt.models.checkpoints import StoreCheckpoint
+from localrt.offload.clock import VirtualClock
+from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.pipeline import open_pipeline
+from localrt.offload.placement import Placement, Where
+from localrt.offload.ring import PAGE
+from localrt.offload.trace import Trace
+from localrt.offload.virtual_accelerator import VirtualAccelerator
+from localrt.quant.ops.protocol import Batch, Ops, Span
+from tests.models.tiny import tokens
+from tests.offload.placed import MODE, PLENTY, Decoders, Model, extend, passing
+
+LINK, MEMORY, FLOPS, CALL = 1e8, 1e9, 1e10, 1e-5
+
+
+def virtual_card(ops: Ops, trace: Trace, **options: Any) -> tuple[VirtualAccelerator, VirtualClock]:
+    """A slow card, whose copies take time that shows."""
+    clock = VirtualClock(trace)
+    settings: dict[str, Any] = {
+        "name": "virtual",
+        "capacity": PLENTY,
+        "link_bytes_s": LINK,
+        "memory_bytes_s": MEMORY,
+        "flops": FLOPS,
+        "call_s": CALL,
+        "link_latency_s": 0.0,
+        **options,
+    }
+    return VirtualAccelerator(clock, ops, **settings), clock
+
+
+def place_on_card(
+    store: StoreCheckpoint, where: Mapping[str, Where], *, slack: tuple[int, int] = (0, 0)
+) -> Placement:
+    """``where`` for the units that it names, others in RAM; rings of the largest that pass.
+
+    ``slack`` are pages on top, of the RAM's and of the card's ring.
+    """
+    units = store.manifest.units
+    layers = sum(unit.name.endswith(".attention") for unit in units)
+    largest = max(u.nbytes for u in units if u.name in passing(store))
+    return Placement(
+        where={unit.name: where.get(unit.name, Where.RAM) for unit in units},
+        kv=("ram",) * layers,
+        ram_ring=largest + slack[0] * PAGE,
+        vram_ring=largest + slack[1] * PAGE,
+    )
+
+
+@contextmanager
+def on_card(
+    model: Model,
+    where: Mapping[str, Where],
+    *,
+    slack: tuple[int, int] = (0, 0),
+    card: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[PlacedDecoder]:
+    """The decoder that follows a placement, on a virtual card."""
+    trace = Trace(keep=100_000)
+    accelerator, clock = virtual_card(model.ops, trace, **(card or {}))
+    settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 5.0, **options}
+    decoder = open_pipeline(
+        model.store,
+        model.ops,
+        model.config,
+        place_on_card(model.store, where, slack=slack),
+        card=accelerator,
+        clock=clock,
+        trace=trace,
+        **settings,
+    )
+    try:
+        yield decoder
+    finally:
+        decoder.close()
+        assert accelerator.used == 0
+
+
+def conversation(decoder: Decoders) -> list[np.ndarray]:
+    """Prefill with and without logits, decoding, a tree, batches, after a trim."""
+    text = tokens(100, seed=5)
+    one, two = decoder.cache(150), decoder.cache(50)
+    seen = [
+        extend(decoder, one, text[:25], rows=[]),
+        extend(decoder, one, text[25:36], rows=[3, 10]),
+        *(extend(decoder, one, [token]) for token in text[36:38]),
+    ]
+    mask = np.eye(3, dtype=bool)  # a root with two branches
+    mask[1:, 0] = True
+    places = one.length + np.array([0, 1, 1])
+    seen.append(decoder.forward(Batch(np.array(text[80:83]), places, (Span(one, 3, mask),))))
+    one.trim(30)
+    batch = Batch.extend([(one, text[90:93]), (two, text[83:90])])
+    seen.append(decoder.forward(batch, rows=[2, 9]))
+    seen.append(decoder.forward(Batch.extend([(two, [7]), (one, [9])])))
+    return seen
+
+
+def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    """Bit for bit."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert np.array_equal(mine, other)
+
+
+def placements(names: list[str]) -> st.SearchStrategy[dict[str, Where]]:
+    """Any place for each unit."""
+    return st.fixed_dictionaries({name: st.sampled_from(list(Where)) for name in names})
+
+
+def pipeline_threads() -> list[str]:
+    """The threads that pipelines have left running."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]

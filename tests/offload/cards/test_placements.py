@@ -1,0 +1,274 @@
+"""Whatever a card holds, copies or leaves to the CPU: bit for bit the resident decoder's output."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import CancelledError, CheckpointError
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.files import StoreFiles
+from localrt.offload.placement import Where
+from localrt.quant.ops.protocol import Batch, KVCache
+from tests.models.tiny import tokens
+from tests.offload.cards.carded import (
+    assert_same,
+    conversation,
+    on_card,
+    pipeline_threads,
+    placements,
+)
+from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
+
+pytestmark = needs_kernels
+
+ORDER = [Where.VRAM, Where.LINK, Where.SSD_LINK, Where.RAM, Where.SSD]
+
+
+class Talking(Model):
+    """With what the resident decoder says."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.expected = conversation(self.resident)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Talking]:
+    """Three layers and a head of slices."""
+    folder = pack_synthetic(
+        tmp_path_factory.mktemp("llama"), vocab=1500, layers=3, hidden=128, tied=request.param
+    )
+    with closing(Talking(folder)) as model:
+        yield model
+
+
+def spread(model: Talking, offset: int = 0) -> dict[str, Where]:
+    """All five places in turn."""
+    return {name: ORDER[(n + offset) % 5] for n, name in enumerate(passing(model.store))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), slack=st.tuples(st.integers(0, 90), st.integers(0, 90)))
+def test_any_placement_computes_the_same(
+    model: Talking, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    where = data.draw(placements([*passing(model.store), "embedding"]))
+    where["embedding"] = Where.SSD if where["embedding"].read else Where.RAM
+    with on_card(model, where, slack=slack) as decoder:
+        assert_same(conversation(decoder), model.expected)
+
+
+@pytest.mark.parametrize("where", list(Where))
+def test_everything_in_one_place(model: Talking, where: Where) -> None:
+    with on_card(model, dict.fromkeys(passing(model.store), where)) as decoder:
+        assert_same(conversation(decoder), model.expected)
+        counts = decoder.counts()
+        assert (counts.ssd_read_bytes > 0) is where.read
+        assert ("link" in counts.busy_s) is (where.copied or where is Where.VRAM)
+        assert ("gpu" in counts.busy_s) is where.on_gpu
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), slack=st.tuples(st.integers(0, 200), st.integers(0, 200)))
+def test_passes_without_logits_in_any_mix(
+    model: Talking, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    """Heads that are read, copied, both, or on their way when a pass does without them."""
+    where = data.draw(placements(passing(model.store)))
+    wanted = data.draw(st.lists(st.booleans(), min_size=6, max_size=14))
+    with on_card(model, where, slack=slack) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        for seed, logits in enumerate(wanted):
+            rows = [1] if logits else []
+            assert_same(
+                [extend(decoder, cache, tokens(2, seed=seed), rows)],
+                [extend(model.resident, twin, tokens(2, seed=seed), rows)],
+            )
+            if seed % 3 == 0:
+                time.sleep(0.002)  # so that reads and copies get ahead by different amounts
+
+
+def test_prefill_without_logits_copies_little_of_the_head(model: Talking) -> None:
+    with on_card(model, dict.fromkeys(passing(model.store), Where.SSD_LINK)) as decoder:
+        cache = decoder.cache(200)
+        for seed in range(8):
+            extend(decoder, cache, tokens(10, seed=seed), [])
+        for resource in ("ssd", "link"):
+            tasks = [t.name for t in decoder.trace.tasks() if t.resource == resource]
+            heads = sum(name.startswith("head") for name in tasks)
+            # What is on its way to the card when a pass begins goes there.
+            assert heads < len(tasks) / 4
+
+
+def test_order_holds_when_reads_and_copies_take_their_time(model: Talking) -> None:
+    class SlowFiles(StoreFiles):
+        def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
+            time.sleep(0.0005 * (hash((name, offset, time.perf_counter())) % 4))
+            super().read_into(name, offset, out)
+
+    names = {unit.file for unit in model.store.manifest.units}
+    for offset in range(5):
+        files = SlowFiles(model.store.path, names)
+        with on_card(model, spread(model, offset), files=files) as decoder:
+            assert_same(conversation(decoder), model.expected)
+
+
+# -- what ends early -------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
+def test_cancelled_passes_leave_the_next_one_whole(
+    model: Talking, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    where = data.draw(placements(passing(model.store)))
+    stops = data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=6))
+    with on_card(model, where, slack=slack) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        for seed, stop in enumerate(stops):
+            left = stop
+
+            def check() -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise CancelledError("stop")
+
+            if stop <= len(passing(model.store)):
+                with pytest.raises(CancelledError):
+                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=check)
+            assert_same(
+                [extend(decoder, cache, tokens(2, seed=seed))],
+                [extend(model.resident, twin, tokens(2, seed=seed))],
+            )
+
+
+def test_cancelling_while_the_disk_is_silent(model: Talking) -> None:
+    """Copies wait for a read that does not come; a cancelled pass does not."""
+    hangs, awake = threading.Event(), threading.Event()
+
+    class HangingFiles(StoreFiles):
+        def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
+            if hangs.is_set():
+                awake.wait(10)
+            super().read_into(name, offset, out)
+
+    files = HangingFiles(model.store.path, {unit.file for unit in model.store.manifest.units})
+    where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
+    with on_card(model, where, files=files) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        expected = [extend(model.resident, twin, [n]) for n in range(3)]
+        seen = [extend(decoder, cache, [0])]
+        hangs.set()
+        started = time.perf_counter()
+
+        def check() -> None:
+            if time.perf_counter() - started > 0.1:
+                raise CancelledError("stop")
+
+        def use_up_what_is_there() -> None:
+            for _ in range(100):
+                decoder.forward(Batch.extend([(cache, [1])]), check=check)
+
+        with pytest.raises(CancelledError):
+            use_up_what_is_there()
+        assert time.perf_counter() - started < 0.5
+        hangs.clear()
+        awake.set()
+        cache.trim(1)
+        seen += [extend(decoder, cache, [n]) for n in (1, 2)]
+        assert_same(seen, expected)
+
+
+def test_an_unreadable_unit_on_its_way_to_the_card(model: Talking) -> None:
+    unit: list[StoredUnit] = []
+
+    class FailingFiles(StoreFiles):
+        def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
+            for bad in unit:
+                if name == bad.file and bad.offset <= offset < bad.offset + bad.nbytes:
+                    raise CheckpointError("Input/output error")
+            super().read_into(name, offset, out)
+
+    for offset in range(5):
+        where = spread(model, offset)
+        name = next(name for name, place in where.items() if place is Where.SSD_LINK)
+        files = FailingFiles(model.store.path, {u.file for u in model.store.manifest.units})
+        with on_card(model, where, files=files) as decoder:
+            cache, twin = decoder.cache(100), model.resident.cache(100)
+            assert_same([extend(decoder, cache, [3])], [extend(model.resident, twin, [3])])
+            unit += [u for u in model.store.manifest.units if u.name == name]
+            started = time.perf_counter()
+
+            def use_up_what_is_there(
+                decoder: PlacedDecoder = decoder, cache: KVCache = cache
+            ) -> None:
+                for _ in range(5):
+                    extend(decoder, cache, [4])
+
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                use_up_what_is_there()
+            assert time.perf_counter() - started < 3.0
+            unit.clear()
+            cache.trim(1)
+            assert_same([extend(decoder, cache, [4])], [extend(model.resident, twin, [4])])
+
+
+def test_closing_ends_all_threads_at_once(model: Talking) -> None:
+    before = pipeline_threads()
+    for offset in range(5):
+        with on_card(model, spread(model, offset)) as decoder:
+            extend(decoder, decoder.cache(10), [1, 2])
+            started = time.perf_counter()
+        assert time.perf_counter() - started < 1.0
+        assert pipeline_threads() == before
+
+
+# -- memory that is given back ---------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
+def test_what_is_given_back_between_passes_is_streamed(
+    model: Talking, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    where = data.draw(placements(passing(model.store)))
+    shortages = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, 300_000), st.integers(0, 300_000)), min_size=1, max_size=6
+        )
+    )
+    pending = iter([(0, 0), *shortages, *[(0, 0)] * 100])
+    with on_card(model, where, slack=slack, shortage=lambda: next(pending)) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        for seed in range(len(shortages) + 2):
+            assert_same(
+                [extend(decoder, cache, tokens(2, seed=seed))],
+                [extend(model.resident, twin, tokens(2, seed=seed))],
+            )
+
+
+def test_all_of_the_card_and_of_its_ram_can_be_given_back(model: Talking) -> None:
+    names = passing(model.store)
+    where = {name: (Where.VRAM, Where.LINK)[n % 2] for n, name in enumerate(names)}
+    sizes = {u.name: u.nbytes for u in model.store.manifest.units}
+    in_vram = sum(sizes[name] for name in names if where[name] is Where.VRAM)
+    in_ram = sum(sizes[name] for name in names if where[name] is Where.LINK)
+    ask = iter([(0, 0), (in_ram, in_vram)] + [(0, 0)] * 9)
+    with on_card(model, where, shortage=lambda: next(ask)) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        for token in range(5):
+            assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
+        assert all(stage.where is Where.SSD_LINK for stage in decoder.stages)

@@ -1,0 +1,119 @@
+"""Small stores, placements of them, and the resident decoder that every placement must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.models.decoder import Decoder, DecoderConfig
+from localrt.models.registry import load_decoder, read_config
+from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.files import ReadMode
+from localrt.offload.pipeline import open_pipeline
+from localrt.offload.placement import Placement, Where
+from localrt.offload.ring import PAGE
+from localrt.offload.store import pack_store
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import Batch, KVCache
+from tests.store.synthetic import SyntheticCheckpoint
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+MODE = ReadMode(direct=False, threads=2, block=4 * PAGE)
+PLENTY = 1 << 40
+
+
+def pack_tiny(name: str, folder: Path) -> Path:
+    """A store of one of the tiny random models."""
+    from tests.models.tiny import save_tiny  # torch: seconds, which other tests need not wait for
+
+    save_tiny(name, folder / "model")
+    source = open_checkpoint(folder / "model")
+    try:
+        return pack_store(source, folder / "store", tiler=tile_tensor)
+    finally:
+        source.close()
+
+
+def pack_synthetic(folder: Path, **options: Any) -> Path:
+    """A store of a random Llama of any size, in q8_0."""
+    return pack_store(
+        SyntheticCheckpoint(folder / "model", **options), folder / "store", tiler=tile_tensor
+    )
+
+
+def place(
+    store: StoreCheckpoint,
+    streamed: Iterable[str],
+    *,
+    slack: int = 4 * PAGE,
+    largest: int | None = None,
+) -> Placement:
+    """``streamed`` units through a ring of the largest and ``slack`` bytes, others in RAM."""
+    names = set(streamed)
+    layers = sum(unit.name.endswith(".attention") for unit in store.manifest.units)
+    if largest is None:
+        largest = max((u.nbytes for u in store.manifest.units if u.name in names), default=0)
+    return Placement(
+        where={u.name: Where.SSD if u.name in names else Where.RAM for u in store.manifest.units},
+        kv=("ram",) * layers,
+        ram_ring=largest + slack if largest else 0,
+    )
+
+
+def passing(store: StoreCheckpoint) -> list[str]:
+    """The units that may pass through a ring."""
+    return [u.name for u in store.manifest.units if u.name.partition(".")[0] in ("layers", "head")]
+
+
+def tokens(count: int, seed: int = 0, vocab: int = 200) -> list[int]:
+    """Random token ids."""
+    return [int(token) for token in np.random.default_rng(seed).integers(3, vocab, count)]
+
+
+class Model:
+    """A store opened for comparing: one ``Ops`` computes both decoders."""
+
+    def __init__(self, folder: Path, *, threads: int = 1) -> None:
+        store = open_checkpoint(folder)
+        assert isinstance(store, StoreCheckpoint)
+        self.store = store
+        self.config: DecoderConfig = read_config(store)
+        self.ops = NativeOps(threads=threads)
+        self.resident: Decoder = load_decoder(store, self.ops, self.config)
+
+    @contextmanager
+    def placed(self, streamed: Iterable[str], **options: Any) -> Iterator[PlacedDecoder]:
+        """The decoder that streams these units."""
+        budget = options.pop("budget", PLENTY)
+        ring = {key: options.pop(key) for key in ("slack", "largest") if key in options}
+        settings: dict[str, Any] = {"mode": MODE, "stall_s": 5.0, **options}
+        placement = place(self.store, streamed, **ring)
+        decoder = open_pipeline(
+            self.store, self.ops, self.config, placement, budget=budget, **settings
+        )
+        try:
+            yield decoder
+        finally:
+            decoder.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.store.close()
+
+
+Decoders = Decoder | PlacedDecoder
+
+
+def extend(
+    decoder: Decoders, cache: KVCache, tokens: list[int], rows: list[int] | None = None
+) -> np.ndarray:
+    """One pass of one sequence."""
+    return decoder.forward(Batch.extend([(cache, tokens)]), rows=rows)

@@ -1,0 +1,288 @@
+"""A store that changes, is damaged, or lies on a bad disk: one line, and the next pass works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from localrt.errors import CancelledError, CheckpointError
+from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.files import ReadMode, StoreFiles
+from localrt.offload.ring import PAGE
+from localrt.quant.ops.protocol import Batch, KVCache
+from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing, tokens
+
+pytestmark = needs_kernels
+TEXT = tokens(12)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack_synthetic(tmp_path_factory.mktemp("packed"), vocab=700, layers=2)
+
+
+@pytest.fixture
+def store(packed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(packed, tmp_path / "store")
+
+
+@pytest.fixture
+def model(store: Path) -> Iterator[Model]:
+    with closing(Model(store)) as model:
+        yield model
+
+
+class BadFiles:
+    """The store's files; ``fault`` gets file, offset and length before each read."""
+
+    def __init__(self, store: Path, names: set[str]) -> None:
+        self.fault: Callable[[str, int, int], None] | None = None
+        self.checked = True
+        self._files = StoreFiles(store, names)
+
+    def read_into(self, name: str, offset: int, out: Any) -> None:
+        if self.fault is not None:
+            self.fault(name, offset, len(out))
+        self._files.read_into(name, offset, out)
+
+    def check_unchanged(self) -> None:
+        if self.checked:
+            self._files.check_unchanged()
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def bad_files(model: Model) -> BadFiles:
+    return BadFiles(model.store.path, {unit.file for unit in model.store.manifest.units})
+
+
+def expected(model: Model) -> np.ndarray:
+    return extend(model.resident, model.resident.cache(50), TEXT)
+
+
+def run_out(
+    decoder: PlacedDecoder, cache: KVCache, check: Callable[[], None] | None = None
+) -> None:
+    """Passes until what was read ahead is used up."""
+    for _ in range(9):
+        decoder.forward(Batch.extend([(cache, [1])]), check=check)
+
+
+def damage(model: Model, name: str) -> None:
+    """Flip a bit in the middle of a unit; keep the time of change."""
+    unit = next(unit for unit in model.store.manifest.units if unit.name == name)
+    path = model.store.path / unit.file
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(unit.offset + unit.nbytes // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def threads_and_files() -> tuple[int, int]:
+    names = [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]
+    return len(names), psutil.Process().num_fds()
+
+
+def settled(before: tuple[int, int]) -> bool:
+    """Whether threads and files are as before; idle threads take a moment to end."""
+    end = time.perf_counter() + 3
+    while threads_and_files() != before and time.perf_counter() < end:
+        time.sleep(0.01)
+    return threads_and_files() == before
+
+
+@pytest.mark.parametrize("change", ["touch", "truncate", "append"])
+def test_a_store_that_changes_while_it_runs_is_noticed(model: Model, change: str) -> None:
+    with model.placed(passing(model.store)) as decoder:
+        cache = decoder.cache(50)
+        before = extend(decoder, cache, TEXT)
+        path = model.store.path / "layer-0001.safetensors"
+        size, times = path.stat().st_size, path.stat()
+        if change == "touch":
+            os.utime(path)
+        else:
+            os.truncate(path, size - PAGE if change == "truncate" else size + PAGE)
+        with pytest.raises(CheckpointError, match=r"layer-0001\S* was changed .* again") as caught:
+            extend(decoder, cache, TEXT)
+        assert "\n" not in str(caught.value)
+        assert cache.length == len(TEXT)
+        if change != "touch":
+            return
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        cache.trim(0)
+        assert np.array_equal(extend(decoder, cache, TEXT), before)
+
+
+def test_a_file_cut_short_between_the_check_and_the_read(model: Model) -> None:
+    files = bad_files(model)
+    with model.placed(passing(model.store), files=files, slack=0) as decoder:
+        files.checked = False
+        cache = decoder.cache(50)
+        extend(decoder, cache, TEXT)
+        os.truncate(model.store.path / "layer-0001.safetensors", 2 * PAGE)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"layer-0001\S* was cut short") as caught:
+                extend(decoder, cache, TEXT)
+            assert "\n" not in str(caught.value)
+            assert cache.length == len(TEXT)
+
+
+@pytest.mark.parametrize("name", ["layers.1.mlp", "head.0", "embedding"])
+def test_damage_is_found_where_the_unit_is_resident(model: Model, name: str) -> None:
+    damage(model, name)
+    before = threads_and_files()
+    with (
+        pytest.raises(CheckpointError, match=rf"unit {name} .* is damaged .*again"),
+        model.placed(["layers.0.mlp"]),
+    ):
+        pass
+    assert settled(before)
+
+
+@pytest.mark.parametrize("name", ["layers.0.attention", "layers.1.mlp", "head.0"])
+def test_damage_is_found_where_the_unit_is_streamed(model: Model, name: str) -> None:
+    damage(model, name)
+    with model.placed(passing(model.store)) as decoder:
+        cache = decoder.cache(50)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=rf"unit {name} .* is damaged") as caught:
+                extend(decoder, cache, TEXT)
+            assert "\n" not in str(caught.value)
+            assert cache.length == 0
+
+
+def test_sums_are_left_out_on_request(model: Model) -> None:
+    damage(model, "layers.1.mlp")
+    with model.placed(passing(model.store), verify=False) as decoder:
+        extend(decoder, decoder.cache(50), TEXT)
+
+
+def test_a_disk_that_fails_for_a_while(model: Model) -> None:
+    files, right = bad_files(model), expected(model)
+    with model.placed(passing(model.store), files=files) as decoder:
+        cache = decoder.cache(100)
+        extend(decoder, cache, TEXT[:3])
+        cache.trim(0)
+
+        def fail(name: str, _offset: int, _count: int) -> None:
+            if name.startswith("layer-0001"):
+                raise CheckpointError(f"{name} cannot be read: Input/output error")
+
+        files.fault = fail
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            run_out(decoder, cache)
+        files.fault = None
+        cache.trim(0)
+        assert np.array_equal(extend(decoder, cache, TEXT), right)
+
+
+def test_a_disk_that_fails_during_loading_leaves_nothing(model: Model) -> None:
+    before = threads_and_files()
+    for _ in range(3):
+        files = bad_files(model)
+
+        def fail(name: str, _offset: int, _count: int) -> None:
+            if name.startswith("layer-0001"):
+                raise CheckpointError(f"{name} cannot be read: Input/output error")
+
+        files.fault = fail
+        with (
+            pytest.raises(CheckpointError, match="Input/output error"),
+            model.placed(["layers.0.mlp"], files=files),
+        ):
+            pass
+    assert settled(before)
+
+
+def test_cancelling_the_loading_leaves_nothing(model: Model) -> None:
+    before = threads_and_files()
+    loaded = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal loaded
+        loaded += nbytes
+        if loaded > 50_000:
+            raise CancelledError("loading was cancelled")
+
+    with pytest.raises(CancelledError), model.placed(["layers.0.mlp"], on_bytes=count):
+        pass
+    assert settled(before)
+
+
+@pytest.mark.parametrize("what", ["layer", "embedding"])
+def test_a_disk_that_stalls_ends_the_pass_not_the_model(model: Model, what: str) -> None:
+    files, right = bad_files(model), expected(model)
+    awake = threading.Event()
+    streamed = [*passing(model.store), "embedding"]
+    with model.placed(streamed, files=files, stall_s=0.3) as decoder:
+        cache = decoder.cache(100)
+        extend(decoder, cache, TEXT[:3])
+
+        def stall(name: str, _offset: int, _count: int) -> None:
+            if name.startswith(what):
+                awake.wait(10)
+
+        files.fault = stall
+        started = time.perf_counter()
+        with pytest.raises(CheckpointError, match="the disk has not answered"):
+            run_out(decoder, cache)
+        assert time.perf_counter() - started < 2.0
+        files.fault = None
+        awake.set()
+        cache.trim(0)
+        assert np.array_equal(extend(decoder, cache, TEXT), right)
+
+
+@pytest.mark.parametrize("what", ["layer", "embedding"])
+def test_cancelling_while_the_disk_is_silent(model: Model, what: str) -> None:
+    files = bad_files(model)
+    awake, cancel = threading.Event(), threading.Event()
+
+    def check() -> None:
+        if cancel.is_set():
+            raise CancelledError("stop")
+
+    def stall(name: str, _offset: int, _count: int) -> None:
+        if name.startswith(what):
+            awake.wait(10)
+
+    with model.placed([*passing(model.store), "embedding"], files=files) as decoder:
+        cache = decoder.cache(100)
+        files.fault = stall
+        timer = threading.Timer(0.2, cancel.set)
+        timer.start()
+        started = time.perf_counter()
+        with pytest.raises(CancelledError):
+            run_out(decoder, cache, check)
+        assert time.perf_counter() - started < 0.2 + 0.3
+        timer.join()
+        awake.set()
+
+
+def test_loading_and_closing_a_hundred_times_leaves_nothing(model: Model) -> None:
+    def once(direct: bool = False) -> None:
+        mode = ReadMode(direct=direct, threads=2, block=4 * PAGE)
+        with model.placed(["layers.0.mlp", "head.0", "embedding"], mode=mode) as decoder:
+            extend(decoder, decoder.cache(50), TEXT)
+
+    for _ in range(5):
+        once()
+    before, rss = threads_and_files(), psutil.Process().memory_info().rss
+    for turn in range(100):
+        once(direct=bool(turn % 2))
+    assert settled(before)
+    assert psutil.Process().memory_info().rss - rss < 8 << 20

@@ -1,0 +1,159 @@
+"""Ranges of files: direct where it works, whole or an error of one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from localrt.errors import CheckpointError
+from localrt.offload.files import StoreFiles
+from localrt.offload.ring import PAGE
+from localrt.quant.ops.aligned import aligned_buffer
+
+IN_MEMORY = Path("/dev/shm")
+SIZE = 6 * PAGE
+
+
+def write(folder: Path, name: str = "a.bin", size: int = SIZE) -> bytes:
+    data = np.random.default_rng(len(name)).integers(0, 256, size, dtype=np.uint8).tobytes()
+    (folder / name).write_bytes(data)
+    return data
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_ranges_are_what_lies_there(tmp_path: Path, direct: bool) -> None:
+    whole = {name: write(tmp_path, name) for name in ("a.bin", "bb.bin")}
+    with closing(StoreFiles(tmp_path, ["a.bin", "bb.bin", "a.bin"], direct=direct)) as files:
+        for name, data in whole.items():
+            for start, count in ((0, SIZE), (PAGE, 2 * PAGE), (5 * PAGE, PAGE)):
+                out = aligned_buffer(count)
+                files.read_into(name, start, out)
+                assert out.tobytes() == data[start : start + count]
+
+
+def test_what_direct_reads_cannot_do_goes_through_the_cache(tmp_path: Path) -> None:
+    data = write(tmp_path, size=PAGE + 100)
+    with closing(StoreFiles(tmp_path, ["a.bin"], direct=True)) as files:
+        out = np.empty(50, np.uint8)
+        files.read_into("a.bin", PAGE + 17, out)
+        assert out.tobytes() == data[PAGE + 17 : PAGE + 67]
+        page = aligned_buffer(PAGE)
+        files.read_into("a.bin", 0, page)
+        assert page.tobytes() == data[:PAGE]
+
+
+@pytest.mark.skipif(not IN_MEMORY.is_dir(), reason="no file system in memory")
+def test_a_file_system_that_refuses_direct_reads_is_read(tmp_path: Path) -> None:
+    folder = IN_MEMORY / f"localrt-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        data = write(folder)
+        with closing(StoreFiles(folder, ["a.bin"], direct=True)) as files:
+            out = aligned_buffer(SIZE)
+            files.read_into("a.bin", 0, out)
+            assert out.tobytes() == data
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_direct_reads_that_are_refused_at_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, real = write(tmp_path), os.open
+
+    def refuse(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with closing(StoreFiles(tmp_path, ["a.bin"], direct=True)) as files:
+        out = aligned_buffer(PAGE)
+        files.read_into("a.bin", PAGE, out)
+        assert out.tobytes() == data[PAGE : 2 * PAGE]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_disk_that_fails_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    data = write(tmp_path)
+    with closing(StoreFiles(tmp_path, ["a.bin"], direct=direct)) as files:
+        out = aligned_buffer(PAGE)
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object) -> int:
+                raise OSError(errno.EIO, "Input/output error")
+
+            patch.setattr(os, "preadv", fail)
+            with pytest.raises(CheckpointError, match=r"a\.bin cannot be read: Input/output error"):
+                files.read_into("a.bin", 0, out)
+        files.read_into("a.bin", 0, out)
+        assert out.tobytes() == data[:PAGE]
+
+
+def test_a_file_that_is_gone_when_the_cache_is_needed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    with closing(StoreFiles(tmp_path, ["a.bin"], direct=True)) as files:
+
+        def fail(*_: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", fail)
+        (tmp_path / "a.bin").unlink()
+        with pytest.raises(CheckpointError, match=r"a\.bin cannot be read"):
+            files.read_into("a.bin", 0, aligned_buffer(PAGE))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_file_that_was_cut_short_is_said_so(tmp_path: Path, direct: bool) -> None:
+    write(tmp_path)
+    with closing(StoreFiles(tmp_path, ["a.bin"], direct=direct)) as files:
+        files.check_unchanged()
+        os.truncate(tmp_path / "a.bin", 3 * PAGE)
+        files.read_into("a.bin", PAGE, aligned_buffer(2 * PAGE))
+        with pytest.raises(CheckpointError, match=r"a\.bin was cut short while it was in use"):
+            files.read_into("a.bin", 2 * PAGE, aligned_buffer(2 * PAGE))
+        with pytest.raises(CheckpointError, match=r"a\.bin was changed .* load the model again"):
+            files.check_unchanged()
+
+
+def test_a_read_may_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, real = write(tmp_path), os.preadv
+
+    def little(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        return real(descriptor, [views[0][:1000]], offset)
+
+    monkeypatch.setattr(os, "preadv", little)
+    with closing(StoreFiles(tmp_path, ["a.bin"])) as files:
+        out = aligned_buffer(SIZE)
+        files.read_into("a.bin", 0, out)
+        assert out.tobytes() == data
+
+
+def test_without_positioned_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write(tmp_path)
+    monkeypatch.delattr(os, "preadv")
+    monkeypatch.delattr(os, "posix_fadvise")
+    with closing(StoreFiles(tmp_path, ["a.bin"])) as files:
+        out = aligned_buffer(2 * PAGE)
+        files.read_into("a.bin", 3 * PAGE, out)
+        assert out.tobytes() == data[3 * PAGE : 5 * PAGE]
+
+
+def test_a_missing_file_leaves_no_other_open(tmp_path: Path) -> None:
+    write(tmp_path)
+    before = psutil.Process().num_fds()
+    with pytest.raises(CheckpointError, match=r"none\.bin cannot be read: No such file"):
+        StoreFiles(tmp_path, ["a.bin", "none.bin"])
+    assert psutil.Process().num_fds() == before

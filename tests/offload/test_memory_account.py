@@ -1,0 +1,119 @@
+"""What a process may take: the user's word, the machine, and the limits of its groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.offload.budget import MemoryState, memory_state
+from localrt.offload.memory import peak_rss
+from localrt.offload.process_memory import current_rss, ram_budget
+
+GB = 10**9
+MARGIN = 6 << 20  # within a hard limit, for what is counted in pages
+
+
+def test_the_users_word_counts_where_there_is_that_much() -> None:
+    state = MemoryState(total=16 * GB, available=10 * GB)
+    assert ram_budget(4 * GB, state=state, rss=GB) == 4 * GB
+    assert ram_budget(40 * GB, state=state, rss=GB) == 11 * GB
+
+
+def test_without_a_word_the_desktop_keeps_its_room() -> None:
+    small, large = (MemoryState(total=n, available=n // 2) for n in (8 * GB, 64 * GB))
+    assert ram_budget(None, state=small, rss=0) == 4 * GB - GB * 8 // 10
+    assert ram_budget(None, state=large, rss=0) == 32 * GB - (2 << 30)
+
+
+def test_a_limit_binds_in_any_case() -> None:
+    state = MemoryState(total=GB, available=GB // 2, limit=GB)
+    for word in (None, 8 * GB):
+        assert ram_budget(word, state=state, rss=GB // 4) == GB * 3 // 4 - MARGIN
+    assert ram_budget(GB // 8, state=state, rss=GB // 4) == GB // 8
+    assert ram_budget(None, state=MemoryState(GB, 0, GB), rss=0) == 0
+
+
+@given(
+    ram=st.none() | st.integers(1, 100 * GB),
+    total=st.integers(1, 100 * GB),
+    share=st.floats(0, 1),
+    rss=st.integers(0, GB),
+    limited=st.booleans(),
+)
+def test_a_budget_is_never_negative_nor_more_than_there_is(
+    ram: int | None, total: int, share: float, rss: int, limited: bool
+) -> None:
+    available = int(total * share)
+    state = MemoryState(total, available, total if limited else None)
+    budget = ram_budget(ram, state=state, rss=rss)
+    assert 0 <= budget <= available + rss
+    assert ram is None or budget <= ram
+
+
+def test_here_and_now() -> None:
+    rss, peak = current_rss(), peak_rss()
+    assert peak is not None
+    assert 10 << 20 < rss <= peak + (1 << 20)
+    assert 0 < ram_budget(None) <= memory_state().available + 2 * rss
+    assert ram_budget(50_000_000) == 50_000_000
+
+
+def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_programs_in_use_are_not_free_page_cache(tmp_path: Path) -> None:
+    """Mapped file pages are libraries at work; other file pages are given back on demand."""
+    state = memory_state(
+        machine(
+            tmp_path,
+            "0::/app\n",
+            {
+                "sys/fs/cgroup/app/memory.max": "500000000\n",
+                "sys/fs/cgroup/app/memory.current": "400000000\n",
+                "sys/fs/cgroup/app/memory.stat": "anon 100000000\nfile_mapped 60000000\n"
+                "inactive_file 200000000\nactive_file 90000000\n",
+            },
+        )
+    )
+    assert state.available == 500_000_000 - (400_000_000 - (290_000_000 - 60_000_000))
+
+
+def test_mapped_pages_of_the_first_version(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory/docker/abc"
+    state = memory_state(
+        machine(
+            tmp_path,
+            "4:memory:/docker/abc\n",
+            {
+                f"{folder}/memory.limit_in_bytes": "64000000\n",
+                f"{folder}/memory.usage_in_bytes": "60000000\n",
+                f"{folder}/memory.stat": "mapped_file 9\ntotal_inactive_file 8000000\n"
+                "total_active_file 2000000\ntotal_mapped_file 4000000\n",
+            },
+        )
+    )
+    assert state.available == 64_000_000 - (60_000_000 - 6_000_000)
+
+
+@pytest.mark.parametrize("mapped", ["0", "99999999"])
+def test_what_is_mapped_never_makes_more_than_the_limit(tmp_path: Path, mapped: str) -> None:
+    state = memory_state(
+        machine(
+            tmp_path,
+            "0::/\n",
+            {
+                "sys/fs/cgroup/memory.max": "70000000\n",
+                "sys/fs/cgroup/memory.current": "50000000\n",
+                "sys/fs/cgroup/memory.stat": f"active_file 10000000\nfile_mapped {mapped}\n",
+            },
+        )
+    )
+    assert state.available == 20_000_000 + (10_000_000 if mapped == "0" else 0)

@@ -1,0 +1,296 @@
+"""Where a unit lives changes nothing of what is computed: bit for bit the resident decoder's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import CancelledError, MemoryBudgetError
+from localrt.offload.placement import Where
+from localrt.offload.ring import PAGE
+from localrt.offload.stages import list_stages
+from localrt.quant.ops.protocol import Batch, Span
+from tests.offload.placed import (
+    Decoders,
+    Model,
+    extend,
+    needs_kernels,
+    pack_synthetic,
+    pack_tiny,
+    passing,
+    place,
+    tokens,
+)
+
+pytestmark = needs_kernels
+
+# Tied heads, biases, norms of q and k, norms behind, windows, caps, partial rotary, fused weights.
+ARCHITECTURES = ["llama-tied-bias", "qwen2-window", "qwen3", "gemma3-softcap", "gemma2", "phi3"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Three layers and a head of four slices, its own matrix."""
+    folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=1500, layers=3, hidden=128)
+    with closing(Model(folder)) as model:
+        assert sum(name.startswith("head") for name in passing(model.store)) >= 3
+        yield model
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Its embedding is the slices of its head."""
+    folder = pack_synthetic(tmp_path_factory.mktemp("tied"), vocab=1500, layers=2, tied=True)
+    with closing(Model(folder)) as model:
+        yield model
+
+
+def conversation(decoder: Decoders) -> list[np.ndarray]:
+    """Prefill in chunks, with and without logits, decoding, a tree, a batch, after a trim."""
+    text = tokens(120, seed=5)
+    one, two = decoder.cache(200), decoder.cache(100)
+    seen = [
+        extend(decoder, one, text[:30], rows=[]),
+        extend(decoder, one, text[30:60], rows=[]),
+        extend(decoder, one, text[60:71], rows=[3, 10]),
+        *(extend(decoder, one, [token]) for token in text[71:74]),
+    ]
+    # A root with two branches of two: who sees whom, and at which position.
+    mask = np.eye(5, dtype=bool)
+    mask[1:, 0] = mask[2, 1] = mask[4, 3] = True
+    tree = Batch(
+        np.array(text[80:85]), one.length + np.array([0, 1, 2, 1, 2]), (Span(one, 5, mask),)
+    )
+    seen.append(decoder.forward(tree))
+    one.trim(60)
+    batch = Batch.extend([(one, text[90:93]), (two, text[100:120])])
+    seen.append(decoder.forward(batch, rows=[2, 22]))
+    seen.append(decoder.forward(Batch.extend([(two, [7]), (one, [9])])))
+    assert (one.length, two.length) == (64, 21)
+    return seen
+
+
+def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert np.array_equal(mine, other)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), slack=st.integers(0, 40), embedded=st.booleans())
+def test_any_placement_computes_the_same(
+    model: Model, data: st.DataObject, slack: int, embedded: bool
+) -> None:
+    names = passing(model.store)
+    streamed = data.draw(st.sets(st.sampled_from(names), min_size=1))
+    if embedded:
+        streamed.add("embedding")
+    with model.placed(streamed, slack=slack * PAGE, largest=20 * 4 * PAGE) as decoder:
+        assert {s.name for s in decoder.stages if s.where is Where.SSD} == streamed - {"embedding"}
+        assert_same(conversation(decoder), conversation(model.resident))
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_head_that_is_the_embedding_is_read_by_row_where_it_is_not_in_ram(
+    tied: Model, data: st.DataObject
+) -> None:
+    streamed = data.draw(st.sets(st.sampled_from(passing(tied.store)), min_size=1))
+    with tied.placed(streamed) as decoder:
+        assert_same(conversation(decoder), conversation(tied.resident))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_streams(name: str, tmp_path: Path) -> None:
+    with closing(Model(pack_tiny(name, tmp_path))) as model:
+        expected = conversation(model.resident)
+        everything = passing(model.store)
+        for streamed in (everything, everything[1::2]):
+            with model.placed(streamed, slack=0) as decoder:
+                assert_same(conversation(decoder), expected)
+
+
+def test_nothing_streamed_is_the_resident_decoder(model: Model) -> None:
+    with model.placed([]) as decoder:
+        assert_same(conversation(decoder), conversation(model.resident))
+        assert decoder.counts().ssd_read_bytes == 0
+
+
+def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
+    streamed = passing(model.store)
+    size = sum(unit.nbytes for unit in model.store.manifest.units if unit.name in streamed)
+    with model.placed(streamed) as decoder:
+        cache = decoder.cache(100)
+        extend(decoder, cache, tokens(30))
+        start = decoder.counts().ssd_read_bytes
+        for token in range(20):
+            extend(decoder, cache, [token])
+        counts = decoder.counts()
+        assert abs(counts.ssd_read_bytes - start - 20 * size) <= size
+        assert counts.passes == 21
+        assert set(counts.busy_s) == {"ssd", "cpu"}
+        assert all(seconds > 0 for seconds in counts.busy_s.values())
+
+
+def test_prefill_without_logits_reads_no_head(model: Model) -> None:
+    with model.placed(passing(model.store), slack=0) as decoder:
+        cache = decoder.cache(200)
+        decoder.trace.keep(10_000)
+        for start in range(0, 60, 10):
+            extend(decoder, cache, tokens(10, seed=start), rows=[])
+        names = [task.name for task in decoder.trace.tasks() if task.resource == "ssd"]
+        heads = sum(name.startswith("head") for name in names)
+        assert heads < len(names) / 6
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def budget_for(model: Model, streamed: list[str], extra: int) -> int:
+    """Exactly what is resident, and ``extra`` bytes."""
+    kept = (u for u in model.store.manifest.units if u.name not in {*streamed, "norm"})
+    return sum(unit.nbytes for unit in kept) + extra
+
+
+def test_caches_that_grow_take_the_room_of_weights(model: Model) -> None:
+    largest = max(unit.nbytes for unit in model.store.manifest.units)
+    kv = model.ops.kv_nbytes(model.config.attention, 256)
+    budget = budget_for(model, [], kv + PAGE)
+    with model.placed([], largest=largest, budget=budget) as decoder:
+        caches = [decoder.cache(512), decoder.cache(512)]
+        twins = [model.resident.cache(512), model.resident.cache(512)]
+        text = tokens(320, seed=9)
+        given_back: list[int] = []
+        for cache, twin, length in zip(caches, twins, (320, 128), strict=True):
+            for start in range(0, length, 64):
+                part = text[start : start + 64]
+                ours, theirs = (
+                    extend(d, c, part, rows=[63])
+                    for d, c in ((decoder, cache), (model.resident, twin))
+                )
+                assert_same([ours], [theirs])
+                stages = decoder.stages
+                resident = sum(s.unit.nbytes for s in stages if s.where is Where.RAM)
+                embedding = next(u for u in model.store.manifest.units if u.name == "embedding")
+                assert resident + embedding.nbytes + sum(c.nbytes for c in caches) <= budget
+                given_back.append(sum(s.where is Where.SSD for s in stages))
+        assert given_back == sorted(given_back)
+        assert given_back[0] < given_back[-1] < len(decoder.stages)
+
+
+def test_caches_that_are_gone_take_no_room(model: Model) -> None:
+    largest = max(unit.nbytes for unit in model.store.manifest.units)
+    kv = model.ops.kv_nbytes(model.config.attention, 256)
+    with model.placed([], largest=largest, budget=budget_for(model, [], kv + PAGE)) as decoder:
+        for seed in range(4):
+            text = tokens(60, seed=seed)
+            extend(decoder, decoder.cache(100), text, rows=[59])
+        assert all(stage.where is Where.RAM for stage in decoder.stages)
+
+
+def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
+    largest = max(unit.nbytes for unit in model.store.manifest.units)
+    with model.placed(["layers.1.mlp"], largest=largest) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        for turn, token in enumerate(tokens(12)):
+            if turn % 3 == 1:
+                wanted = 30_000 * turn
+                assert decoder.give_back(wanted) >= wanted
+                assert sum(stage.where is Where.SSD for stage in decoder.stages) > 1
+            assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
+        assert [s.name for s in decoder.stages if s.where is Where.SSD] == ["layers.1.mlp"]
+
+
+def test_what_does_not_fit_stays_given_back(model: Model) -> None:
+    largest = max(unit.nbytes for unit in model.store.manifest.units)
+    with model.placed([], largest=largest, budget=budget_for(model, [], PAGE)) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        places = []
+        for token in tokens(8):
+            assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
+            places.append([stage.where for stage in decoder.stages])
+        assert Where.SSD in places[0]
+        assert all(each == places[0] for each in places), "units do not go to and fro"
+
+
+def test_a_context_that_cannot_fit_is_refused_and_the_cache_stays(model: Model) -> None:
+    largest = max(unit.nbytes for unit in model.store.manifest.units)
+    kv = model.ops.kv_nbytes(model.config.attention, 256)
+    embedding = next(u for u in model.store.manifest.units if u.name == "embedding").nbytes
+    with model.placed(
+        passing(model.store), largest=largest, budget=embedding + kv + PAGE
+    ) as decoder:
+        cache, twin = decoder.cache(1000), model.resident.cache(1000)
+        text = tokens(300)
+        extend(decoder, cache, text[:100], rows=[])
+        extend(model.resident, twin, text[:100], rows=[])
+        with pytest.raises(MemoryBudgetError, match=r"left for them .*--ctx") as caught:
+            extend(decoder, cache, text[100:], rows=[199])
+        assert "\n" not in str(caught.value)
+        assert cache.length == 100
+        ours, theirs = (
+            extend(d, c, text[100:110], rows=[9])
+            for d, c in ((decoder, cache), (model.resident, twin))
+        )
+        assert_same([ours], [theirs])
+
+
+def test_what_is_given_back_is_little_more_than_asked(model: Model) -> None:
+    with model.placed([], largest=max(u.nbytes for u in model.store.manifest.units)) as decoder:
+        smallest = min(stage.unit.nbytes for stage in decoder.stages)
+        freed = decoder.give_back(1)
+        assert freed == smallest
+        assert decoder.give_back(1 << 40) == 0, "more than there is is not begun"
+    with model.placed([]) as decoder:
+        assert decoder.give_back(1) == 0, "nothing can be streamed without a ring"
+
+
+# -- a pass that ends early ------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), ends=st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=5))
+def test_a_cancelled_pass_leaves_no_trace(
+    model: Model, data: st.DataObject, ends: list[tuple[int, bool]]
+) -> None:
+    names = passing(model.store)
+    streamed = data.draw(st.sets(st.sampled_from(names), min_size=2))
+    text = tokens(60)
+    with model.placed(streamed, stall_s=2.0) as decoder:
+        cache, twin = decoder.cache(100), model.resident.cache(100)
+        for part, (layers, with_logits) in enumerate([*ends, (99, True)]):
+            left = layers
+
+            def check() -> None:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise CancelledError("stop")
+
+            chunk = text[part * 5 : part * 5 + 5]
+            length = cache.length
+            try:
+                batch = Batch.extend([(cache, chunk)])
+                ours = decoder.forward(batch, rows=None if with_logits else [], check=check)
+            except CancelledError:
+                assert cache.length == length
+                continue
+            theirs = extend(model.resident, twin, chunk, rows=None if with_logits else [])
+            assert_same([ours], [theirs])
+
+
+def test_stages_are_in_the_order_of_a_pass(model: Model) -> None:
+    where = place(model.store, ["layers.1.mlp"]).where
+    stages = list_stages(tuple(reversed(model.store.manifest.units)), where)
+    names = [stage.name for stage in stages]
+    assert names[:4] == ["layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"]
+    heads = [stage for stage in stages if stage.kind == "head"]
+    assert [stage.first_row for stage in heads] == sorted(stage.first_row for stage in heads)
+    assert sum(stage.rows for stage in heads) == 1500
+    assert [stage.name for stage in stages if stage.where is Where.SSD] == ["layers.1.mlp"]

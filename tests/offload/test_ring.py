@@ -1,0 +1,189 @@
+"""The ring: whole units in one piece, no live byte overwritten, no sequence of units stuck."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from localrt.offload.ring import PAGE, Chunk, Lease, Ring
+from localrt.quant.ops.aligned import aligned_buffer
+
+
+class RingMachine(RuleBasedStateMachine):
+    """A reader and a consumer in any order. A page holds the number of its writer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages, self.chunk = 12, 2
+        self.ring = Ring(self.pages * PAGE, self.chunk * PAGE)
+        self.live: list[tuple[int, Lease, set[int]]] = []  # number, lease, pages written
+        self.count = 0
+
+    def write(self, number: int, lease: Lease, written: set[int], chunk: Chunk) -> None:
+        assert 0 < chunk.nbytes <= self.chunk * PAGE
+        assert chunk.start % PAGE == chunk.nbytes % PAGE == 0
+        start, stop = chunk.start // PAGE, (chunk.start + chunk.nbytes) // PAGE
+        assert stop * PAGE <= lease.nbytes
+        assert not written & set(range(start, stop)), "a chunk is handed out once"
+        for _, other, _ in self.live:
+            if other is lease:
+                break
+            assert not other.overlaps(lease.offset + start * PAGE, lease.offset + stop * PAGE)
+        written |= set(range(start, stop))
+        self.ring.view(lease)[start * PAGE : stop * PAGE] = number % 256
+
+    def is_whole(self, number: int, lease: Lease, written: set[int]) -> bool:
+        if len(written) * PAGE < lease.nbytes:
+            return False
+        assert (self.ring.view(lease) == number % 256).all(), "somebody wrote over it"
+        return True
+
+    @property
+    def newest_is_open(self) -> bool:
+        return bool(self.live) and bool(self.live[-1][1].waiting)
+
+    @precondition(lambda self: not self.newest_is_open)
+    @rule(pages=st.integers(1, 12))
+    def take(self, pages: int) -> None:
+        lease = self.ring.lease(pages * PAGE)
+        if lease is None:
+            assert self.live, "an empty ring has room for every unit"
+            return
+        self.count += 1
+        assert 0 <= lease.offset <= lease.offset + pages * PAGE <= self.ring.nbytes
+        assert len(self.ring.view(lease)) == pages * PAGE
+        self.live.append((self.count, lease, set()))
+        found = self.ring.next_chunk(lease)
+        assert found is not None, "a lease is given only if something of it can be read"
+        self.write(*self.live[-1], found[0])
+
+    @precondition(lambda self: self.newest_is_open)
+    @rule()
+    def fill(self) -> None:
+        number, lease, written = self.live[-1]
+        found = self.ring.next_chunk(lease)
+        if found is None:
+            assert len(self.live) > 1, "alone in the ring it can be read whole"
+            return
+        self.write(number, lease, written, found[0])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        whole = [entry for entry in self.live if self.is_whole(*entry)]
+        if whole:
+            entry = data.draw(st.sampled_from(whole))
+            self.ring.release(entry[1])
+            self.live.remove(entry)
+            with pytest.raises(ValueError, match="given back before"):
+                self.ring.release(entry[1])
+
+    @invariant()
+    def what_is_whole_is_never_written_over(self) -> None:
+        for entry in self.live:
+            self.is_whole(*entry)
+
+
+TestRing = RingMachine.TestCase
+TestRing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def fill(ring: Ring, lease: Lease) -> int:
+    """Take all chunks that can be had; returns their bytes."""
+    done = 0
+    while (found := ring.next_chunk(lease)) is not None:
+        done += found[0].nbytes
+    return done
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    slack=st.integers(0, 12),
+    chunk=st.integers(1, 5),
+)
+def test_any_units_go_through_when_they_are_given_back_in_order(
+    sizes: list[int], slack: int, chunk: int
+) -> None:
+    ring = Ring((max(sizes) + slack) * PAGE, chunk * PAGE)
+    waiting, loads, done = deque(sizes), deque[list[int | Lease]](), 0
+    while done < len(sizes):
+        moved = 0
+        while waiting and (not loads or not loads[-1][0].waiting):  # type: ignore[union-attr]
+            lease = ring.lease(waiting[0] * PAGE)
+            if lease is None:
+                break
+            loads.append([lease, fill(ring, lease)])
+            waiting.popleft()
+            moved += 1
+        if loads and loads[-1][0].waiting:  # type: ignore[union-attr]
+            more = fill(ring, loads[-1][0])  # type: ignore[arg-type]
+            loads[-1][1] += more  # type: ignore[operator]
+            moved += more
+        lease, filled = loads[0]
+        if filled == lease.nbytes:  # type: ignore[union-attr]
+            ring.release(lease)  # type: ignore[arg-type]
+            loads.popleft()
+            done += 1
+            moved += 1
+        assert moved, "stuck"
+
+
+@settings(max_examples=50, deadline=None)
+@given(unit=st.integers(2, 12), slack=st.integers(1, 12), turns=st.integers(2, 9))
+def test_a_little_more_than_a_unit_is_filled_while_the_unit_is_computed(
+    unit: int, slack: int, turns: int
+) -> None:
+    slack = min(slack, unit)
+    ring = Ring((unit + slack) * PAGE, PAGE)
+    before = ring.lease(unit * PAGE)
+    assert before is not None
+    assert fill(ring, before) == unit * PAGE
+    for _ in range(turns):
+        lease = ring.lease(unit * PAGE)
+        assert lease is not None
+        early = fill(ring, lease)
+        assert early == slack * PAGE
+        ring.release(before)
+        assert early + fill(ring, lease) == unit * PAGE
+        before = lease
+
+
+def test_sizes_that_cannot_be_are_refused() -> None:
+    for nbytes, chunk in ((PAGE + 1, PAGE), (PAGE, 100), (PAGE, 0)):
+        with pytest.raises(ValueError, match="multiples of 4096"):
+            Ring(nbytes, chunk)
+    ring = Ring(4 * PAGE, PAGE)
+    for nbytes in (0, 5 * PAGE, PAGE + 1):
+        with pytest.raises(ValueError, match="does not fit"):
+            ring.lease(nbytes)
+
+
+def test_the_latest_mark_of_the_bytes_comes_with_the_chunk() -> None:
+    ring = Ring(4 * PAGE, PAGE)
+    leases = [ring.lease(2 * PAGE), ring.lease(2 * PAGE)]
+    for lease, mark in zip(leases, ("first", "second"), strict=True):
+        assert lease is not None
+        assert ring.next_chunk(lease) == (Chunk(0, PAGE), None)
+        fill(ring, lease)
+        ring.release(lease, mark)
+    lease = ring.lease(3 * PAGE)
+    assert lease is not None
+    marks = [found[1] for _ in range(3) if (found := ring.next_chunk(lease)) is not None]
+    assert marks == ["first", "first", "second"]
+
+
+def test_memory_is_page_aligned_and_writable() -> None:
+    for nbytes in (0, PAGE, 3 << 20):
+        buffer = aligned_buffer(nbytes)
+        assert buffer.nbytes == nbytes
+        if nbytes:
+            assert buffer.ctypes.data % PAGE == 0
+            assert buffer.flags.writeable
+            assert not np.any(buffer)
+            buffer[:] = 7

@@ -1,0 +1,98 @@
+"""Busy is the time in which a resource had any task, however many at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.offload.trace import Trace
+
+
+class Hands:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
+def test_busy_is_the_union_of_tasks(spans: list[tuple[int, int]]) -> None:
+    hands = Hands()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", hands)
+        trace = Trace(keep=100)
+        open_: dict[int, float] = {}
+        events = [(start, 1, n) for n, (start, _) in enumerate(spans)]
+        events += [(start + length, 2, n) for n, (start, length) in enumerate(spans)]
+        for at, kind, number in sorted(events):
+            hands.now = float(at)
+            if kind == 1:
+                open_[number] = trace.begin("ssd")
+            else:
+                trace.end("ssd", f"task {number}", open_[number])
+        hands.now = 1000.0
+        covered = {at for start, length in spans for at in range(start, start + length)}
+        assert trace.busy().get("ssd", 0.0) == len(covered)
+        kept = {(task.name, task.start, task.end) for task in trace.tasks()}
+        assert kept == {
+            (f"task {n}", float(start), float(start + length))
+            for n, (start, length) in enumerate(spans)
+        }
+
+
+def test_a_task_that_runs_counts_up_to_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    hands = Hands()
+    monkeypatch.setattr(time, "perf_counter", hands)
+    trace = Trace()
+    hands.now = 5.0
+    first = trace.begin("ssd")
+    hands.now = 7.0
+    second = trace.begin("ssd")
+    cpu = trace.begin("cpu")
+    hands.now = 8.0
+    assert trace.busy() == {"ssd": 3.0, "cpu": 1.0}
+    trace.end("ssd", "first", first)
+    hands.now = 9.0
+    trace.end("cpu", "mlp", cpu)
+    assert trace.busy() == {"ssd": 4.0, "cpu": 2.0}
+    trace.end("ssd", "second", second)
+    hands.now = 20.0
+    assert trace.busy() == {"ssd": 4.0, "cpu": 2.0}
+    assert trace.tasks() == [], "none is kept until asked for"
+
+
+def test_the_latest_tasks_are_kept() -> None:
+    trace = Trace(keep=3)
+    for number in range(5):
+        trace.record("gpu", str(number), number, number + 0.5)
+    assert [task.name for task in trace.tasks()] == ["2", "3", "4"]
+    assert trace.busy() == {"gpu": 2.5}
+    trace.keep(1)
+    assert [task.name for task in trace.tasks()] == ["4"]
+    trace.keep(0)
+    trace.record("gpu", "5", 5, 6)
+    assert trace.tasks() == []
+
+
+def test_threads_are_counted_together() -> None:
+    trace = Trace(keep=1000)
+
+    def work() -> None:
+        for _ in range(100):
+            trace.end("ssd", "read", trace.begin("ssd"))
+
+    started = time.perf_counter()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0 < trace.busy()["ssd"] <= time.perf_counter() - started
+    assert len(trace.tasks()) == 400

@@ -1,0 +1,297 @@
+"""Reading ahead: the right bytes in the right order, and an end to everything that goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import CancelledError, CheckpointError
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.offload.ring import PAGE, Ring
+from localrt.offload.unit_reader import UnitReader
+from tests.offload.fake_source import FakeSource, content, make_units
+
+
+@contextmanager
+def reading(
+    source: FakeSource,
+    units: list[StoredUnit],
+    *,
+    slack: int = 1,
+    chunk: int = 1,
+    threads: int = 2,
+    stall_s: float = 5.0,
+) -> Iterator[UnitReader]:
+    largest = max(unit.nbytes for unit in units)
+    ring = Ring(largest + slack * PAGE, chunk * PAGE)
+    reader = UnitReader(source, ring, threads=threads, stall_s=stall_s)
+    try:
+        reader.schedule(units)
+        yield reader
+    finally:
+        reader.close()
+
+
+def use(reader: UnitReader, unit: StoredUnit) -> None:
+    """Acquire, compare, give back."""
+    data, _ = reader.acquire(unit.name)
+    assert (data == content(unit)).all(), unit.name
+    reader.release(unit.name)
+
+
+def reader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("localrt-")]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.perf_counter() + seconds
+    while not condition():
+        assert time.perf_counter() < end, "it did not happen"
+        time.sleep(0.002)
+
+
+# -- what is read ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pages=st.lists(st.integers(1, 7), min_size=1, max_size=7),
+    slack=st.integers(0, 14),
+    chunk=st.integers(1, 4),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    # What happens before a pass, what is wanted of it, and where it is given up.
+    passes=st.lists(
+        st.tuples(
+            st.sampled_from(["", "", "rewind", "schedule"]),
+            st.frozensets(st.integers(0, 6), max_size=4),
+            st.one_of(st.none(), st.none(), st.integers(0, 6)),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_every_pass_gets_its_units_whatever_came_before(
+    pages: list[int],
+    slack: int,
+    chunk: int,
+    threads: int,
+    seed: int,
+    passes: list[tuple[str, frozenset[int], int | None]],
+) -> None:
+    units = make_units(pages)
+    source = FakeSource(delay_s=0.0005, seed=seed)
+    with reading(source, units, slack=slack, chunk=chunk, threads=threads, stall_s=1.0) as reader:
+        order = list(units)
+        for before, unwanted, ends in passes:
+            if before == "rewind":
+                reader.rewind()
+            elif before == "schedule":
+                order = order[1:] + order[:1]
+                reader.schedule(order)
+            left_out = {unit.name for n, unit in enumerate(units) if n in unwanted}
+            if left_out:
+                reader.skip(left_out)
+            for number, unit in enumerate(unit for unit in order if unit.name not in left_out):
+                if number == ends:
+                    reader.rewind()
+                    break
+                use(reader, unit)
+        reader.rewind()
+        for unit in [*order, *order]:
+            use(reader, unit)
+
+
+def test_the_next_round_begins_while_the_last_unit_is_in_use() -> None:
+    units = make_units([4, 4, 4])
+    source = FakeSource()
+    with reading(source, units, slack=2) as reader:
+        for unit in units[:2]:
+            use(reader, unit)
+        reader.acquire("u2")
+        wait_for(lambda: [name for name, _, _ in source.fetched].count("u0") == 4 + 2)
+        reader.release("u2")
+        use(reader, units[0])
+
+
+def test_each_round_reads_each_unit_once() -> None:
+    units = make_units([3, 5, 2, 4])
+    source = FakeSource()
+    with reading(source, units) as reader:
+        for _ in range(5):
+            for unit in units:
+                use(reader, unit)
+        wanted = 5 * sum(unit.nbytes for unit in units)
+        wait_for(lambda: source.nbytes >= wanted)
+        assert source.nbytes <= wanted + 6 * PAGE, "no more than the ring is read ahead"
+        wait_for(lambda: reader.bytes_read == source.nbytes)
+
+
+def test_what_a_pass_does_not_want_is_not_read() -> None:
+    units = make_units([2, 2, 2, 2, 2])
+    source = FakeSource()
+    with reading(source, units) as reader:
+        for _ in range(3):
+            reader.skip(["u3", "u4"])
+            for unit in units[:3]:
+                use(reader, unit)
+        counts = dict.fromkeys(("u0", "u3", "u4"), 0)
+        for name, _, _ in source.fetched:
+            counts[name] = counts.get(name, 0) + 1
+        assert counts["u3"] + counts["u4"] <= 2
+        for unit in units:
+            use(reader, unit)
+
+
+def test_leaving_units_out_right_after_a_pass_was_given_up() -> None:
+    """The reads of the old pass are still on their way when the new one says what it wants."""
+    units = make_units([4, 4, 4])
+    for _ in range(20):
+        with reading(FakeSource(delay_s=0.002), units, slack=0, stall_s=2.0) as reader:
+            use(reader, units[0])
+            reader.rewind()
+            reader.skip(["u2"])
+            for unit in units[:2]:
+                use(reader, unit)
+            for unit in units:
+                use(reader, unit)
+
+
+def test_a_unit_that_is_not_read_is_a_mistake() -> None:
+    with (
+        reading(FakeSource(), make_units([1])) as reader,
+        pytest.raises(ValueError, match="u7 is not among"),
+    ):
+        reader.acquire("u7")
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (CheckpointError("the file was cut short"), "the file was cut short"),
+        (OSError(5, "Input/output error"), "cannot be read: .*Input/output error"),
+        (RuntimeError("who knows"), "file.safetensors cannot be read: who knows"),
+    ],
+)
+def test_a_failed_read_reaches_the_pass_and_the_next_pass_works(
+    error: Exception, message: str
+) -> None:
+    units = make_units([3, 3, 3])
+    source = FakeSource()
+
+    def fault(unit: StoredUnit, start: int) -> None:
+        if unit.name == "u1" and start == PAGE:
+            source.fault = None
+            raise error
+
+    source.fault = fault
+    with reading(source, units) as reader:
+        use(reader, units[0])
+        with pytest.raises(CheckpointError, match=message) as caught:
+            reader.acquire("u1")
+        assert "\n" not in str(caught.value)
+        reader.rewind()
+        for _ in range(2):
+            for unit in units:
+                use(reader, unit)
+
+
+def test_a_disk_that_is_silent_is_an_error_in_time() -> None:
+    units = make_units([2, 2])
+    awake = threading.Event()
+    source = FakeSource(fault=lambda *_: (awake.wait(10), None)[1])
+    with reading(source, units, stall_s=0.2) as reader:
+        started = time.perf_counter()
+        with pytest.raises(CheckpointError, match=r"disk has not answered .* u0.*the drive"):
+            reader.acquire("u0")
+        assert time.perf_counter() - started < 1.5
+        reader.rewind()
+        source.fault = None
+        awake.set()
+        for unit in units:
+            use(reader, unit)
+
+
+def test_a_slow_disk_is_not_a_silent_one() -> None:
+    units = make_units([8])
+    source = FakeSource(fault=lambda *_: time.sleep(0.08))
+    with reading(source, units, threads=1, stall_s=0.3) as reader:
+        use(reader, units[0])  # 0.64 s
+
+
+def test_cancelling_ends_the_wait_and_later_passes_work() -> None:
+    units = make_units([2, 2])
+    awake, cancelled = threading.Event(), threading.Event()
+    source = FakeSource(fault=lambda *_: (awake.wait(10), None)[1])
+
+    def check() -> None:
+        if cancelled.is_set():
+            raise CancelledError("stop")
+
+    with reading(source, units) as reader:
+        threading.Timer(0.05, cancelled.set).start()
+        started = time.perf_counter()
+        with pytest.raises(CancelledError):
+            reader.acquire("u0", check)
+        assert time.perf_counter() - started < 0.05 + 0.2
+        reader.rewind()
+        source.fault = None
+        awake.set()
+        for unit in units:
+            use(reader, unit)
+
+
+def test_closing_ends_the_threads_and_every_wait() -> None:
+    before = len(reader_threads())
+    with reading(FakeSource(), make_units([2, 2]), threads=4) as reader:
+        assert len(reader_threads()) == before + 4
+    assert len(reader_threads()) == before
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError, match="closed"):
+        reader.acquire("u1")
+    assert time.perf_counter() - started < 0.5
+    reader.close()
+
+
+def test_a_read_that_hangs_does_not_keep_close_from_ending() -> None:
+    before = len(reader_threads())
+    awake = threading.Event()
+    source = FakeSource(fault=lambda *_: (awake.wait(30), None)[1])
+    started = time.perf_counter()
+    with reading(source, make_units([2]), threads=2):
+        wait_for(lambda: len(source.fetched) == 2)
+    assert time.perf_counter() - started < 5.0
+    awake.set()
+    wait_for(lambda: len(reader_threads()) == before)
+
+
+def test_a_hundred_readers_leave_nothing_behind() -> None:
+    def once(**options: Any) -> None:
+        units = make_units([16, 16, 16])
+        with reading(FakeSource(), units, slack=64, chunk=4, **options) as reader:
+            for unit in units:
+                use(reader, unit)
+
+    for _ in range(3):
+        once()
+    gc.collect()
+    process = psutil.Process()
+    before = len(reader_threads()), process.num_fds(), process.memory_info().rss
+    for turn in range(100):
+        once(threads=1 + turn % 3)
+    gc.collect()
+    assert len(reader_threads()) == before[0]
+    assert process.num_fds() == before[1]
+    assert process.memory_info().rss - before[2] < 8 << 20

@@ -1,0 +1,206 @@
+"""Published configs, small shapes and machines to plan with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localrt.offload.placement import PlacedUnit
+from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.offload.planner.shapes import Experts, KvShape, ModelShape
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-coder-1.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "phi-3-mini": {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32064,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    "gemma-2-9b": {
+        "model_type": "gemma2",
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "qwen2-57b-a14b": {
+        "model_type": "qwen2_moe",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 151936,
+        "max_position_embeddings": 131072,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480,
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+}
+
+MB = 1_000_000
+
+
+def machine(*, gpu: bool = False, ssd: float = 1e9, link: float = 12e9) -> MachineProfile:
+    """A small desktop; with ``gpu`` a card of 256 GB/s."""
+    rate = KernelRate((1, 64, 512), (2.5e-11, 2e-10, 1.4e-9))
+    card = GpuProfile(name="card", vram_bytes=8 << 30, bytes_s=256e9, flops=20e12, call_s=0.0)
+    return MachineProfile(
+        name="test machine",
+        ssd_bytes_s=ssd,
+        ram_bytes_s=30e9,
+        kernels={"int4-g32": rate},
+        attention=KernelRate((1, 64), (4e-11, 1e-11)),
+        threads=2,
+        gpu=card if gpu else None,
+        link_bytes_s=link if gpu else None,
+    )
+
+
+def shape(
+    *,
+    layers: int = 4,
+    attention: int = 4096 * 500,
+    mlp: int = 4096 * 2000,
+    head: int = 2,
+    experts: int = 0,
+    used: int = 2,
+    kv: int = 64,
+) -> ModelShape:
+    """A model of the given bytes per unit, all of them int4."""
+
+    def unit(name: str, kind: Any, nbytes: int, layer: int | None = None) -> PlacedUnit:
+        use = 0.0 if kind == "embedding" else used / experts if kind == "expert" else 1.0
+        macs = 0 if kind in ("embedding", "norm") else nbytes * 16 // 9
+        return PlacedUnit(
+            name=name, kind=kind, nbytes=nbytes, macs=macs, format="int4-g32", layer=layer, use=use
+        )
+
+    units = [unit("embedding", "embedding", 4096 * 1000)]
+    for layer in range(layers):
+        units.append(unit(f"layers.{layer}.attention", "attention", attention, layer))
+        units.append(unit(f"layers.{layer}.mlp", "mlp", mlp, layer))
+        units += [
+            unit(f"layers.{layer}.expert.{n}", "expert", mlp // 2, layer) for n in range(experts)
+        ]
+    units.append(unit("norm", "norm", 4096))
+    units += [unit(f"head.{n}", "head", 4096 * 700) for n in range(head)]
+    return ModelShape(
+        name="test model",
+        architecture="llama",
+        units=tuple(units),
+        hidden=512,
+        vocab=4000,
+        inner=1024,
+        context_length=4096,
+        kv=(KvShape(groups=2, width=kv, macs=4 * kv),) * layers,
+        parameters=sum(unit.macs for unit in units),
+        experts=Experts(count=experts, used=used) if experts else None,
+    )

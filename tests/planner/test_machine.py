@@ -1,0 +1,122 @@
+"""Machines: rates between measurements, JSON, cards, and measuring this one once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from localrt.errors import OptionError
+from localrt.offload.planner import measure
+from localrt.offload.planner.cards import CARDS, find_card, parse_bandwidth, parse_card
+from localrt.offload.planner.machine import KernelRate, MachineProfile, typical_machine
+from localrt.offload.planner.measure import measure_machine
+from tests.planner.models import machine
+
+
+def test_rates_lie_between_what_was_measured() -> None:
+    rate = KernelRate((1, 4, 64), (1e-11, 2e-11, 8e-11))
+    assert rate.at(1) == 1e-11
+    assert rate.at(4) == 2e-11
+    assert 1e-11 < rate.at(2) < 2e-11
+    assert rate.at(128) == pytest.approx(16e-11)
+    with pytest.raises(ValueError, match="ascend"):
+        KernelRate((4, 1), (1.0, 1.0))
+
+
+def test_a_format_that_was_not_measured_follows_from_its_bits() -> None:
+    profile = typical_machine()
+    four, eight = profile.kernel("nf4").at(1), profile.kernel("int8-g32").at(1)
+    assert profile.kernel("q4_k").at(1) == profile.kernels["q4_k"].at(1)
+    assert four == pytest.approx(profile.kernels["int4-g32"].at(1) * 4.25 / 4.5, rel=0.01)
+    assert eight > 1.7 * four
+    assert profile.kernel("nf4").at(512) == pytest.approx(profile.kernel("q4_k").at(512))
+
+
+@pytest.mark.parametrize("profile", [machine(), machine(gpu=True), typical_machine()])
+def test_a_profile_goes_through_json(profile: MachineProfile) -> None:
+    assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+def test_cards_are_found_by_what_drivers_call_them() -> None:
+    assert find_card("NVIDIA GeForce RTX 4060") == CARDS["RTX 4060 8GB"]
+    assert find_card("NVIDIA GeForce RTX 4060 Laptop GPU") == CARDS["RTX 4060 Laptop 8GB"]
+    assert find_card("rtx 3060 12GB") == CARDS["RTX 3060 12GB"]
+    assert find_card("Tesla T4") == CARDS["T4 16GB"]
+    for other in ("NVIDIA GeForce RTX 4060 Ti", "RTX 4070 SUPER", "RTX 9999", "H200", ""):
+        assert find_card(other) is None
+    for name, card in CARDS.items():
+        assert find_card(name) == card
+
+
+def test_a_card_can_be_made_up() -> None:
+    card = parse_card("virtual:8GB@12GB/s,256GB/s,20TFLOPS")
+    assert card.vram_bytes == 8_000_000_000
+    assert card.link_bytes_s == 12e9
+    assert card.profile.bytes_s == 256e9
+    assert card.profile.flops == 20e12
+    assert card.profile.call_s == 0
+    for bad in ("virtual:8GB", "virtual:8GB@12GB,1GB/s,1TFLOPS", "virtual:1GB@1GB/s,1GB/s,fast"):
+        with pytest.raises(OptionError):
+            parse_card(bad)
+    with pytest.raises(OptionError, match="RTX 4060 8GB"):
+        parse_card("Voodoo 2")
+
+
+def test_bandwidths() -> None:
+    assert parse_bandwidth("12GB/s") == 12e9
+    assert parse_bandwidth("900 MB/s") == 900e6
+    for bad in ("12GB", "GB/s", "12/s/s", "12GB/h", "-1GB/s"):
+        with pytest.raises(OptionError):
+            parse_bandwidth(bad)
+
+
+@dataclass
+class _Disk:
+    read_bytes_s: float = 2e9
+    cpu_s_per_byte: float = 1e-10
+
+
+def test_measuring_is_done_once_for_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("localrt.quant.ops.native_ops")
+    calls: list[str] = []
+    monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(measure, "_WORKING_SET", 8 << 20)
+    real = measure.measure_kernel
+    monkeypatch.setattr(
+        measure, "measure_kernel", lambda ops, name: calls.append(name) or real(ops, name)
+    )
+
+    def disk(folder: Path) -> _Disk:
+        calls.append("disk")
+        return _Disk()
+
+    def profile(identity: str = "cpu", **options: object) -> MachineProfile:
+        return measure_machine(
+            tmp_path, cache=tmp_path / "c", disk_speed=disk, identity=[identity], **options
+        )  # type: ignore[arg-type]
+
+    first = profile()
+    assert calls == ["q8_0", "disk"]
+    assert first.ssd_bytes_s == 2e9
+    assert first.kernels["q8_0"].at(1) > 0
+    assert first.attention.at(1) > 0
+    assert first.ram_bytes_s > 1e8
+    assert first.sources["kernels"] == "measured"
+    assert profile() == first
+    assert calls == ["q8_0", "disk"]
+    profile(formats=["q8_0", "int4-g32", "no such format"])  # only what is missing
+    assert calls == ["q8_0", "disk", "int4-g32"]
+    profile("another cpu")
+    assert calls[3:] == ["q8_0", "disk"]
+    profile("another cpu", remeasure=True)
+    assert calls[5:] == ["q8_0", "disk"]
+    (tmp_path / "c" / "machine.json").write_text("{damaged")
+    profile("another cpu")
+    assert calls[7:] == ["q8_0", "disk"]
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["machine.json"]

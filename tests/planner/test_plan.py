@@ -1,0 +1,287 @@
+"""Whole plans: budgets hold, predictions make sense, refusals help."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import MemoryBudgetError, OptionError
+from localrt.offload.placement import Where
+from localrt.offload.planner import (
+    Budgets,
+    Plan,
+    context_plans,
+    make_plan,
+    shape_from_config,
+)
+from localrt.offload.planner import (
+    plan as plan_module,
+)
+from localrt.offload.planner.advice import in_format
+from localrt.offload.planner.explain import explain, one_line
+from localrt.offload.planner.memory_table import total_of
+from localrt.offload.planner.picture import to_html, to_svg
+from localrt.offload.planner.plan import PlanRequest, fits
+from localrt.offload.planner.refusal import least_ram
+from localrt.offload.planner.solve import SolverError
+from tests.planner.models import CONFIGS, MB, machine, shape
+
+CODER = shape_from_config(CONFIGS["qwen2.5-coder-1.5b"], name="coder")
+
+
+def assert_within(plan: Plan) -> None:
+    """Accounts within budgets, rings large enough, every unit placed."""
+    budgets, placement, shape_ = plan.request.budgets, plan.placement, plan.request.shape
+    assert total_of(plan.memory, "ram") <= budgets.ram
+    assert total_of(plan.memory, "vram") <= budgets.vram
+    assert list(placement.where) == [unit.name for unit in shape_.units]
+    assert len(placement.kv) == shape_.layers
+    for unit in shape_.units:
+        where = placement.where[unit.name]
+        if unit.use and where.read:
+            assert unit.nbytes <= placement.ram_ring
+        if where.copied:
+            assert unit.nbytes <= placement.vram_ring
+        if unit.kind == "attention" and unit.layer is not None:
+            assert (placement.kv[unit.layer] == "vram") == where.on_gpu
+    assert placement.ram_ring % 4096 == placement.vram_ring % 4096 == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ram=st.integers(20, 90),
+    vram=st.integers(0, 60),
+    ctx=st.sampled_from((128, 2048)),
+    experts=st.sampled_from((0, 6)),
+)
+def test_any_plan_stays_within_its_budgets(ram: int, vram: int, ctx: int, experts: int) -> None:
+    model = shape(layers=3, experts=experts)
+    budgets = Budgets(ram=ram * MB, vram=vram * MB, process=8 * MB, cuda_context=0, scratch=0)
+    profile = machine(gpu=vram > 0)
+    try:
+        plan = make_plan(model, profile, budgets, ctx=ctx, solver="greedy")
+    except MemoryBudgetError:
+        return
+    assert_within(plan)
+    prediction = plan.prediction
+    assert 0 < prediction.tok_s <= prediction.ceiling_tok_s * (1 + 1e-9)
+    assert 0 < prediction.efficiency <= 1 + 1e-9
+
+
+def test_what_fits_stays_in_ram() -> None:
+    plan = make_plan(CODER, machine(), Budgets(ram=2000 * MB), ctx=2048)
+    assert set(plan.placement.where.values()) == {Where.RAM}
+    assert plan.placement.ram_ring == 0
+    assert plan.prediction.bottleneck == "cpu"
+    assert plan.prediction.nbytes["ssd"] == 0
+
+
+@pytest.mark.parametrize("ram", [750, 600, 450])
+def test_the_deficit_and_only_the_deficit_is_read(ram: int) -> None:
+    budgets = Budgets(ram=ram * MB, process=100 * MB)
+    plan = make_plan(CODER, machine(ssd=1e9), budgets, ctx=2048)
+    assert_within(plan)
+    taken = total_of([p for p in plan.memory if p.what != "weights"], "ram")
+    deficit = CODER.pass_nbytes - (budgets.ram - taken)
+    assert deficit <= plan.prediction.nbytes["ssd"] <= 1.01 * deficit + 8 * MB
+    assert plan.prediction.bottleneck == "ssd"
+    assert plan.prediction.efficiency > 0.97
+    assert plan.prediction.tok_s == pytest.approx(1e9 / deficit, rel=0.06)
+
+
+def test_more_memory_is_never_slower() -> None:
+    rates = [
+        make_plan(
+            CODER, machine(), Budgets(ram=ram * MB), ctx=1024, solver="greedy"
+        ).prediction.tok_s
+        for ram in range(400, 1300, 100)
+    ]
+    for less, more in itertools.pairwise(rates):
+        assert more >= less * 0.999
+
+
+def test_a_card_takes_what_it_can_and_the_rest_is_shared() -> None:
+    large = shape_from_config(CONFIGS["llama-3-70b"], name="llama-3-70b")
+    budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
+    plan = make_plan(large, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
+    assert_within(plan)
+    used = set(plan.placement.where.values())
+    assert {Where.VRAM, Where.RAM} < used
+    assert used & {Where.LINK, Where.SSD_LINK}
+    alone = make_plan(
+        large, machine(ssd=3.5e9), Budgets(ram=32_000 * MB), ctx=4096, solver="greedy"
+    )
+    assert plan.prediction.tok_s > 1.2 * alone.prediction.tok_s
+    assert plan.prediction.tok_s > 0.85 * plan.prediction.ceiling_tok_s
+
+
+@pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3"])
+def test_large_mixtures_are_planned_in_seconds(name: str) -> None:
+    model = shape_from_config(CONFIGS[name], name=name)
+    started = time.perf_counter()
+    budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
+    plan = make_plan(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
+    assert time.perf_counter() - started < 60
+    assert_within(plan)
+    assert plan.prediction.bottleneck == "ssd"
+    # What is used by every token is not on the SSD.
+    read = {unit.kind for unit in model.units if plan.placement.where[unit.name].read}
+    assert read <= {"expert", "embedding"}
+    assert sum(plan.to_dict()["placement"]["experts"].values()) == len(
+        [unit for unit in model.units if unit.kind == "expert"]
+    )
+
+
+def test_a_budget_that_cannot_work_names_three_that_do() -> None:
+    budgets = Budgets(ram=320 * MB, process=100 * MB)
+    with pytest.raises(MemoryBudgetError) as caught:
+        make_plan(CODER, machine(), budgets, ctx=32_768)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.count(";") == 2
+    assert "320 MB" in message
+    request = PlanRequest(shape=CODER, machine=machine(), budgets=budgets, ctx=32_768)
+    (ctx,) = re.findall(r"ctx=(\d+)", message)
+    assert fits(replace(request, ctx=int(ctx)))
+    assert not fits(replace(request, ctx=2 * int(ctx)))
+    (ram,) = re.findall(r"\(ram=(\d+)MB\)", message)
+    assert int(ram) * MB == least_ram(request)
+    assert fits(replace(request, budgets=replace(budgets, ram=int(ram) * MB)))
+    assert not fits(replace(request, budgets=replace(budgets, ram=(int(ram) - 2) * MB)))
+
+
+def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
+    budgets = Budgets(ram=500 * MB, process=100 * MB)
+    with pytest.raises(MemoryBudgetError, match="SSD fit"):
+        make_plan(CODER, machine(), budgets, ctx=32_768, kv_format="int8", solver="greedy")
+    plan = make_plan(
+        CODER,
+        machine(),
+        budgets,
+        ctx=32_768,
+        kv_format="int8",
+        kv_on_ssd=True,
+        held=16_000,
+        solver="greedy",
+    )
+    assert 0 < plan.placement.kv.count("ssd") < CODER.layers
+    assert 0 < plan.prediction.full_context_tok_s < plan.prediction.tok_s
+    assert total_of(plan.memory, "ram") <= budgets.ram
+
+
+def test_a_shorter_context_leaves_room_for_weights() -> None:
+    request = PlanRequest(
+        shape=CODER, machine=machine(), budgets=Budgets(ram=1100 * MB), ctx=16_384
+    )
+    steps = list(context_plans(request))
+    assert [ctx for ctx, _ in steps] == [2048, 4096, 8192, 16_384]
+    read = [plan.prediction.nbytes["ssd"] for _, plan in steps]
+    assert read == sorted(read)
+    assert read[0] < read[-1]
+
+
+def test_a_tight_budget_takes_a_prompt_in_smaller_pieces() -> None:
+    tight = make_plan(CODER, machine(), Budgets(ram=500 * MB), ctx=1024, solver="greedy")
+    roomy = make_plan(CODER, machine(), Budgets(ram=8000 * MB), ctx=1024, solver="greedy")
+    assert tight.placement.prefill_rows < roomy.placement.prefill_rows == 512
+    assert any("at a time" in note for note in tight.notes)
+
+
+def test_a_batch_shares_what_is_read() -> None:
+    budgets = Budgets(ram=600 * MB)
+    one = make_plan(CODER, machine(), budgets, ctx=512, solver="greedy")
+    eight = make_plan(CODER, machine(), budgets, ctx=512, sequences=8, solver="greedy")
+    assert eight.prediction.tok_s > 4 * one.prediction.tok_s
+    kv = {p.what: p.nbytes for p in eight.memory if p.tier == "ram"}["keys and values"]
+    assert kv == 8 * sum(CODER.kv_nbytes("bf16", 512))
+
+
+def test_the_rules_stand_in_for_a_missing_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localrt.offload.planner import candidates
+
+    def missing(problems: object) -> None:
+        raise SolverError("there is no SciPy")
+
+    monkeypatch.setattr(candidates, "solve_exactly", missing)
+    plan = make_plan(CODER, machine(), Budgets(ram=600 * MB), ctx=512)
+    assert_within(plan)
+    assert any("there is no SciPy" in note for note in plan.notes)
+
+
+def test_planning_by_rules_is_quick_and_leaves_scipy_out() -> None:
+    import sys
+
+    started = time.perf_counter()
+    make_plan(CODER, machine(), Budgets(ram=600 * MB), ctx=512, solver="greedy")
+    assert time.perf_counter() - started < 2  # a tenth of it where nothing else runs
+    assert plan_module.__name__ in sys.modules
+
+
+def test_advice_is_what_planning_again_gives() -> None:
+    budgets = Budgets(ram=600 * MB)
+    plan = make_plan(CODER, machine(), budgets, ctx=512, advise=True, solver="greedy")
+    assert plan.advice
+    gains = [advice.gain for advice in plan.advice]
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) > 1
+    (more, most) = (
+        float(re.findall(r"([\d.]+) (?:MB|GB) more RAM", advice.change)[0])
+        for advice in plan.advice
+        if "more RAM" in advice.change
+    )
+    bigger = replace(budgets, ram=budgets.ram + int(more * MB))
+    again = make_plan(CODER, machine(), bigger, ctx=512, solver="greedy")
+    named = next(a for a in plan.advice if f"{more:g} MB more RAM" in a.change)
+    assert named.tok_s == pytest.approx(again.prediction.tok_s, rel=1e-6)
+    assert most < more
+    assert any("speculation" in advice.change for advice in plan.advice)
+
+
+def test_another_format_is_estimated_from_the_bits() -> None:
+    small = in_format(CODER, "int4-g128")
+    assert small.nbytes == pytest.approx(CODER.nbytes * 4.125 / 4.5, rel=0.01)
+    assert in_format(CODER, "bf16") == CODER
+    assert in_format(CODER, "bf16", always=True).nbytes > 3 * CODER.nbytes
+
+
+def test_a_plan_as_json_and_as_text() -> None:
+    plan = make_plan(CODER, machine(), Budgets(ram=600 * MB), ctx=512, advise=True, solver="greedy")
+    values = json.loads(json.dumps(plan.to_dict()))
+    assert values["prediction"]["bottleneck"] == "ssd"
+    assert values["placement"]["units"]["layers.0.attention"] in set(Where)
+    text = explain(plan)
+    for word in ("RAM: ", "Prediction", "What would help most", "read for each token", "disk"):
+        assert word in text
+    assert one_line(plan) in text
+
+
+def test_the_picture_is_well_formed_and_shows_every_resource() -> None:
+    model = shape_from_config(CONFIGS["llama-3-70b"], name="a <b> & c")
+    budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
+    plan = make_plan(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=512, solver="greedy")
+    svg = to_svg(plan)
+    root = ElementTree.fromstring(svg)
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    for label in ("SSD reads", "Link", "CPU", "GPU", "attention", "MLP", "pass 2", "0 ms"):
+        assert label in texts
+    assert "prefers-color-scheme:dark" in svg
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        assert float(rect.get("x", 0)) + float(rect.get("width", 0)) <= 1201
+    html = to_html(plan)
+    assert "a &lt;b&gt; &amp; c" in html
+    assert "<svg" in html
+
+
+@pytest.mark.parametrize("name", ["ctx", "rows", "sequences", "prefill_rows"])
+def test_numbers_below_one_are_refused(name: str) -> None:
+    options = {"ctx": 512, name: 0}
+    with pytest.raises(OptionError, match=name):
+        make_plan(CODER, machine(), Budgets(ram=600 * MB), **options)  # type: ignore[arg-type]

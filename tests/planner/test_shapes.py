@@ -1,0 +1,109 @@
+"""Sizes of models: against published totals, and against the files themselves."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.planner import shape_from_checkpoint, shape_from_config
+from localrt.offload.planner.config_shapes import HEAD_SLICE
+from localrt.offload.planner.shapes import parse_kv_format
+from tests.planner.models import CONFIGS
+from tests.real_models import real_model
+
+PUBLISHED = {  # billions, of the model cards
+    "llama-3-70b": (70.6, 69.5),
+    "qwen2.5-coder-1.5b": (1.54, 1.54),
+    "phi-3-mini": (3.82, 3.72),
+    "gemma-2-9b": (9.24, 9.24),
+    "mixtral-8x7b": (46.7, 12.7),
+    "qwen2-57b-a14b": (57.4, 13.7),
+    "qwen3-235b-a22b": (235.1, 21.6),
+    "deepseek-v2-lite": (15.7, 2.45),
+    "deepseek-v3": (671.0, 36.6),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_published(name: str) -> None:
+    shape = shape_from_config(CONFIGS[name], name=name)
+    total, active = PUBLISHED[name]
+    assert shape.parameters == pytest.approx(total * 1e9, rel=0.01)
+    assert shape.active_parameters == pytest.approx(active * 1e9, rel=0.01)
+
+
+def test_packed_bytes_follow_the_format() -> None:
+    small, large = (
+        shape_from_config(CONFIGS["llama-3-70b"], name="m", format=name)
+        for name in ("int4-g32", "bf16")
+    )
+    assert small.nbytes == pytest.approx(small.parameters * 4.5 / 8, rel=0.001)
+    assert large.nbytes == pytest.approx(2 * large.parameters, rel=0.001)
+    assert max(unit.nbytes for unit in small.units if unit.kind == "head") <= HEAD_SLICE
+    assert all(unit.nbytes % 4096 == 0 for unit in small.units)
+    assert len({unit.name for unit in small.units}) == len(small.units)
+
+
+def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
+    shape = shape_from_config(CONFIGS["deepseek-v3"], name="m")
+    assert sum(shape.kv_token_nbytes("bf16")) == 61 * 2 * (512 + 64)
+    plain = shape_from_config(CONFIGS["qwen2.5-coder-1.5b"], name="m")
+    assert sum(plain.kv_token_nbytes("bf16")) == 28 * 2 * 2 * 2 * 128
+    assert sum(plain.kv_token_nbytes("int8")) == 28 * 2 * 2 * (128 + 4)
+    assert sum(plain.kv_token_nbytes("int4")) < sum(plain.kv_token_nbytes("int8"))
+
+
+def test_experts_are_units_with_their_share() -> None:
+    shape = shape_from_config(CONFIGS["qwen3-235b-a22b"], name="m")
+    experts = [unit for unit in shape.units if unit.kind == "expert"]
+    assert len(experts) == 94 * 128
+    assert experts[0].use == 8 / 128
+    assert shape.experts is not None
+    assert shape.pass_nbytes < 0.1 * shape.nbytes
+
+
+def test_what_a_config_was_quantized_to_is_kept_where_it_is_known() -> None:
+    config = {
+        **CONFIGS["llama-3-70b"],
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+    }
+    shape = shape_from_config(config, name="m")
+    assert shape.units[1].format == "int4-g128m"
+    assert "gptq" in shape.notes[0]
+    assert "int4-g32" in shape_from_config(CONFIGS["deepseek-v3"], name="m").notes[0]
+
+
+def test_bad_configs_fail_in_one_line() -> None:
+    with pytest.raises(UnsupportedModelError, match="model_type 'mamba'"):
+        shape_from_config({"model_type": "mamba"}, name="m")
+    with pytest.raises(CheckpointError, match="hidden_size is missing"):
+        shape_from_config({"model_type": "llama"}, name="m")
+    with pytest.raises(CheckpointError, match="num_hidden_layers must be"):
+        shape_from_config({**CONFIGS["phi-3-mini"], "num_hidden_layers": "many"}, name="m")
+    with pytest.raises(UnsupportedModelError, match="int3"):
+        shape_from_config(CONFIGS["phi-3-mini"], name="m", format="int3")
+    with pytest.raises(ValueError, match="kv_format"):
+        parse_kv_format("fp8")
+
+
+def test_a_checkpoint_gives_exact_bytes(tiny_folder: Path) -> None:
+    with closing(open_checkpoint(tiny_folder)) as checkpoint:
+        shape = shape_from_checkpoint(checkpoint)
+    kinds = {unit.kind for unit in shape.units}
+    assert {"attention", "mlp", "head"} <= kinds
+    attention = next(unit for unit in shape.units if unit.kind == "attention")
+    assert attention.macs > 0
+    assert attention.layer == 0
+    assert sum(unit.macs for unit in shape.units if unit.kind == "head") > 0
+
+
+@pytest.mark.real
+def test_a_real_file_gives_its_known_sizes() -> None:
+    with closing(open_checkpoint(real_model("qwen1.5b"))) as checkpoint:
+        shape = shape_from_checkpoint(checkpoint)
+    assert shape.pass_nbytes == pytest.approx(980e6, rel=0.01)
+    assert shape.layers == 28

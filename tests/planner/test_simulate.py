@@ -1,0 +1,220 @@
+"""The replay: its bounds hold, its rings are never overfull, and known cases come out right."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.offload.placement import Placement, Where
+from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.ring_model import RingModel, Slot
+from localrt.offload.planner.shapes import ModelShape
+from localrt.offload.planner.simulate import Simulation, simulate
+from tests.planner.models import machine, shape
+
+CPU_PLACES = (Where.RAM, Where.SSD)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Costs, Placement]:
+    """Any small model, placed anyhow on a machine with or without a card."""
+    model = shape(
+        layers=draw(st.integers(1, 4)),
+        attention=4096 * draw(st.integers(1, 900)),
+        mlp=8192 * draw(st.integers(1, 900)),
+        head=draw(st.integers(1, 3)),
+        experts=draw(st.sampled_from((0, 0, 4))),
+    )
+    gpu = draw(st.booleans())
+    places = tuple(Where) if gpu else CPU_PLACES
+    where = {
+        unit.name: draw(st.sampled_from(places if unit.kind != "embedding" else CPU_PLACES))
+        for unit in model.units
+    }
+    largest = max(unit.nbytes for unit in model.units)
+    rings = [largest * draw(st.integers(4, 12)) // 4 // 4096 * 4096 for _ in range(2)]
+    costs = Costs(
+        shape=model,
+        machine=machine(gpu=gpu, ssd=draw(st.sampled_from((2e8, 2e9, 2e10)))),
+        rows=draw(st.sampled_from((1, 8))),
+        held=draw(st.integers(0, 2000)),
+    )
+    placement = Placement(
+        where=where,
+        kv=("ram",) * model.layers,
+        ram_ring=max(largest, rings[0]),
+        vram_ring=max(largest, rings[1]),
+    )
+    return costs, placement
+
+
+def serial(found: Simulation) -> float:
+    """One thing after another."""
+    return found.busy["ssd"] + found.busy["link"] + found.chain
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_no_faster_than_the_busiest_and_no_slower_than_one_after_another(
+    case: tuple[Costs, Placement],
+) -> None:
+    costs, placement = case
+    passes = 4
+    found = simulate(costs, placement, passes=passes, warm_up=0)
+    assert found.total_seconds >= passes * found.bound * (1 - 1e-9)
+    # The disk may have begun the next token's units before this one ended, never the reverse.
+    assert found.total_seconds <= passes * serial(found) * (1 + 1e-9)
+    assert 0 < found.efficiency <= 1 + 1e-9
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.floats(1.0, 4.0))
+def test_a_faster_disk_or_link_never_costs_time(
+    case: tuple[Costs, Placement], times: float
+) -> None:
+    costs, placement = case
+    now = simulate(costs, placement, passes=3, warm_up=0).total_seconds
+    before = costs.machine
+    better = [replace(before, ssd_bytes_s=before.ssd_bytes_s * times)]
+    if before.link_bytes_s is not None:
+        better.append(replace(before, link_bytes_s=before.link_bytes_s * times))
+    for each in better:
+        faster = Costs(shape=costs.shape, machine=each, rows=costs.rows, held=costs.held)
+        assert simulate(faster, placement, passes=3, warm_up=0).total_seconds <= now * (1 + 1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_tasks_of_one_resource_do_not_overlap_and_follow_their_inputs(
+    case: tuple[Costs, Placement],
+) -> None:
+    costs, placement = case
+    found = simulate(costs, placement, passes=2, warm_up=0, keep_tasks=2)
+    for resource in ("ssd", "link"):
+        tasks = sorted((t for t in found.tasks if t.resource == resource), key=lambda t: t.start)
+        for one, two in itertools.pairwise(tasks):
+            assert two.start >= one.end - 1e-9
+    ends = {(t.token, t.name, t.resource): t.end for t in found.tasks}
+    for task in found.tasks:
+        if task.resource in ("cpu", "gpu"):
+            for way in ("ssd", "link"):
+                ready = ends.get((task.token, task.name, way))  # type: ignore[arg-type]
+                assert ready is None or task.start >= ready - 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10), st.floats(0.1, 5), st.floats(0, 10)), min_size=1, max_size=40
+    ),
+    st.integers(10, 24),
+    st.integers(1, 12),
+)
+def test_a_ring_is_never_overfull(
+    units: list[tuple[int, float, float]], size: int, chunk: int
+) -> None:
+    """Bytes are written only once every older unit that lies there was given back."""
+    ring, free = RingModel(size, chunk), 0.0
+    held: list[tuple[Slot, float]] = []
+    released = 0.0
+    for nbytes, rate, delay in units:
+        slot, start, end, idle = ring.load(nbytes, free, rate)
+        assert 0 <= slot.offset <= size - nbytes
+        assert idle >= 0
+        assert start >= free
+        for other, _ in held:
+            if other.overlaps(slot.offset, slot.offset + nbytes) and other.release > start:
+                # Overlapping is fine as long as those bytes come after the other's release.
+                assert end >= other.release
+        ring.release(slot, max(end + delay, released))
+        released = slot.release
+        held.append((slot, end))
+        free = end
+    for (one, _), (two, _) in itertools.pairwise(held):
+        assert two.release >= one.release
+
+
+def streaming(model: ModelShape, names: set[str], ring: int) -> Placement:
+    where = {u.name: Where.SSD if u.name in names else Where.RAM for u in model.units}
+    return Placement(where=where, kv=("ram",) * model.layers, ram_ring=ring)
+
+
+def test_a_disk_bound_pass_takes_what_reading_takes() -> None:
+    model = shape()
+    names = {unit.name for unit in model.units if unit.kind == "mlp"}
+    costs = Costs(shape=model, machine=machine(ssd=1e8))
+    found = simulate(costs, streaming(model, names, 4096 * 5000), keep_tasks=1)
+    read = sum(unit.nbytes for unit in model.units if unit.name in names)
+    assert found.seconds == pytest.approx(read / 1e8, rel=1e-3)
+    assert found.nbytes["ssd"] == read
+    assert found.efficiency > 0.99
+    assert found.waits["ssd"] > 0.5 * found.seconds
+
+
+def test_a_ring_of_one_unit_leaves_the_disk_idle_while_that_unit_is_computed() -> None:
+    model = shape(mlp=4096 * 3000)
+    names = {unit.name for unit in model.units if unit.kind == "mlp"}
+    costs = Costs(shape=model, machine=machine(ssd=5e9))
+    largest = max(unit.nbytes for unit in model.units)
+    tight, loose = (simulate(costs, streaming(model, names, largest * times)) for times in (1, 3))
+    assert tight.full["ssd"] > 0
+    assert loose.seconds <= tight.seconds
+
+
+def test_everything_in_ram_takes_what_computing_takes() -> None:
+    model = shape()
+    costs = Costs(shape=model, machine=machine())
+    found = simulate(costs, streaming(model, set(), 0))
+    total = costs.per_pass() + sum(costs.cpu(unit) for unit in model.units)
+    assert found.seconds == pytest.approx(total)
+    assert found.efficiency == pytest.approx(1.0)
+
+
+def test_experts_are_read_after_their_router_and_only_those_chosen() -> None:
+    model = shape(experts=8, used=2)
+    names = {unit.name for unit in model.units if unit.kind == "expert"}
+    costs = Costs(shape=model, machine=machine())
+    found = simulate(costs, streaming(model, names, 4096 * 9000), passes=6, keep_tasks=1)
+    one = next(unit.nbytes for unit in model.units if unit.kind == "expert")
+    assert found.nbytes["ssd"] == pytest.approx(model.layers * 2 * one)
+    tasks = {(task.name, task.resource): task for task in found.tasks}
+    for (name, resource), task in tasks.items():
+        if resource == "ssd":
+            router = tasks[name.split(".expert")[0] + ".mlp", "cpu"]
+            assert task.start >= router.end - 1e-12
+    many = simulate(replace_rows(costs, 64), streaming(model, names, 4096 * 9000))
+    assert many.nbytes["ssd"] == pytest.approx(model.layers * 8 * one)
+
+
+def replace_rows(costs: Costs, rows: int) -> Costs:
+    return Costs(shape=costs.shape, machine=costs.machine, rows=rows)
+
+
+def test_activations_cross_between_devices() -> None:
+    model = shape(layers=2)
+    where = {
+        unit.name: Where.VRAM if unit.kind == "attention" else Where.RAM for unit in model.units
+    }
+    placement = Placement(where=where, kv=("vram",) * 2)
+    found = simulate(Costs(shape=model, machine=machine(gpu=True)), placement)
+    # Onto the card and back in each of two layers.
+    crossing = Costs(shape=model, machine=machine(gpu=True)).crossing()
+    assert found.waits["crossing"] == pytest.approx(4 * crossing)
+
+
+def test_keys_and_values_on_the_ssd_are_read_in_each_pass() -> None:
+    model = shape(layers=2)
+    where = dict.fromkeys((unit.name for unit in model.units), Where.RAM)
+    placement = Placement(where=where, kv=("ssd", "ram"), ram_ring=1 << 20)
+    costs = Costs(shape=model, machine=machine(), held=8192)
+    found = simulate(costs, placement)
+    assert found.nbytes["ssd"] == pytest.approx(costs.kv_held(0), rel=0.01)
+    every = streaming(model, {unit.name for unit in model.units}, 4096 * 3000)
+    both = simulate(costs, replace(every, kv=("ssd", "ssd")))
+    weights = sum(unit.nbytes for unit in model.units if unit.kind != "embedding")
+    assert both.nbytes["ssd"] == pytest.approx(weights + 2 * costs.kv_held(0), rel=0.01)
+    assert both.bound <= both.seconds < float("inf")

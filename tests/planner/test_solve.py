@@ -1,0 +1,241 @@
+"""Counts by rules and by HiGHS, against trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.offload.placement import PlacedUnit, UnitKind, Where
+from localrt.offload.planner import solve
+from localrt.offload.planner.arrange import arrange
+from localrt.offload.planner.greedy import closest_subset, solve_greedily
+from localrt.offload.planner.problem import Counts, Problem, UnitClass, bound, is_feasible
+from localrt.offload.planner.solve import SolverError, solve_exactly
+
+PAGE = 4096
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, most: int = 3) -> Problem:
+    """Two or three classes of a few units, with or without a card, in tight memory."""
+    gpu = draw(st.booleans())
+    classes = []
+    kinds: list[UnitKind] = ["attention", "mlp", "head"]
+    for number in range(draw(st.integers(1, most))):
+        count, pages = draw(st.integers(1, 3)), draw(st.integers(100, 3000))
+        nbytes = pages * PAGE
+        classes.append(
+            UnitClass(
+                names=tuple(f"{number}.{n}" for n in range(count)),
+                kind=kinds[number % 3],
+                nbytes=nbytes,
+                use=draw(st.sampled_from((1.0, 1.0, 0.25))),
+                cpu_s=nbytes / 20e9 + 1e-5,
+                gpu_s=nbytes / 250e9,
+                kv=draw(st.sampled_from((0, 50 * PAGE))) if number % 3 == 0 else 0,
+            )
+        )
+    total = sum(group.count * (group.nbytes + group.kv) for group in classes)
+    return Problem(
+        classes=tuple(classes),
+        ram=int(total * draw(st.floats(0.2, 1.2))),
+        vram=int(total * draw(st.floats(0.1, 0.8))) if gpu else 0,
+        ram_slot=3000 * PAGE,
+        vram_slot=3000 * PAGE,
+        ssd_bytes_s=draw(st.sampled_from((5e8, 5e9))),
+        link_bytes_s=12e9 if gpu else 0.0,
+        crossing_s=1e-5 if gpu else 0.0,
+        fixed_s=1e-4,
+    )
+
+
+def everything(problem: Problem) -> Iterator[Counts]:
+    """Every feasible answer."""
+    choices = []
+    for group in problem.classes:
+        places = problem.places(group)
+        choices.append(
+            [
+                {where: picked.count(where) for where in set(picked)}
+                for picked in itertools.combinations_with_replacement(places, group.count)
+            ]
+        )
+    for counts in itertools.product(*choices):
+        if is_feasible(problem, counts):
+            yield counts
+
+
+def test_highs_finds_what_trying_everything_finds() -> None:
+    """One child for many programmes: starting it is what costs."""
+    from hypothesis import HealthCheck
+
+    seen: list[Problem] = []
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(problems(most=2))
+    def collect(problem: Problem) -> None:
+        seen.append(problem)
+
+    collect()
+    for problem, counts in zip(seen, solve_exactly(seen), strict=True):
+        best = min((bound(problem, each) for each in everything(problem)), default=None)
+        if best is None:
+            assert counts is None
+            continue
+        assert counts is not None
+        assert is_feasible(problem, counts)
+        # The last hair settles ties by what is moved.
+        assert bound(problem, counts) <= best * 1.002 + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_rules_give_something_feasible_and_near_the_best(problem: Problem) -> None:
+    counts = solve_greedily(problem)
+    if counts is None:
+        return
+    assert is_feasible(problem, counts)
+    best = min(bound(problem, each) for each in everything(problem))
+    assert bound(problem, counts) >= best * (1 - 1e-9)
+
+
+def test_without_a_card_the_rules_read_the_least_that_suffices() -> None:
+    classes = tuple(
+        UnitClass(
+            names=tuple(f"{size}.{n}" for n in range(count)),
+            kind="mlp",
+            nbytes=size * PAGE,
+            use=1.0,
+            cpu_s=1e-4,
+        )
+        for size, count in ((1300, 9), (700, 9), (190, 20))
+    )
+    total = sum(group.count * group.nbytes for group in classes)
+    for deficit in range(1_000_000, total, 3_333_333):
+        problem = Problem(
+            classes=classes,
+            ram=total - deficit,
+            vram=0,
+            ram_slot=2000 * PAGE,
+            vram_slot=0,
+            ssd_bytes_s=1e9,
+        )
+        counts = solve_greedily(problem)
+        assert counts is not None
+        read = sum(
+            places.get(Where.SSD, 0) * group.nbytes
+            for group, places in zip(classes, counts, strict=True)
+        )
+        assert deficit <= read <= max(1.01 * deficit, deficit + 190 * PAGE)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=3),
+    st.floats(0.01, 1.0),
+)
+def test_the_closest_subset_is_the_closest(pairs: list[tuple[int, int]], part: float) -> None:
+    sizes = [pages * PAGE for pages, _ in pairs]
+    limits = [count for _, count in pairs]
+    total = sum(size * count for size, count in zip(sizes, limits, strict=True))
+    target = max(1, int(total * part))
+    chosen = closest_subset(sizes, limits, target)
+    assert chosen is not None
+    assert all(0 <= n <= limit for n, limit in zip(chosen, limits, strict=True))
+    reached = sum(size * n for size, n in zip(sizes, chosen, strict=True))
+    best = min(
+        s
+        for counts in itertools.product(*(range(limit + 1) for limit in limits))
+        if (s := sum(size * n for size, n in zip(sizes, counts, strict=True))) >= target
+    )
+    assert target <= best <= reached
+    # Sums are taken in steps of a 256th of the smallest.
+    assert reached <= best + sum(limits) * max(PAGE, min(sizes) // 128)
+    assert closest_subset(sizes, limits, total + 1) is None
+
+
+def test_experts_by_the_thousand_are_a_small_programme() -> None:
+    expert = UnitClass(
+        names=tuple(map(str, range(15_000))),
+        kind="expert",
+        nbytes=6000 * PAGE,
+        use=8 / 256,
+        cpu_s=1e-3,
+    )
+    problem = Problem(
+        classes=(expert,),
+        ram=5000 * 6000 * PAGE,
+        vram=0,
+        ram_slot=1 << 30,
+        vram_slot=0,
+        ssd_bytes_s=3.5e9,
+    )
+    greedy = solve_greedily(problem)
+    (exact,) = solve_exactly([problem])
+    assert greedy == [{Where.SSD: 10_000, Where.RAM: 5_000}]
+    assert exact is not None
+    assert exact[0][Where.SSD] == pytest.approx(10_000, abs=3)
+
+
+def test_a_solver_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(
+        classes=(), ram=1, vram=0, ram_slot=0, vram_slot=0, ssd_bytes_s=1.0, fixed_s=0.0
+    )
+    monkeypatch.setattr(solve, "child_command", lambda: [sys.executable, "-c", "raise OSError(7)"])
+    with pytest.raises(SolverError, match="OSError"):
+        solve_exactly([problem])
+    monkeypatch.setattr(solve, "child_command", lambda: [sys.executable, "-c", "print('x')"])
+    with pytest.raises(SolverError):
+        solve_exactly([problem])
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(SolverError, match="packaged"):
+        solve_exactly([problem])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_arranging_uses_every_count_and_spreads_it(data: st.DataObject) -> None:
+    layers = data.draw(st.integers(2, 30))
+    units = [
+        PlacedUnit(name=f"{kind}.{n}", kind=kind, nbytes=PAGE * size, macs=1, format="f", layer=n)
+        for n in range(layers)
+        for kind, size in (("attention", 3), ("mlp", 10))
+    ]
+    classes = tuple(
+        UnitClass(
+            names=tuple(unit.name for unit in units if unit.kind == kind),
+            kind=kind,
+            nbytes=next(unit.nbytes for unit in units if unit.kind == kind),
+            use=1.0,
+            cpu_s=1.0,
+        )
+        for kind in ("attention", "mlp")
+    )
+    counts = []
+    for _ in classes:
+        cuts = sorted(data.draw(st.lists(st.integers(0, layers), min_size=4, max_size=4)))
+        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+        counts.append(dict(zip(Where, sizes, strict=True)))
+    for pattern in ("spread", "block"):
+        placed = arrange(units, classes, counts, pattern)
+        for group, places in zip(classes, counts, strict=True):
+            for where in Where:
+                assert sum(placed[name] is where for name in group.names) == places[where]
+
+
+def test_half_of_the_layers_is_every_other_layer() -> None:
+    units = [
+        PlacedUnit(name=str(n), kind="mlp", nbytes=PAGE, macs=1, format="f", layer=n)
+        for n in range(20)
+    ]
+    group = UnitClass(
+        names=tuple(unit.name for unit in units), kind="mlp", nbytes=PAGE, use=1.0, cpu_s=1.0
+    )
+    placed = arrange(units, [group], [{Where.SSD: 10, Where.RAM: 10}])
+    read = [n for n in range(20) if placed[str(n)] is Where.SSD]
+    assert all(b - a == 2 for a, b in itertools.pairwise(read))

@@ -1,0 +1,154 @@
+"""``localrt plan`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localrt import hardware
+from localrt.cli import main, plan_inputs
+from localrt.errors import OfflineError
+from localrt.offload.planner.machine import MachineProfile
+from tests.planner.models import CONFIGS, machine
+
+WHAT_IF = ("--gpu-memory", "8GB", "--ram", "32GB", "--ssd", "3.5GB/s", "--link", "12GB/s")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No card, own folders, and nothing is measured."""
+    for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+
+    def measured(settings: Any, formats: Any, ssd: float | None, again: bool) -> MachineProfile:
+        return machine(ssd=ssd or 1e9)
+
+    monkeypatch.setattr(plan_inputs, "_measure", measured)
+
+
+def config_folder(tmp_path: Path, name: str) -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return folder
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
+    assert main(["plan", *map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-235b-a22b"])
+def test_large_models_are_planned_without_weights_or_hardware(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    report = as_json(capsys, config_folder(tmp_path, name), *WHAT_IF)
+    assert report["simulated"] is True
+    assert set(report["hypothetical"]) >= {"--gpu-memory", "--ssd", "--link"}
+    assert report["predicted_tok_s"] == report["prediction"]["tok_s"] > 0
+    assert report["predicted_tok_s"] <= report["ceiling_tok_s"]
+    assert report["machine"]["link_bytes_s"] == 12e9
+    assert report["machine"]["sources"]["gpu"].startswith("taken from")
+    assert report["budgets"]["vram"] == 8_000_000_000
+
+
+def test_text_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    svg, html = tmp_path / "p.svg", tmp_path / "p.html"
+    assert (
+        main(["plan", str(folder), "--ram", "600MB", "--svg", str(svg), "--html", str(html)]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "tok/s predicted" in text
+    assert "What if" not in text  # a smaller budget is not another machine
+    assert svg.read_text().startswith("<svg")
+    assert "What would help most" in html.read_text()
+    assert main(["plan", str(folder), "--ram", "600MB", "--ssd", "3GB/s"]) == 0
+    assert capsys.readouterr().out.startswith("What if: this is not this machine (--ssd)")
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, "p.svg", "p.html"}
+
+
+def test_the_config_file_itself_and_other_formats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_folder(tmp_path, "phi-3-mini") / "config.json"
+    small = as_json(capsys, config, "--ram", "3GB", "--format", "mxfp4")
+    large = as_json(capsys, config, "--ram", "3GB", "--format", "int8-g32", "--kv-format", "int8")
+    assert small["model"]["weight_bytes"] < large["model"]["weight_bytes"]
+    assert large["kv_format"] == "int8"
+    assert small["model"]["name"] == "phi-3-mini"
+
+
+def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exact = as_json(capsys, tiny_folder, "--ctx", "64")
+    assert exact["placement"]["units"]["layers.0.attention"] == "ram"
+    packed = as_json(capsys, tiny_folder, "--ctx", "64", "--format", "int4-g32")
+    assert packed["model"]["weight_bytes"] <= exact["model"]["weight_bytes"]
+    card = as_json(capsys, tiny_folder, "--gpu", "virtual:1GB@12GB/s,256GB/s,20TFLOPS")
+    assert card["hypothetical"] == ["--gpu"]
+    assert card["placement"]["units"]["layers.0.attention"] == "vram"
+
+
+@pytest.mark.parametrize(
+    ("status", "args", "words"),
+    [
+        (2, ("--ssd", "fast"), "bandwidth"),
+        (2, ("--ram", "much"), "size"),
+        (2, ("--gpu", "Voodoo 2"), "no card"),
+        (2, ("--format", "int3"), "int3"),
+        (2, ("--ctx", "0"), "--ctx"),
+        (2, ("--batch", "0"), "--batch"),
+        (2, ("--gpu", "RTX 4060", "--gpu-memory", "80GB"), "more than"),
+        (1, ("--ram", "100MB"), "ram="),
+    ],
+)
+def test_bad_usage_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    args: tuple[str, ...],
+    words: str,
+) -> None:
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    assert main(["plan", str(folder), *args]) == status
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_models_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", str(tmp_path / "nothing")]) == 1
+    assert main(["plan", "org/nothing"]) == 1
+    assert "org/nothing" in capsys.readouterr().err
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("[1]")
+    assert main(["plan", str(broken)]) == 1
+    assert "not a JSON object" in capsys.readouterr().err
+
+    def refused(settings: Any, repo: str, revision: str | None) -> Path:
+        raise OfflineError("no network")
+
+    monkeypatch.setenv("LOCALRT_OFFLINE", "0")
+    monkeypatch.setattr(plan_inputs, "_download_config", refused)
+    assert main(["plan", "org/nothing"]) == 1
+    assert "no network" in capsys.readouterr().err
+
+
+def test_of_a_hub_model_the_config_alone_will_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "HF_HOME/hub/models--org--large/snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIGS["llama-3-70b"]))
+    report = as_json(capsys, "org/large", *WHAT_IF)
+    assert report["model"]["name"] == "org/large"
+    assert report["model"]["layers"] == 80
