@@ -35,8 +35,8 @@ class PackedStrings(Sequence[str]):
     def __init__(self, data: bytes, offsets: npt.NDArray[np.integer[Any]]) -> None:
         kind = np.uint32 if len(data) < 1 << 32 else np.uint64
         self.data = data
-        self.offsets = np.ascontiguousarray(offsets, kind)
-        self._offsets = memoryview(self.offsets)  # numbers of Python's own, in half the time
+        self.offsets: npt.NDArray[np.unsignedinteger[Any]] = np.ascontiguousarray(offsets, kind)
+        self._offsets = self.offsets.data  # numbers of Python's own, in half the time
 
     @classmethod
     def of(cls, strings: Iterable[str]) -> PackedStrings:
@@ -52,9 +52,9 @@ class PackedStrings(Sequence[str]):
         Malformed UTF-8 becomes U+FFFD.
         """
         ends = array("Q", [0])
-        at, length_at = 0, _U64.unpack_from
+        at, view, length_at = 0, data.data, _U64.unpack_from
         for _ in range(count):
-            at += 8 + length_at(data, at)[0]
+            at += 8 + length_at(view, at)[0]
             ends.append(at)
         offsets = np.frombuffer(ends, np.uint64)
         parts = []
@@ -65,7 +65,7 @@ class PackedStrings(Sequence[str]):
             for byte in range(8):
                 text[offsets[start:stop] - base + np.uint64(byte)] = False
             parts.append(data[int(base) : int(offsets[stop])][text].tobytes())
-        packed = cls(b"".join(parts), offsets - np.arange(0, 8 * count + 1, 8, np.uint64))
+        packed = cls(b"".join(parts), offsets - 8 * np.arange(count + 1, dtype=np.uint64))
         return packed if packed._well_formed() else cls.of(packed._repaired())
 
     def __len__(self) -> int:

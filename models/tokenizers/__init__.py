@@ -23,6 +23,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         TokenizerError: it has none (then only ``token_ids`` can be used), or a broken one.
         UnsupportedModelError: a kind of tokenizer that is not known here.
     """
+    from localrt.models.tokenizers.free_memory import return_free_memory
+
+    try:
+        return _load(checkpoint)
+    finally:
+        return_free_memory()
+
+
+def _load(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.kind == "gguf":
         from localrt.models.tokenizers.gguf import gguf_tokenizer
 

@@ -103,7 +103,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
-    from localrt.models.tokenizers.bpe import ByteLevelTokenizer
+    from localrt.models.tokenizers.bpe import ByteLevelEncoder, ByteLevelTokenizer, WordMerger
     from localrt.models.tokenizers.merges import MergeTable, split_merges
     from localrt.models.tokenizers.pretokenizers import pre_type
 
@@ -112,13 +112,16 @@ def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
     vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
     words = _reachable(tokens, sides)
     special = {tokens.table.text(token): token for token in vocabulary.special}
-    return ByteLevelTokenizer(
-        vocabulary,
-        words=words,
-        merges=MergeTable(words, sides),
-        added=tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED) | special,
-        pre=pre,
+    added = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED) | special
+    encoder = ByteLevelEncoder(
+        WordMerger(words, MergeTable(words, sides), whole_words=pre.whole_words),
+        added=added,
+        special=vocabulary.special,
+        normalizer=pre.normalizer(),
+        pre_tokenizer=pre.pre_tokenizer(),
+        cut_long=True,
     )
+    return ByteLevelTokenizer(vocabulary, encoder=encoder, literal=added.values())
 
 
 def _reachable(tokens: _Tokens, sides: PackedStrings) -> PieceTable:
@@ -202,9 +205,7 @@ def _numbers(metadata: Mapping[str, Any], name: str) -> npt.NDArray[Any] | None:
 
 
 def _missing(name: str) -> TokenizerError:
-    return TokenizerError(
-        f"the GGUF file's tokenizer is incomplete: {_PREFIX}{name} is missing"
-    )
+    return TokenizerError(f"the GGUF file's tokenizer is incomplete: {_PREFIX}{name} is missing")
 
 
 def _vocabulary(
@@ -218,14 +219,13 @@ def _vocabulary(
     strip_space: bool = False,
 ) -> Vocabulary:
     """Ids with a meaning; ``bos``, ``eos``, ``unknown`` and ``add_bos`` are the defaults."""
+
     def special_id(key: str, default: int | None = None) -> int | None:
         found = metadata.get(f"{_PREFIX}{key}_token_id", default)
         return int(found) if found is not None and 0 <= int(found) < len(tokens.table) else None
 
     bos_id, eos_id = special_id("bos", bos), special_id("eos", eos)
-    ends = _end_ids(tokens) | {
-        token for key in _END_KEYS if (token := special_id(key)) is not None
-    }
+    ends = _end_ids(tokens) | {token for key in _END_KEYS if (token := special_id(key)) is not None}
     if eos_id is not None:
         ends |= {eos_id}
     special = frozenset(tokens.of_type(_Type.CONTROL, _Type.UNKNOWN).values()) | ends

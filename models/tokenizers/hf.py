@@ -1,8 +1,9 @@
 """A tokenizer from a Hugging Face folder: ``tokenizer.json`` and the small files beside it.
 
-The ``tokenizers`` package encodes; decoding is done here, byte by byte, so that it can stream:
-byte-level and SentencePiece-like decoders are understood. Which tokens are special, and which end a
-generation, is spread over four files that are all optional. Does not know models.
+The ``tokenizers`` package encodes, except for plain byte-level BPE, whose vocabulary is held in
+packed tables instead. Decoding is done here, byte by byte, so that it can stream: byte-level and
+SentencePiece-like decoders are understood. Which tokens are special, and which end a generation, is
+spread over four files that are all optional. Does not know models.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers.bytelevel import BYTE_TO_CHAR, piece_bytes
+from localrt.models.tokenizers.hf_packed import read_packed
+from localrt.models.tokenizers.pieces import Pieces
 from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+    from localrt.models.tokenizers.bpe import ByteLevelEncoder
 
 __all__ = ["HuggingFaceTokenizer", "hf_tokenizer", "read_json", "token_name"]
 
@@ -37,7 +42,10 @@ class _Decoder:
 
 
 class HuggingFaceTokenizer(VocabularyTokenizer):
-    """``backend`` encodes; ``added`` are the ids of added tokens: they stand for their names."""
+    """``backend`` encodes; ``added`` are the ids of added tokens: they stand for their names.
+
+    With ``encoder``, it encodes, and ``backend`` is unused.
+    """
 
     def __init__(
         self,
@@ -46,24 +54,29 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         *,
         added: frozenset[int],
         decoder: _Decoder,
+        encoder: ByteLevelEncoder | None = None,
     ) -> None:
         super().__init__(vocabulary)
         self._backend = backend
         self._lock = threading.Lock()  # whether control tokens count is a flag on the backend
         self._added = added
         self._decoder = decoder
+        self._encoder = encoder
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
+        if self._encoder is not None:
+            return self._encoder.encode(text, parse_special)
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def _byte_id(self, byte: int) -> int | None:
+        find = self._vocabulary.pieces.find
         if self._decoder.kind == "byte-level":
-            return self._vocabulary.ids.get(BYTE_TO_CHAR[byte])
-        found = self._vocabulary.ids.get(f"<0x{byte:02X}>")
-        return self._vocabulary.ids.get(chr(byte)) if found is None and byte < 128 else found
+            return find(BYTE_TO_CHAR[byte])
+        found = find(f"<0x{byte:02X}>")
+        return find(chr(byte)) if found is None and byte < 128 else found
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of ``token``: an added token's name, nothing for an unknown id."""
@@ -77,6 +90,26 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         return piece.replace(self._decoder.space, " ").encode()
 
 
+class BackendPieces:
+    """``Pieces`` of a vocabulary that the package holds."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._count = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def text(self, token: int) -> str:
+        """The piece of ``token``; empty for an id outside the vocabulary."""
+        return self._backend.id_to_token(token) or "" if 0 <= token < self._count else ""
+
+    def find(self, text: str) -> int | None:
+        """The id of the piece ``text``, if there is one."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+
 def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> HuggingFaceTokenizer:
     """The tokenizer of a model folder; ``eos`` are more ids that end a generation.
 
@@ -84,27 +117,28 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Hug
         TokenizerError: the folder has none, or a broken one.
         UnsupportedModelError: its decoder is of a kind that is not known here.
     """
-    from tokenizers import Tokenizer as Backend
-
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"this model has no tokenizer: {_what_is_there(folder)}")
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the package raises nothing more precise
-        reason = " ".join(str(error).split())
-        raise TokenizerError(f"{path} cannot be read as a tokenizer: {reason}") from None
-    backend.no_truncation()
-    backend.no_padding()
     config = read_json(folder / "tokenizer_config.json")
     names = read_json(folder / "special_tokens_map.json") | config
-    _add_declared(backend, config)
+    packed = read_packed(path, declared=_declared(config))
+    pieces: Pieces
+    if packed is not None:
+        backend, pieces, encoder = packed.backend, packed.pieces, packed.encoder
+    else:
+        backend, encoder = _read_whole(path), None
+        _add_declared(backend, config)
+        pieces = BackendPieces(backend)
+    backend.no_truncation()
+    backend.no_padding()
     decoder = _decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
     return HuggingFaceTokenizer(
         backend,
-        _vocabulary(backend, names, _id_list(eos) | _generation_eos(folder), decoder),
+        _vocabulary(backend, pieces, names, _id_list(eos) | _generation_eos(folder), decoder),
         added=frozenset(backend.get_added_tokens_decoder()),
         decoder=decoder,
+        encoder=encoder,
     )
 
 
@@ -141,16 +175,30 @@ def _what_is_there(folder: Path) -> str:
     return f"{folder} holds no tokenizer.json, so only token_ids can be used"
 
 
+def _read_whole(path: Path) -> Backend:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 - the package raises nothing more precise
+        reason = " ".join(str(error).split())
+        raise TokenizerError(f"{path} cannot be read as a tokenizer: {reason}") from None
+
+
+def _declared(config: Mapping[str, Any]) -> dict[int, Any]:
+    """The tokens that tokenizer_config.json declares, by id."""
+    declared = config.get("added_tokens_decoder")
+    if not isinstance(declared, Mapping):
+        return {}
+    return {int(key): entry for key, entry in sorted(declared.items()) if key.isdecimal()}
+
+
 def _add_declared(backend: Backend, config: Mapping[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks."""
     from tokenizers import AddedToken
 
-    declared = config.get("added_tokens_decoder")
-    if not isinstance(declared, Mapping):
-        return
     present = backend.get_added_tokens_decoder()
-    numbered = {int(key): entry for key, entry in declared.items() if key.isdecimal()}
-    for token, entry in sorted(numbered.items()):
+    for token, entry in sorted(_declared(config).items()):
         name = token_name(entry)
         if name is None or token in present:
             continue
@@ -160,16 +208,15 @@ def _add_declared(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _vocabulary(
-    backend: Backend, names: Mapping[str, Any], eos: frozenset[int], decoder: _Decoder
+    backend: Backend,
+    pieces: Pieces,
+    names: Mapping[str, Any],
+    eos: frozenset[int],
+    decoder: _Decoder,
 ) -> Vocabulary:
-    ids = backend.get_vocab(with_added_tokens=True)
-    pieces = [""] * (max(ids.values(), default=-1) + 1)
-    for piece, token in ids.items():
-        pieces[token] = piece
-
     def named(key: str) -> int | None:
         name = token_name(names.get(key))
-        return None if name is None else ids.get(name)
+        return None if name is None else pieces.find(name)
 
     bos, eos_id = named("bos_token"), named("eos_token")
     special = {
@@ -180,7 +227,6 @@ def _vocabulary(
     prefix, suffix = _around(backend)
     return Vocabulary(
         pieces=pieces,
-        ids=ids,
         bos=bos,
         unknown=named("unk_token"),
         eos=frozenset(token for token in ends if token < len(pieces)),

@@ -55,10 +55,10 @@ class MergeTable:
         buckets = (keys % np.uint64(self._buckets)).astype(np.uint32)
         order, begins = bucket_order(buckets[::-1], self._buckets)
         ranks = np.subtract(count - 1, order, out=order)
-        self._keys = memoryview(keys[ranks])
-        self._ranks = memoryview(ranks.astype(np.uint32))
-        self._joined = memoryview(joined)
-        self._begins = memoryview(begins)
+        self._keys = keys[ranks].data
+        self._ranks = ranks.astype(np.uint32).data
+        self._joined = joined.data
+        self._begins = begins.data
 
     def merge(self, ids: list[int]) -> list[int]:
         """``ids`` of one word with all merges applied."""

@@ -57,8 +57,8 @@ class PieceTable:
             hashes[start:stop] = self._hash(self._data, offsets[:-1], lengths)
         # Ids fall within a bucket, so that the last of equal pieces is met first
         order, begins = bucket_order(hashes[::-1], self._buckets)
-        self._ids = memoryview(np.subtract(count - 1, order, out=order).astype(np.uint32))
-        self._begins = memoryview(begins)
+        self._ids = np.subtract(count - 1, order, out=order).astype(np.uint32).data
+        self._begins = begins.data
         self._members: memoryview | None = None
 
     @property
@@ -71,7 +71,7 @@ class PieceTable:
     def only(self, members: npt.NDArray[np.bool_]) -> PieceTable:
         """The same table in which only ids that are true in ``members`` are found."""
         table = copy.copy(self)
-        table._members = memoryview(members.astype(np.uint8))
+        table._members = members.astype(np.uint8).data
         return table
 
     def __len__(self) -> int:
@@ -126,7 +126,9 @@ class PieceTable:
             if self._members is not None:
                 fits &= np.asarray(self._members)[tokens] != 0
             same = np.flatnonzero(fits)
-            fits[same] = _equal(data, starts[open_[same]], self._data, begin[same], (end - begin)[same])
+            fits[same] = _equal(
+                data, starts[open_[same]], self._data, begin[same], (end - begin)[same]
+            )
             found[open_[fits]] = tokens[fits]
             open_, at, stop = open_[~fits], at[~fits] + 1, stop[~fits]
 
@@ -182,7 +184,9 @@ def _equal(
     """Whether each stretch of ``ours`` has the bytes of the stretch of ``theirs``."""
     ends = np.cumsum(lengths)
     within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-    differ = ours[np.repeat(starts, lengths) + within] != theirs[np.repeat(begins, lengths) + within]
+    differ = (
+        ours[np.repeat(starts, lengths) + within] != theirs[np.repeat(begins, lengths) + within]
+    )
     equal = np.ones(len(starts), np.bool_)
     equal[np.searchsorted(ends, np.flatnonzero(differ), "right")] = False
     return equal

@@ -50,7 +50,8 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     ) -> None:
         super().__init__(vocabulary)
         self._words = words
-        self._scores = memoryview(np.ascontiguousarray(scores, np.result_type(scores, np.float32)))
+        floats = np.result_type(scores, np.float32)
+        self._scores = np.ascontiguousarray(scores, floats).data
         self._byte_ids = byte_ids
         self._bytes = {token: bytes([byte]) for byte, token in byte_ids.items()}
         self._space_prefix = space_prefix
@@ -148,6 +149,8 @@ def _boundary(words: PieceTable) -> re.Pattern[str]:
     inside = (places > offsets[owners]) & words.members[owners]
     inside &= ~np.isin(places - len(mark), places)
     begins = np.maximum(offsets[owners], places - 4)  # no character is longer
-    heads = {text[a:b] for a, b in zip(begins[inside].tolist(), places[inside].tolist(), strict=True)}
+    heads = {
+        text[a:b] for a, b in zip(begins[inside].tolist(), places[inside].tolist(), strict=True)
+    }
     crossing = sorted({head.decode(errors="ignore")[-1:] for head in heads})
     return re.compile(f"(?<=[^{SPACE}{re.escape(''.join(crossing))}])(?={SPACE})")

@@ -6,12 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from localrt.errors import TokenizerError, UnsupportedModelError
-from localrt.models.tokenizers import load_tokenizer
+from localrt.models.tokenizers import hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.hf_packed import read_packed
 from tests.tokenizers.varied_text import varied_strings
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>"]
@@ -93,6 +102,72 @@ def test_agrees_with_transformers_on_varied_strings(folder: Path) -> None:
     assert ours.bos_id == theirs.bos_token_id
     assert theirs.eos_token_id in ours.eos_ids
     assert ours.special_ids == set(theirs.all_special_ids) | {ours.token_id("<|im_start|>")}
+
+
+@pytest.mark.parametrize("whole_words", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_packed_tables_yield_what_the_package_yields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_words: bool, late: bool
+) -> None:
+    backend = byte_level()
+    spec = json.loads(backend.to_str())
+    spec["model"]["ignore_merges"] = whole_words
+    for token in spec["added_tokens"]:
+        token["normalized"] = late
+    backend = Backend.from_str(json.dumps(spec))
+    backend.add_tokens(
+        [AddedToken(name, normalized=late) for name in ("<tool>", "the", "<tool>x", "start")]
+    )
+    save(tmp_path, backend)
+    packed = load(tmp_path)
+    assert read_packed(tmp_path / "tokenizer.json", declared={}) is not None
+    monkeypatch.setattr(hf, "read_packed", lambda *_, **__: None)
+    whole = load(tmp_path)
+    tools = ["<tool>x", "a<tool>", "<tool><tool>xthe</s>the", "<s><|im_start|>the start"]
+    for text in [*varied_strings(600, seed=3), *tools]:
+        for parse_special in (True, False):
+            ids = whole.encode(text, parse_special=parse_special)
+            assert packed.encode(text, parse_special=parse_special) == ids
+        assert packed.decode(ids) == whole.decode(ids)
+    assert packed.vocab_size == whole.vocab_size
+    tokens = range(-1, whole.vocab_size + 1)
+    for of in ("token_text", "token_bytes"):
+        assert [getattr(packed, of)(t) for t in tokens] == [getattr(whole, of)(t) for t in tokens]
+    names = [whole.token_text(token) for token in tokens] + ["", "none such"]
+    assert [packed.token_id(name) for name in names] == [whole.token_id(name) for name in names]
+    assert (packed.special_ids, packed.eos_ids) == (whole.special_ids, whole.eos_ids)
+
+
+def change(spec: dict[str, Any], *path: Any, to: Any) -> None:
+    for key in path[:-1]:
+        spec = spec[key]
+    spec[path[-1]] = to
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"path": ("model", "dropout"), "to": 0.5},
+        {"path": ("model", "unk_token"), "to": "<unk>"},
+        {"path": ("added_tokens", 1, "lstrip"), "to": True},
+        {"path": ("added_tokens", 1, "normalized"), "to": True},
+        {"path": ("added_tokens", 1, "id"), "to": 7},
+        {"path": ("model", "vocab", "Ġ"), "to": 5},
+        {"path": ("pre_tokenizer",), "to": {"type": "WhitespaceSplit"}},
+        {"path": ("pre_tokenizer",), "to": None},
+        {"path": ("model", "merges"), "to": [["a", "none such"]]},
+    ],
+)
+def test_what_is_out_of_the_ordinary_is_left_to_the_package(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    path = save(tmp_path, byte_level()) / "tokenizer.json"
+    assert read_packed(path, declared={1: "<s>"}) is not None
+    assert read_packed(path, declared={9999: "<more>"}) is None
+    spec = json.loads(path.read_text())
+    change(spec, *changed["path"], to=changed["to"])
+    path.write_text(json.dumps(spec))
+    assert read_packed(path, declared={}) is None
 
 
 def test_typed_control_tokens_stay_text(folder: Path) -> None:

@@ -1,0 +1,161 @@
+"""Byte-level BPE yields what the ``tokenizers`` package yields as a whole, and takes little memory.
+
+The package is built from the same key-values, with the vocabulary and merges as its own model.
+"""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.tokenizers import bpe
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.gguf import gguf_tokenizer
+from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES, pre_type
+from tests.real_models import real_model
+from tests.tokenizers.varied_text import varied_strings
+
+PRE_TYPES = ["qwen2", "llama-bpe", "smollm", "falcon", "deepseek-v3"]
+REAL = ["smollm2", "qwen0.5b"]
+NORMAL, CONTROL, USER = 1, 3, 4
+
+
+def as_a_whole(metadata: dict[str, Any], pre_name: str) -> Backend:
+    """The package's own tokenizer of normal pieces; it knows no added tokens."""
+    pre = pre_type(pre_name)
+    typed = zip(metadata["tokens"], metadata["token_type"], strict=True)
+    words = {piece: t for t, (piece, kind) in enumerate(typed) if kind in (NORMAL, USER)}
+    merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
+    backend = Backend(models.BPE(words, merges, ignore_merges=pre.whole_words))
+    backend.pre_tokenizer = pre.pre_tokenizer()
+    if (normalizer := pre.normalizer()) is not None:
+        backend.normalizer = normalizer
+    return backend
+
+
+@cache
+def trained() -> dict[str, Any]:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, show_progress=False, max_token_length=10
+    )
+    backend.train_from_iterator(varied_strings(500, seed=3), trainer)
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return {"tokens": tokens, "token_type": [NORMAL] * len(tokens), "merges": merges}
+
+
+@cache
+def made(pre_name: str) -> tuple[Tokenizer, Backend]:
+    named = {f"tokenizer.ggml.{key}": value for key, value in trained().items()}
+    named |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre_name}
+    return gguf_tokenizer(named), as_a_whole(trained(), pre_name)
+
+
+@cache
+def real(name: str) -> tuple[Tokenizer, Backend]:
+    checkpoint = open_checkpoint(real_model(name))
+    ours = gguf_tokenizer(checkpoint.metadata)
+    keys = ("tokens", "token_type", "merges")
+    metadata = {key: checkpoint.metadata[f"tokenizer.ggml.{key}"] for key in keys}
+    theirs = as_a_whole(metadata, checkpoint.metadata["tokenizer.ggml.pre"])
+    checkpoint.close()
+    return ours, theirs
+
+
+def agree(pair: tuple[Tokenizer, Backend], text: str) -> None:
+    ours, theirs = pair
+    expected = theirs.encode(text, add_special_tokens=False).ids
+    ids = ours.encode(text, add_special=False)
+    assert ids == expected, text
+    stream = ours.detokenizer()
+    assert "".join([*map(stream.push, ids), stream.flush()]) == ours.decode(ids)
+
+
+@pytest.mark.parametrize("pre_name", PRE_TYPES)
+def test_agrees_on_varied_strings(pre_name: str) -> None:
+    for text in varied_strings(600, seed=4):
+        agree(made(pre_name), text)
+
+
+@pytest.mark.parametrize("pre_name", PRE_TYPES)
+@given(text=st.text(max_size=60))
+def test_agrees_on_any_text(pre_name: str, text: str) -> None:
+    agree(made(pre_name), text)
+
+
+@pytest.mark.parametrize("pre_name", KNOWN_PRE_TYPES)
+def test_long_text_is_cut_where_no_word_reaches_across(
+    pre_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bpe, "_LONG_TEXT", 1)
+    for text in varied_strings(200, seed=6):
+        agree(made(pre_name), text.replace("1", "y z").replace("  ", " b c ").replace(" \n", " d"))
+
+
+@pytest.mark.parametrize("pre_name", PRE_TYPES)
+def test_agrees_on_long_words(pre_name: str) -> None:
+    for text in ("x" * 3000, "=-" * 2000, " " * 3000, "漢é" * 1000, "the" * 500 + "\n" * 700):
+        agree(made(pre_name), text)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", REAL)
+def test_agrees_on_a_real_vocabulary(name: str) -> None:
+    source = Path(subprocess.__file__).read_text()
+    code = [source[at : at + 1500] for at in range(0, len(source), 1500)]
+    control = ("<|", "</s>", "<tool_call>")
+    for text in varied_strings(2500, seed=5) + code:
+        if not any(name in text for name in control):
+            agree(real(name), text)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", REAL)
+@settings(deadline=None)
+@given(text=st.text(max_size=60))
+def test_agrees_on_any_text_in_a_real_vocabulary(name: str, text: str) -> None:
+    agree(real(name), text)
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+import numpy
+import localrt
+
+def mib(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
+
+before = mib("VmRSS")
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.tokenizers import load_tokenizer
+
+tokenizer = load_tokenizer(open_checkpoint(Path(sys.argv[1])))
+ids = tokenizer.encode("def main(): return 'hello, world'")
+print(mib("VmRSS") - before, mib("VmHWM") - before)
+"""
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+@pytest.mark.parametrize("name", ["qwen1.5b", "gemma270m"])
+def test_a_large_vocabulary_takes_little_memory(name: str) -> None:
+    command = [sys.executable, "-c", GROWTH, str(real_model(name))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, peak = map(float, done.stdout.split())
+    assert grown < 25
+    assert peak < 60

@@ -1,0 +1,79 @@
+"""Merging is what the ``tokenizers`` package does with the same vocabulary and merges."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models
+
+from localrt.errors import TokenizerError
+from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tokenizers.merges import MergeTable, split_merges
+from localrt.models.tokenizers.pieces import PieceTable
+
+LETTERS = "abc漢"
+
+
+def random_merges(rng: random.Random, count: int) -> tuple[list[str], list[str]]:
+    """Pieces and merges in which the same piece is built in several ways, and some twice."""
+    pieces, merges = list(LETTERS), []
+    for _ in range(count):
+        left, right = rng.choice(pieces), rng.choice(pieces)
+        if len(left + right) <= 9:
+            merges.append(f"{left} {right}")
+            if left + right not in pieces:
+                pieces.append(left + right)
+    rng.shuffle(merges)
+    return pieces, merges
+
+
+def both(pieces: list[str], merges: list[str]) -> tuple[MergeTable, models.BPE]:
+    table = PieceTable(PackedStrings.of(pieces))
+    vocab = {piece: token for token, piece in enumerate(pieces)}
+    theirs = models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges])
+    return MergeTable(table, split_merges(PackedStrings.of(merges))), theirs
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(0, 60))
+def test_agrees_with_the_package(rng: random.Random, count: int) -> None:
+    pieces, merges = random_merges(rng, count)
+    ours, theirs = both(pieces, merges)
+    for _ in range(8):
+        word = "".join(rng.choices(LETTERS, k=rng.choice([0, 1, 2, 5, 20, 64, 65, 100, 300])))
+        expected = [token.id for token in theirs.tokenize(word)]
+        assert ours.merge([pieces.index(char) for char in word]) == expected
+
+
+@pytest.mark.parametrize("letters", ["a", "ab", LETTERS])
+def test_a_word_of_100_000_characters_takes_no_quadratic_time(letters: str) -> None:
+    rng = random.Random(1)
+    pieces, merges = random_merges(rng, 60)
+    ours, theirs = both(pieces, merges)
+    word = "".join(rng.choices(letters, k=100_000))
+    ids = [pieces.index(char) for char in word]
+    begin = time.process_time()
+    merged = ours.merge(ids)
+    assert time.process_time() - begin < 20  # the square of it would take minutes
+    assert merged == [token.id for token in theirs.tokenize(word)]
+
+
+@given(st.lists(st.from_regex(r"[^ ]+ [^ ][^\n]*", fullmatch=True), max_size=8))
+def test_a_merge_is_split_at_its_first_space(merges: list[str]) -> None:
+    sides = [side for merge in merges for side in merge.split(" ", 1)]
+    assert split_merges(PackedStrings.of(merges)) == sides
+
+
+@pytest.mark.parametrize("merge", ["", "a", "a ", " a", " "])
+def test_a_merge_without_two_sides_is_refused(merge: str) -> None:
+    with pytest.raises(TokenizerError, match=f"merge '{merge}' does not name two pieces"):
+        split_merges(PackedStrings.of(["x y", merge, "x y"]))
+
+
+@pytest.mark.parametrize("sides", [["a", "c"], ["c", "b"], ["b", "a"]])
+def test_a_merge_of_what_the_vocabulary_lacks_is_refused(sides: list[str]) -> None:
+    words = PieceTable(PackedStrings.of(["a", "b", "ab"]))
+    with pytest.raises(TokenizerError, match=f"merge of '{sides[0]}' and '{sides[1]}' needs"):
+        MergeTable(words, PackedStrings.of(["a", "b", *sides]))
