@@ -6,7 +6,6 @@ the same on every engine.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -421,6 +420,8 @@ async def in_thread(
     start: Callable[[], Iterator[_Item]], cancel: Callable[[], None]
 ) -> AsyncIterator[_Item]:
     """Run a stream in threads, one item at a time; leaving the loop cancels the work."""
+    import asyncio  # six megabytes, for those who use it
+
     stream = await asyncio.to_thread(start)
     try:
         while (item := await asyncio.to_thread(next, stream, None)) is not None:

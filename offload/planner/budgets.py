@@ -20,9 +20,9 @@ __all__ = [
 ]
 
 # Interpreter, numpy, libraries, the kernels' threads.
-_PROCESS_BYTES = 70 << 20
+_PROCESS_BYTES = 58 << 20
 # A vocabulary in its compact form: token bytes, merges, hash tables.
-_VOCABULARY_BYTES = 220
+_VOCABULARY_BYTES = 100
 KV_BUFFER_BYTES = 8 << 20
 """What keys and values on the SSD are read through."""
 
