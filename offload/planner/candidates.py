@@ -46,6 +46,7 @@ class Candidate:
     simulation: Simulation
     problem: Problem
     counts: Counts
+    rings: Placement  # of which it may use neither
 
     @property
     def seconds(self) -> float:
@@ -94,7 +95,7 @@ def best_candidate(
         answers = []
     for each, counts in zip(finalists, answers, strict=False):
         if counts is not None and bound(each.problem, counts) < best.seconds:
-            other = search.replay(each.problem, counts, each.placement)
+            other = search.replay(each.problem, counts, each.rings)
             best = min(best, other, key=lambda candidate: candidate.seconds)
     return best
 
@@ -189,7 +190,11 @@ class _Search:
             passes = 2 if costs.shape.experts else 3
             simulation = simulate(costs, placement, passes=passes, warm_up=2)
             candidate = Candidate(
-                placement=placement, simulation=simulation, problem=problem, counts=counts
+                placement=placement,
+                simulation=simulation,
+                problem=problem,
+                counts=counts,
+                rings=rings,
             )
             if best is None or candidate.seconds < best[0].seconds:
                 best = candidate, pattern
