@@ -20,6 +20,8 @@ __all__ = ["OpenCard", "open_card"]
 
 # Of a real card: what the driver, other programs and the allocator's rounding may still take.
 _SPARE_VRAM = 300 << 20
+# What a process takes of a card before it has allocated anything: CUDA's context and kernels' code.
+_CUDA_CONTEXT = 400 << 20
 # Reads and writes of a copy within the card's memory reach about what reading alone does.
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any card since 2018
 
@@ -101,7 +103,8 @@ def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -
     copies = CudaCopies(ops.device)
     link, memory = copies.measure()
     free = ops.free_memory() or 0
-    capacity = max(0, min(free - _SPARE_VRAM, gpu_memory or free))
+    asked = free if gpu_memory is None else gpu_memory - _CUDA_CONTEXT
+    capacity = max(0, min(free - _SPARE_VRAM, asked))
     clock = WallClock(trace)
     profile = GpuProfile(
         name=copies.name,

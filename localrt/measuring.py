@@ -34,9 +34,10 @@ def machine_profile(
         OSError: the disk cannot be read.
     """
     wanted = sorted(set(formats))
+    done = not remeasure
     if remeasure or not _is_known(folder, settings, wanted):
-        _measure_aside(folder, settings, wanted, remeasure)
-    return _measured(folder, settings, wanted)
+        done = _measure_aside(folder, settings, wanted, remeasure) or done
+    return _measured(folder, settings, wanted, remeasure=not done)
 
 
 def main(arguments: list[str]) -> None:
@@ -75,7 +76,8 @@ def _is_known(folder: Path, settings: Settings, formats: list[str]) -> bool:
     )
 
 
-def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasure: bool) -> None:
+def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasure: bool) -> bool:
+    """Whether it was done."""
     root = str(Path(__file__).resolve().parents[1])
     start = (
         "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -83,7 +85,7 @@ def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasu
     )
     job = json.dumps([str(folder), str(settings.cache_dir), formats, remeasure])
     try:
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", start, root, job],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -92,7 +94,8 @@ def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasu
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
-        pass  # no such thing in a packaged app: it is measured here then
+        return False  # no such thing in a packaged app: it is measured here then
+    return done.returncode == 0
 
 
 def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
@@ -100,8 +103,8 @@ def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
     from localrt.offload.disk_speed import DiskProfile, measure_disk
 
     path, device = _disk_path(cache), str(folder.stat().st_dev)
-    known = {} if remeasure else _read(path)
-    if device in known:
+    known = _read(path)
+    if device in known and not remeasure:
         try:
             return DiskProfile.from_dict(known[device])
         except (KeyError, TypeError, ValueError):

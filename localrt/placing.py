@@ -22,13 +22,15 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.decoder import PlacedDecoder
-    from localrt.offload.planner import Budgets, Plan
+    from localrt.offload.planner import Budgets, MachineProfile, ModelShape, Plan
     from localrt.quant.ops.protocol import Ops
 
 __all__ = ["PlacedModel", "open_placed"]
 
 # What the process still grows by beside the accounted parts: sampling, text, threads' stacks.
 _GROWTH_BYTES = 10 << 20
+# What loading itself leaves behind: a refusal before it has to leave room for that.
+_LOADING_BYTES = 2 << 20
 # Tokens that the first placement has room for; the caches take it from the weights as they grow.
 _FIRST_CONTEXT = 512
 _SMALLEST_CONTEXT = 512
@@ -76,8 +78,7 @@ def open_placed(
     from localrt.measuring import machine_profile
     from localrt.models.registry import read_config
     from localrt.offload.pipeline import open_pipeline
-    from localrt.offload.placement import Where
-    from localrt.offload.planner import Budgets, make_plan, shape_from_checkpoint
+    from localrt.offload.planner import Budgets, shape_from_checkpoint
     from localrt.offload.store.cached import cached_store
 
     def packed(done: int, total: int, file: str) -> None:
@@ -88,15 +89,15 @@ def open_placed(
     card = open_card(device, ops, trace, threads=threads, gpu_memory=gpu_memory)
     ops = card.host_ops
 
-    def budgets() -> Budgets:
+    def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
             ram=ram_budget(ram),
-            process=current_rss() + _GROWTH_BYTES,
+            process=current_rss() + _GROWTH_BYTES + to_come,
             vram=card.capacity,
             cuda_context=0,  # it is there already, and counted
         )
 
-    ctx = _context(checkpoint, budgets(), card, ctx, kv_format, notes)
+    ctx = _context(checkpoint, budgets(_LOADING_BYTES), card, ctx, kv_format, notes)
     config = read_config(checkpoint, context=ctx)
     store = cached_store(checkpoint, settings.data_dir / "stores", progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
@@ -105,27 +106,16 @@ def open_placed(
     )
     machine = card.on(machine)
     limits = budgets()
-    plan = make_plan(
-        shape,
-        machine,
-        limits,
-        ctx=min(ctx, _FIRST_CONTEXT),
-        kv_format=kv_format,  # type: ignore[arg-type]
-    )
+    plan = _first_plan(shape, machine, limits, ctx, kv_format)
     notes += plan.notes
-    fixed = sum(
-        part.nbytes
-        for part in plan.memory
-        if part.tier == "ram" and part.what not in ("weights", "keys and values")
-    )
-    resident = sum(u.nbytes for u in shape.units if plan.placement.where[u.name] is Where.RAM)
+    resident = sum(u.nbytes for u in shape.units if not plan.placement.where[u.name].read)
     decoder = open_pipeline(
         store,
         ops,
         config,
         plan.placement,
         mode=disk.mode,
-        budget=limits.ram - fixed,
+        budget=_for_weights_and_caches(plan),
         card=card.accelerator,
         clock=card.clock,
         trace=trace,
@@ -134,6 +124,54 @@ def open_placed(
     )
     rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
     return PlacedModel(decoder, plan, _forecast(plan, rate, decoder.simulated), ctx)
+
+
+def _first_plan(
+    shape: ModelShape, machine: MachineProfile, limits: Budgets, ctx: int, kv_format: str
+) -> Plan:
+    """For a short context, with a ring that leaves its room to the whole one's caches later.
+
+    Raises:
+        MemoryBudgetError: the whole context does not fit.
+    """
+    from localrt.offload.planner import make_plan
+
+    first = min(ctx, _FIRST_CONTEXT)
+    while True:
+        plan = make_plan(shape, machine, limits, ctx=first, kv_format=kv_format)  # type: ignore[arg-type]
+        if first >= ctx or _can_grow(plan, ctx):
+            return plan
+        first = min(ctx, 2 * first)
+
+
+def _can_grow(plan: Plan, ctx: int) -> bool:
+    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed.
+
+    The ring grows with them, until every unit passes through.
+    """
+    from localrt.offload.placement import Where
+    from localrt.offload.residency import RING_SLACK
+
+    shape, placement = plan.request.shape, plan.placement
+    in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
+    table = ("embedding", "norm")
+    stays = sum(u.nbytes for u in in_ram if u.kind in table or not placement.ram_ring)
+    largest = max((u.nbytes for u in in_ram if u.kind not in table), default=0)
+    if largest > placement.ram_ring > 0:
+        stays += largest + RING_SLACK - placement.ram_ring
+    caches = zip(placement.kv, shape.kv_nbytes(plan.request.kv_format, ctx), strict=True)
+    kv = sum(nbytes for place, nbytes in caches if place == "ram")
+    return stays + kv <= _for_weights_and_caches(plan)
+
+
+def _for_weights_and_caches(plan: Plan) -> int:
+    """What the other parts of the plan leave of the RAM."""
+    fixed = sum(
+        part.nbytes
+        for part in plan.memory
+        if part.tier == "ram" and part.what not in ("weights", "keys and values")
+    )
+    return plan.request.budgets.ram - fixed
 
 
 def _forecast(plan: Plan, ssd_bytes_s: float, simulated: bool) -> Forecast:

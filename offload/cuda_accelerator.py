@@ -51,6 +51,7 @@ class CudaAccelerator:
         """See ``Accelerator``."""
         with self._lock:
             self.used -= memory.numel()
+        self._copies.free(memory)
 
     def host_buffer(self, nbytes: int) -> Bytes:
         """See ``Accelerator``."""

@@ -188,11 +188,9 @@ class PlacedDecoder:
     def _skip_head(self) -> None:
         """The pass reads and copies none of the head, but for what is on its way to the card."""
         head = [stage for stage in self._residency.stages if stage.kind == "head"]
-        names = {stage.name for stage in head if stage.where is Where.SSD}
-        if self._card is not None:
-            copied = [stage.name for stage in head if stage.where.copied]
-            names |= self._card.skip(copied)
-        self._cpu.skip(names)
+        self._cpu.skip(stage.name for stage in head if stage.where is Where.SSD)
+        if self._card is not None:  # of what it copies from the CPU's ring it tells the reader
+            self._card.skip(stage.name for stage in head if stage.where.copied)
 
     def _make_room(self, batch: Batch, wanted: int) -> None:
         """Give units back for what caches and logits of this pass are about to grow by."""
@@ -207,6 +205,8 @@ class PlacedDecoder:
     def _grown(self, cache: KVCache, rows: int) -> int:
         if isinstance(cache, SplitCache):
             return cache.grown_host_nbytes(rows)
+        if self.ops.kv_nbytes(self._host_specs, cache.length + rows) <= self._in_ram(cache):
+            return 0  # there is room already
         return self.ops.kv_nbytes(self._host_specs, grown_length(cache, rows))
 
     def _in_ram(self, cache: KVCache) -> int:

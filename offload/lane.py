@@ -118,14 +118,13 @@ class Lane:
                 self._passing.clear()  # they point into the old one
             self._reader.schedule([stage.unit for stage in stages], ring)
 
-    def skip(self, names: Iterable[str]) -> set[str]:
-        """The pass that begins does not need these units; returns those that will not be fetched.
+    def skip(self, names: Iterable[str]) -> None:
+        """The pass that begins does not need these units.
 
         A card fetches what it has begun to, since the CPU's ring holds it until it is copied.
         """
-        if self._reader is None:
-            return set()
-        return self._reader.skip(names, finish=self.card is not None)
+        if self._reader is not None:
+            self._reader.skip(names, finish=self.card is not None)
 
     def acquire(self, stage: Stage, check: Check | None) -> tuple[Part, Mark, Any | None]:
         """The stage's part, the mark by which its weights are there, its bytes in the ring."""

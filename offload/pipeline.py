@@ -6,6 +6,7 @@ rings, buffers, the card's memory. It does not choose the placement.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -92,7 +93,10 @@ def open_pipeline(
             ssd_bytes=maker.ssd_bytes,
             close=maker.held.close,
         )
-        return PlacedDecoder(config, resources)
+        decoder = PlacedDecoder(config, resources)
+        # Its threads would otherwise keep the memory of a decoder that nobody closed.
+        weakref.finalize(decoder, maker.held.close)
+        return decoder
     except BaseException:
         maker.held.close()
         raise

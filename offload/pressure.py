@@ -32,7 +32,7 @@ class MemoryPressure:
         self._asked = time.monotonic()
 
     def __call__(self) -> tuple[int, int]:
-        """(RAM, VRAM) in bytes; zeros most of the time."""
+        """(RAM, VRAM) in bytes; of RAM below zero what may be taken again."""
         now = time.monotonic()
         if now - self._asked < self._interval_s:
             return 0, 0
@@ -42,6 +42,10 @@ class MemoryPressure:
         ram = least - state.available
         free = self._free_vram()
         vram = 0 if free is None else _LEAST_FREE_VRAM - free
+        if ram <= 0:
+            # Half of what is free beyond a good reserve may be taken again.
+            ram = min(0, 2 * least + _STEP - state.available) // 2
+            return ram, _rounded(vram)
         return _rounded(ram), _rounded(vram)
 
 

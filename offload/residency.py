@@ -21,20 +21,21 @@ from localrt.offload.ring import Ring
 from localrt.offload.stages import Stage
 from localrt.quant.ops.aligned import aligned_buffer
 
-__all__ = ["Residency"]
+__all__ = ["RING_SLACK", "Residency"]
 
 Bytes = npt.NDArray[np.uint8]
 
 _IN_RAM = (Where.RAM, Where.LINK)
 _RAM_TO_SSD = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK}
-_RING_SLACK = 6 << 20  # beyond the largest unit: what is read while that is computed
+RING_SLACK = 6 << 20  # beyond the largest unit: what is read while that is computed
 
 
 class Residency:
     """The present place of every stage. ``host`` are the units in RAM that a card copies from.
 
     ``rings`` are the bytes of the CPU's and the card's ring: larger units cannot pass through.
-    ``shortage`` says how many bytes of RAM, and of the card's memory, others need now. ``forget``
+    ``shortage`` says how many bytes of RAM (below zero: how many are spare again) and of the card's
+    memory others need now. ``forget``
     ends what copies wait for, before other units are streamed. ``chunk`` is that of the CPU's ring,
     which is made larger where only larger units are left to be given back.
     """
@@ -82,8 +83,10 @@ class Residency:
             MemoryBudgetError: all that can be streamed would not be enough.
         """
         ram, vram = self._shortage()
-        if ram:
+        if ram > 0:
             self._withheld += self.give_back(ram)
+        elif ram < 0:  # as much again as we would take is free
+            self._withheld = max(0, self._withheld + ram)
         if vram:
             self.give_back_card(vram)
         missing = self._budget.missing(self.ram_nbytes + self._ring_growth, caches)
@@ -131,7 +134,7 @@ class Residency:
     def _widen(self, missing: int) -> bool:
         """Give ``missing`` bytes back with a ring that larger units pass through too."""
         largest = max((s.unit.nbytes for s in self.stages if s.where in _IN_RAM), default=0)
-        size = largest + _RING_SLACK
+        size = largest + RING_SLACK
         more = size - self._ram_ring
         if more <= 0 or self._ram_ring == 0:
             return False

@@ -39,6 +39,9 @@ class DiskSource:
             mark = self._clock.end("ssd", unit.name, started, after=after)
         return mark
 
+    def skip(self, unit: StoredUnit) -> None:
+        """Nothing to do: a file gives what it is asked for."""
+
 
 @dataclass(slots=True, eq=False)
 class _Passing:
@@ -94,6 +97,12 @@ class LinkSource:
         finally:
             self._leave(passing, mark)
         return mark
+
+    def skip(self, unit: StoredUnit) -> None:
+        """The reader leaves it out as well: it brings a unit once for each time it is copied."""
+        if unit.name not in self._resident and not self._stopped:
+            assert self._reader is not None, "units that are not resident are read"
+            self._reader.skip([unit.name])
 
     def forget(self) -> None:
         """Nobody wants what is on its way: waiting ends, units copied in part are given back.

@@ -39,6 +39,9 @@ class Source(Protocol):
             LocalrtError: they cannot be had.
         """
 
+    def skip(self, unit: StoredUnit) -> None:
+        """The unit is left out once: in the order of ``fetch``, after all of what came before."""
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -127,14 +130,13 @@ class UnitReader:
         with self._changed:
             self._drop()
 
-    def skip(self, names: Iterable[str], *, finish: bool = False) -> set[str]:
+    def skip(self, names: Iterable[str], *, finish: bool = False) -> None:
         """Leave each of these units out once: the pass does not want them.
 
         Every pass acquires or skips each unit of the order, so that a unit which is there already
         is the one of this pass, however many rounds the ring holds. With ``finish`` what is on its
-        way is fetched to its end, since the source gives it once. Returns what is not fetched.
+        way is fetched to its end, since the source gives it once.
         """
-        left_out = set()
         with self._changed:
             state = self._state
             order = state.order if state.following is None else state.following
@@ -142,13 +144,12 @@ class UnitReader:
                 load = None if state.draining else self._oldest(name)
                 if load is None:
                     state.skips[name] += 1
-                    left_out.add(name)
                 else:
                     load.unwanted = True
                     if not finish:
                         load.lease.waiting.clear()
             self._sweep()
-        return left_out
+            self._changed.notify_all()
 
     def acquire(self, name: str, check: Check | None = None) -> tuple[Any, Mark]:
         """The bytes of unit ``name`` once they have arrived, and their mark.
@@ -258,11 +259,15 @@ class UnitReader:
             return None
         last = state.loads[-1] if state.loads else None
         if last is None or not last.lease.waiting:
-            while state.skips[(unit := state.order[state.cursor]).name]:
+            while True:
+                unit = state.order[state.cursor]
+                if any(load.unit is unit and not load.done for load in state.loads):
+                    return None  # a source gives a unit once before it gives it again
+                if not state.skips[unit.name]:
+                    break
                 state.skips[unit.name] -= 1
+                self._source.skip(unit)
                 self._advance()
-            if any(load.unit is unit and not load.done for load in state.loads):
-                return None  # a source gives a unit once before it gives it again
             lease = self._ring.lease(unit.nbytes)
             if lease is None:
                 return None

@@ -60,7 +60,7 @@ class RingModel:
         else:
             clock += nbytes / bytes_s
         at = self._next
-        self._next = at + nbytes if at + nbytes <= self.nbytes else 0
+        self._next = at + nbytes if at + nbytes < self.nbytes else 0
         self._live.append(slot)
         return slot, start, clock, idle
 

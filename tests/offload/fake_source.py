@@ -40,6 +40,7 @@ class FakeSource:
 
     def __init__(self, *, delay_s: float = 0.0, seed: int = 0, fault: Fault | None = None) -> None:
         self.fetched: list[tuple[str, int, int]] = []
+        self.skipped: list[str] = []
         self.fault = fault
         self._delay_s = delay_s
         self._random = random.Random(seed)
@@ -55,6 +56,9 @@ class FakeSource:
             time.sleep(pause)
         out[:] = content(unit, start, start + len(out))
         return None
+
+    def skip(self, unit: StoredUnit) -> None:
+        self.skipped.append(unit.name)
 
     @property
     def nbytes(self) -> int:

@@ -21,6 +21,7 @@ from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_kv import KVFormat
 from localrt.quant.ops.native_ops import NativeOps
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.store.synthetic import SyntheticCheckpoint
@@ -81,12 +82,12 @@ def tokens(count: int, seed: int = 0, vocab: int = 200) -> list[int]:
 class Model:
     """A store opened for comparing: one ``Ops`` computes both decoders."""
 
-    def __init__(self, folder: Path, *, threads: int = 1) -> None:
+    def __init__(self, folder: Path, *, threads: int = 1, kv_format: KVFormat = "bf16") -> None:
         store = open_checkpoint(folder)
         assert isinstance(store, StoreCheckpoint)
         self.store = store
         self.config: DecoderConfig = read_config(store)
-        self.ops = NativeOps(threads=threads)
+        self.ops = NativeOps(threads=threads, kv_format=kv_format)
         self.resident: Decoder = load_decoder(store, self.ops, self.config)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
@@ -18,9 +19,20 @@ import pytest
 from localrt.errors import CancelledError, CheckpointError
 from localrt.offload.decoder import PlacedDecoder
 from localrt.offload.files import ReadMode, StoreFiles
+from localrt.offload.pipeline import open_pipeline
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.protocol import Batch, KVCache
-from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing, tokens
+from tests.offload.placed import (
+    MODE,
+    PLENTY,
+    Model,
+    extend,
+    needs_kernels,
+    pack_synthetic,
+    passing,
+    place,
+    tokens,
+)
 
 pytestmark = needs_kernels
 TEXT = tokens(12)
@@ -98,11 +110,14 @@ def threads_and_files() -> tuple[int, int]:
 
 
 def settled(before: tuple[int, int]) -> bool:
-    """Whether threads and files are as before; idle threads take a moment to end."""
+    """Whether there are no more threads and files than before; idle threads take a moment."""
     end = time.perf_counter() + 3
-    while threads_and_files() != before and time.perf_counter() < end:
+    while True:
+        if all(now <= then for now, then in zip(threads_and_files(), before, strict=True)):
+            return True
+        if time.perf_counter() > end:
+            return False
         time.sleep(0.01)
-    return threads_and_files() == before
 
 
 @pytest.mark.parametrize("change", ["touch", "truncate", "append"])
@@ -271,6 +286,18 @@ def test_cancelling_while_the_disk_is_silent(model: Model, what: str) -> None:
         assert time.perf_counter() - started < 0.2 + 0.3
         timer.join()
         awake.set()
+
+
+def test_a_decoder_that_nobody_closes_is_freed(model: Model) -> None:
+    before = threads_and_files()
+    placement = place(model.store, passing(model.store))
+    decoder = open_pipeline(
+        model.store, model.ops, model.config, placement, mode=MODE, budget=PLENTY
+    )
+    extend(decoder, decoder.cache(20), TEXT)
+    del decoder
+    gc.collect()
+    assert settled(before)
 
 
 def test_loading_and_closing_a_hundred_times_leaves_nothing(model: Model) -> None:

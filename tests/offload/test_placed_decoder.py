@@ -15,6 +15,7 @@ from localrt.errors import CancelledError, MemoryBudgetError
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
 from localrt.offload.stages import list_stages
+from localrt.quant.ops.native_kv import KVFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.placed import (
     Decoders,
@@ -114,6 +115,17 @@ def test_every_architecture_streams(name: str, tmp_path: Path) -> None:
         for streamed in (everything, everything[1::2]):
             with model.placed(streamed, slack=0) as decoder:
                 assert_same(conversation(decoder), expected)
+
+
+@pytest.mark.parametrize(("threads", "kv_format"), [(2, "bf16"), (1, "int8"), (2, "int8")])
+def test_threads_and_cache_formats_stream_alike(
+    model: Model, threads: int, kv_format: KVFormat
+) -> None:
+    with closing(Model(model.store.path, threads=threads, kv_format=kv_format)) as other:
+        with other.placed(passing(model.store)) as decoder:
+            assert_same(conversation(decoder), conversation(other.resident))
+        if kv_format == "bf16":
+            assert_same(conversation(other.resident), conversation(model.resident))
 
 
 def test_nothing_streamed_is_the_resident_decoder(model: Model) -> None:

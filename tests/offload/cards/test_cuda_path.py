@@ -1,0 +1,185 @@
+"""The CUDA accelerator without a card: its copies in RAM, its kernels in Triton's interpreter.
+
+The CPU's kernels and the card's round in different places: results are near, not the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+
+from localrt.errors import CancelledError, MemoryBudgetError
+from localrt.models.registry import find_architecture
+from localrt.offload.clock import WallClock
+from localrt.offload.cuda_accelerator import CudaAccelerator
+from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.pipeline import open_pipeline
+from localrt.offload.placement import Where
+from localrt.offload.split_cache import SplitCache
+from localrt.offload.trace import Trace
+from localrt.offload.unit_parts import PartBuilder
+from localrt.quant.ops.protocol import Batch
+from tests.models.tiny import relative_error
+from tests.offload.cards.carded import pipeline_threads, place_on_card
+from tests.offload.placed import MODE, PLENTY, Model, extend, needs_kernels, pack_synthetic, passing
+
+pytest.importorskip("triton")
+
+from localrt.quant.ops.cuda_memory import CudaCopies
+from localrt.quant.ops.triton_linear import Tiles
+from localrt.quant.ops.triton_ops import TritonOps
+
+pytestmark = needs_kernels
+
+# bf16 activations on one side, 8-bit ones on the other, through two layers.
+BOUND = 0.06
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = pack_synthetic(
+        tmp_path_factory.mktemp("llama"),
+        vocab=64,
+        hidden=64,
+        inner=64,
+        layers=2,
+        formats={"": "int4-g32"},
+    )
+    with closing(Model(folder)) as model:
+        yield model
+
+
+def card_of(trace: Trace, capacity: int = PLENTY) -> tuple[CudaAccelerator, WallClock]:
+    clock = WallClock(trace)
+    card = CudaAccelerator(
+        clock, TritonOps(device="cpu"), CudaCopies(device="cpu"), capacity=capacity
+    )
+    return card, clock
+
+
+@contextmanager
+def on_cuda(model: Model, where: Mapping[str, Where]) -> Iterator[PlacedDecoder]:
+    trace = Trace(keep=10_000)
+    card, clock = card_of(trace)
+    decoder = open_pipeline(
+        model.store,
+        model.ops,
+        model.config,
+        place_on_card(model.store, where, slack=(2, 2)),
+        mode=MODE,
+        budget=PLENTY,
+        card=card,
+        clock=clock,
+        trace=trace,
+    )
+    try:
+        yield decoder
+    finally:
+        decoder.close()
+        assert card.used == 0
+
+
+def all_in_turn(model: Model) -> dict[str, Where]:
+    order = [Where.LINK, Where.SSD, Where.VRAM, Where.SSD_LINK, Where.RAM]
+    return {name: order[n % 5] for n, name in enumerate(passing(model.store))}
+
+
+def test_lanes_of_two_devices_compute_one_model(model: Model) -> None:
+    with on_cuda(model, all_in_turn(model)) as decoder:
+        cache, twin = decoder.cache(40), model.resident.cache(40)
+        assert isinstance(cache, SplitCache)
+        for text, rows in (([5, 6, 7], []), ([8], [0]), ([9, 10], [0, 1])):
+            ours, theirs = (
+                extend(d, c, text, rows) for d, c in ((decoder, cache), (model.resident, twin))
+            )
+            assert ours.shape == theirs.shape
+            if rows:
+                assert relative_error(ours, theirs) < BOUND
+        cache.trim(3)
+        twin.trim(3)
+        assert cache.length == 3
+        ours, theirs = extend(decoder, cache, [8]), extend(model.resident, twin, [8])
+        assert relative_error(ours, theirs) < BOUND
+        counts = decoder.counts()
+        assert counts.link_bytes > 0
+        assert {"ssd", "link", "cpu", "gpu"} <= set(counts.busy_s)
+        assert not decoder.simulated
+
+
+@pytest.mark.parametrize("where", [Where.VRAM, Where.SSD_LINK])
+def test_all_on_the_card_is_the_same_wherever_it_lives(model: Model, where: Where) -> None:
+    everything = passing(model.store)
+    with (
+        on_cuda(model, dict.fromkeys(everything, Where.LINK)) as one,
+        on_cuda(model, dict.fromkeys(everything, where)) as other,
+    ):
+        caches = [one.cache(10), other.cache(10)]
+        for token in (3, 4):
+            a, b = (extend(d, c, [token]) for d, c in zip((one, other), caches, strict=True))
+            assert np.array_equal(a, b)
+
+
+def test_a_batch_and_a_cancelled_pass(model: Model) -> None:
+    with on_cuda(model, all_in_turn(model)) as decoder:
+        caches = [decoder.cache(10), decoder.cache(10)]
+        left = 4
+
+        def check() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise CancelledError("stop")
+
+        with pytest.raises(CancelledError):
+            decoder.forward(Batch.extend([(caches[0], [1])]), check=check)
+        together = decoder.forward(Batch.extend([(cache, [3, 4]) for cache in caches]), rows=[1, 3])
+        assert np.array_equal(together[0], together[1])
+        twin = model.resident.cache(10)
+        alone = extend(model.resident, twin, [3, 4], [1])
+        assert relative_error(together[:1], alone) < BOUND
+    assert not pipeline_threads()
+
+
+def test_memory_given_back_is_streamed(model: Model) -> None:
+    names = passing(model.store)
+    where = {name: (Where.VRAM, Where.LINK)[n % 2] for n, name in enumerate(names)}
+    with on_cuda(model, where) as decoder:
+        cache = decoder.cache(10)
+        first = extend(decoder, cache, [3])
+        used = decoder._card.card.used
+        assert decoder.give_back(1) > 0
+        assert decoder._residency.give_back_card(1) > 0
+        assert decoder._card.card.used < used
+        cache.trim(0)
+        assert np.array_equal(extend(decoder, cache, [3]), first)
+
+
+def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
+    card, _ = card_of(Trace())
+    names = find_architecture(model.store.architecture).names
+    builder = PartBuilder(model.store, model.config, names, card.ops)
+    unit = next(u for u in model.store.manifest.units if u.name == "head.0")
+    memory = card.alloc(unit.nbytes + 4096)
+    weight = builder.matrix(unit, memory[4096:])
+    (part,) = weight.parts
+    assert isinstance(part, Tiles)
+    assert part.w8.data_ptr() == memory.data_ptr() + 4096 + unit.tensors[0].offset
+
+
+def test_memory_beyond_what_may_be_used_is_refused() -> None:
+    card, _ = card_of(Trace(), capacity=1_000_000)
+    memory = card.alloc(900_000)
+    with pytest.raises(MemoryBudgetError, match=r"may be used, of which 900 kB are taken"):
+        card.alloc(200_000)
+    card.free(memory)
+    assert card.used == 0
+    assert card.alloc(1_000_000).numel() == 1_000_000
+
+
+def test_what_copies_reach_is_measured() -> None:
+    link, memory = CudaCopies(device="cpu").measure()
+    assert link > 1e7
+    assert memory > 1e7
