@@ -39,6 +39,7 @@ setup(
                     "ceilings",
                     "formats",
                     "kernels",
+                    "kv",
                     "matmul",
                     "panel",
                     "pool",

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.batching import BatchMethods
+from localrt.draft_loading import draft_loader, load_beside
+from localrt.drafting import Drafts
 from localrt.engine.loop import Request, generate
 from localrt.engine.options import Options, read_options
 from localrt.engine.pool import SessionPool
@@ -87,7 +89,9 @@ def load(
         ctx: context length in tokens; None takes the model's own, or what fits.
         kv_format: how the KV cache is kept: ``"bf16"``, or ``"int8"``, which takes half the memory
             (CPU kernels only); None is bf16.
-        draft: default for speculation, ``"auto"`` or ``"off"``.
+        draft: default for speculation: ``"auto"``, ``"off"``, ``"ngram"`` (guesses from text that
+            repeats itself) or a model with the same vocabulary that guesses; it is loaded first,
+            within the same budgets, and left out where it does not fit.
         threads: CPU threads of the engine; None takes the machine's physical cores.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
@@ -120,11 +124,23 @@ def load(
         progress=progress,
         cancel=cancel,
     )
-    parts = load_parts(
-        resolved.path, options, settings=settings, progress=progress, cancel=cancel
-    )
+    with load_beside(
+        draft, options, settings, offline=offline, progress=progress, cancel=cancel
+    ) as beside:
+        parts = beside.target(
+            lambda: load_parts(
+                resolved.path, options, settings=settings, progress=progress, cancel=cancel
+            )
+        )
+        drafts = Drafts(parts, draft_loader(options, settings, offline=offline))
+        beside.hand_over(drafts)
     return Model(
-        resolved.name, parts, {"draft": draft}, ram=options.ram, gpu_memory=options.gpu_memory
+        resolved.name,
+        parts,
+        {"draft": draft},
+        ram=options.ram,
+        gpu_memory=options.gpu_memory,
+        drafts=drafts,
     )
 
 
@@ -139,8 +155,10 @@ class Model(BatchMethods):
         *,
         ram: int | None = None,
         gpu_memory: int | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self._parts = parts
+        self._drafts = drafts
         self._ram, self._gpu_memory = ram, gpu_memory
         self._pool = SessionPool(parts.engine, parts.ctx)
         engine = parts.engine.info
@@ -188,7 +206,7 @@ class Model(BatchMethods):
         ids = self._prompt_ids(prompt, token_ids, raw, tools, checked)
         if not raw and token_ids is None:
             checked = self._with_template_stops(checked)
-        return self._leased(self._request(ids, checked, cancel, on_progress))
+        return self._leased(self._guessing(self._request(ids, checked, cancel, on_progress), checked))
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
         """Like ``stream``, as one chunk that holds the whole text."""
@@ -268,6 +286,8 @@ class Model(BatchMethods):
     def close(self) -> None:
         """Free weights and caches."""
         self._pool.close()
+        if self._drafts is not None:
+            self._drafts.close()
         self._parts.engine.close()
 
     def __enter__(self) -> Model:
@@ -300,7 +320,7 @@ class Model(BatchMethods):
         """Generate the next turn of ``messages`` on a session that the caller owns."""
         ids = self._prompt_ids(messages, None, False, tools, options)
         options = self._with_template_stops(options)
-        request = self._request(ids, options, cancel, on_progress)
+        request = self._guessing(self._request(ids, options, cancel, on_progress), options)
         return generate(session, self._parts.tokenizer, request)
 
     # -- parts -----------------------------------------------------------------------------------
@@ -308,6 +328,12 @@ class Model(BatchMethods):
     def _leased(self, request: Request) -> Iterator[Chunk]:
         with self._pool.lease(request.prompt) as session:
             yield from generate(session, self._parts.tokenizer, request)
+
+    def _guessing(self, request: Request, options: Options) -> Request:
+        """The request with what drafts for it."""
+        if self._drafts is None:
+            return request
+        return replace(request, speculation=self._drafts.speculation(options))
 
     def _with_template_stops(self, options: Options) -> Options:
         """A plain chat format ends an answer by what begins the next turn."""

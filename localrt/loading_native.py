@@ -101,7 +101,8 @@ def load_native(
             engine_info(placed.decoder.config),
             pass_rows=placed.plan.placement.prefill_rows,
             pipeline=placed.decoder,
-            forecast=placed.forecast,
+            forecaster=placed.forecaster,
+            ssd_bytes_s=placed.ssd_bytes_s,
         )
         return engine, placed.ctx
     ctx = _fit_context(checkpoint, config, ops, options, notes)

@@ -11,18 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localrt.cards import OpenCard, open_card
-from localrt.engine.base import Forecast
+from localrt.cards import open_card
+from localrt.engine.base import Forecast, Forecaster
 from localrt.engine.types import Progress, ProgressCallback
+from localrt.errors import StorageError
 from localrt.offload.pressure import MemoryPressure
 from localrt.offload.process_memory import current_rss, ram_budget
 from localrt.offload.trace import Trace
+from localrt.placement_choice import (
+    ContextChoice,
+    choose_context,
+    first_plan,
+    for_weights_and_caches,
+)
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
+    from localrt.models.decoder import DecoderConfig
     from localrt.offload.decoder import PlacedDecoder
-    from localrt.offload.planner import Budgets, MachineProfile, ModelShape, Plan
+    from localrt.offload.kv.tier import KvTier
+    from localrt.offload.planner import Budgets, Plan
     from localrt.quant.ops.protocol import Ops
 
 __all__ = ["PlacedModel", "open_placed"]
@@ -31,20 +40,21 @@ __all__ = ["PlacedModel", "open_placed"]
 _GROWTH_BYTES = 10 << 20
 # What loading itself leaves behind: a refusal before it has to leave room for that.
 _LOADING_BYTES = 2 << 20
-# Tokens that the first placement has room for; the caches take it from the weights as they grow.
-_FIRST_CONTEXT = 512
-_SMALLEST_CONTEXT = 512
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """A streaming decoder, the plan that it follows, and its context length."""
+    """A streaming decoder, the plan that it follows, and its context length.
+
+    ``forecaster`` predicts for a rate of the disk; ``ssd_bytes_s`` is what it had on loading.
+    """
 
     decoder: PlacedDecoder
     plan: Plan
-    forecast: Forecast
+    forecaster: Forecaster
+    ssd_bytes_s: float
     ctx: int
 
 
@@ -79,7 +89,9 @@ def open_placed(
     from localrt.models.registry import read_config
     from localrt.offload.pipeline import open_pipeline
     from localrt.offload.planner import Budgets, shape_from_checkpoint
+    from localrt.offload.planner.machine import typical_machine
     from localrt.offload.store.cached import cached_store
+    from localrt.quant.ops.native_ops import NativeOps
 
     def packed(done: int, total: int, file: str) -> None:
         if progress is not None:
@@ -97,7 +109,11 @@ def open_placed(
             cuda_context=0,  # it is there already, and counted
         )
 
-    ctx = _context(checkpoint, budgets(_LOADING_BYTES), card, ctx, kv_format, notes)
+    shape = shape_from_checkpoint(checkpoint)
+    choice = choose_context(
+        shape, card.on(typical_machine()), budgets(_LOADING_BYTES), ctx, kv_format, notes
+    )
+    ctx = choice.ctx
     config = read_config(checkpoint, context=ctx)
     store = cached_store(checkpoint, settings.data_dir / "stores", progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
@@ -105,8 +121,10 @@ def open_placed(
         store.path, settings, formats={unit.format for unit in shape.units}
     )
     machine = card.on(machine)
-    limits = budgets()
-    plan = _first_plan(shape, machine, limits, ctx, kv_format)
+    plan = first_plan(shape, machine, budgets(choice.buffers), choice, kv_format)
+    kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
+    if kv_tier is not None and isinstance(ops, NativeOps):
+        ops.kv_maker = kv_tier
     notes += plan.notes
     resident = sum(u.nbytes for u in shape.units if not plan.placement.where[u.name].read)
     decoder = open_pipeline(
@@ -115,116 +133,52 @@ def open_placed(
         config,
         plan.placement,
         mode=disk.mode,
-        budget=_for_weights_and_caches(plan),
+        budget=for_weights_and_caches(plan),
         card=card.accelerator,
         clock=card.clock,
         trace=trace,
+        kv_tier=kv_tier,
         shortage=MemoryPressure(free_vram=card.free_memory),
         on_bytes=count_bytes(resident),
     )
     rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
-    return PlacedModel(decoder, plan, _forecast(plan, rate, decoder.simulated), ctx)
+    return PlacedModel(decoder, plan, _forecaster(plan, decoder.simulated), rate, ctx)
 
 
-def _first_plan(
-    shape: ModelShape, machine: MachineProfile, limits: Budgets, ctx: int, kv_format: str
-) -> Plan:
-    """For a short context, with a ring that leaves its room to the whole one's caches later.
+def _kv_tier(
+    plan: Plan, config: DecoderConfig, choice: ContextChoice, kv_format: str, settings: Settings
+) -> KvTier | None:
+    """What keeps some layers' keys and values on the SSD, where the plan has them there.
 
     Raises:
-        MemoryBudgetError: the whole context does not fit.
+        StorageError: the cache folder cannot be made.
     """
-    from localrt.offload.planner import make_plan
+    if "ssd" not in plan.placement.kv:
+        return None
+    from localrt.offload.kv.tier import KvTier
+    from localrt.quant.ops.native_kv import parse_kv_format
 
-    first = min(ctx, _FIRST_CONTEXT)
-    while True:
-        plan = make_plan(shape, machine, limits, ctx=first, kv_format=kv_format)  # type: ignore[arg-type]
-        if first >= ctx or _can_grow(plan, ctx):
-            return plan
-        first = min(ctx, 2 * first)
-
-
-def _can_grow(plan: Plan, ctx: int) -> bool:
-    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed.
-
-    The ring grows with them, until every unit passes through.
-    """
-    from localrt.offload.placement import Where
-    from localrt.offload.residency import RING_SLACK
-
-    shape, placement = plan.request.shape, plan.placement
-    in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
-    table = ("embedding", "norm")
-    stays = sum(u.nbytes for u in in_ram if u.kind in table or not placement.ram_ring)
-    largest = max((u.nbytes for u in in_ram if u.kind not in table), default=0)
-    if largest > placement.ram_ring > 0:
-        stays += largest + RING_SLACK - placement.ram_ring
-    caches = zip(placement.kv, shape.kv_nbytes(plan.request.kv_format, ctx), strict=True)
-    kv = sum(nbytes for place, nbytes in caches if place == "ram")
-    return stays + kv <= _for_weights_and_caches(plan)
-
-
-def _for_weights_and_caches(plan: Plan) -> int:
-    """What the other parts of the plan leave of the RAM."""
-    fixed = sum(
-        part.nbytes
-        for part in plan.memory
-        if part.tier == "ram" and part.what not in ("weights", "keys and values")
+    folder = settings.cache_dir / "kv"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be made: {error.strerror}") from error
+    return KvTier(
+        config.attention,
+        plan.placement.kv,
+        folder,
+        capacity=choice.ctx,
+        kv_format=parse_kv_format(kv_format),
     )
-    return plan.request.budgets.ram - fixed
 
 
-def _forecast(plan: Plan, ssd_bytes_s: float, simulated: bool) -> Forecast:
-    """The plan's prediction for the disk as it is today."""
+def _forecaster(plan: Plan, simulated: bool) -> Forecaster:
+    """The plan's prediction for the rate that the disk has now, in bytes per second."""
     from localrt.offload.planner.simulate import simulate
 
-    request = replace(plan.request, machine=replace(plan.request.machine, ssd_bytes_s=ssd_bytes_s))
-    steady = simulate(request.costs(), plan.placement)
-    return Forecast(1 / steady.seconds, 1 / steady.bound, simulated)
+    def forecast(ssd_bytes_s: float) -> Forecast:
+        machine = replace(plan.request.machine, ssd_bytes_s=ssd_bytes_s)
+        steady = simulate(replace(plan.request, machine=machine).costs(), plan.placement)
+        return Forecast(1 / steady.seconds, 1 / steady.bound, simulated)
 
-
-def _context(
-    checkpoint: Checkpoint,
-    budgets: Budgets,
-    card: OpenCard,
-    ctx: int | None,
-    kv_format: str,
-    notes: list[str],
-) -> int:
-    """The context as asked, or the longest that fits; refused before anything is packed.
-
-    Raises:
-        MemoryBudgetError: the one asked for, or the shortest, does not fit.
-    """
-    from localrt.errors import MemoryBudgetError
-    from localrt.offload.planner import make_plan, shape_from_checkpoint
-    from localrt.offload.planner.machine import typical_machine
-
-    shape = shape_from_checkpoint(checkpoint)
-    if ctx is not None and ctx > shape.context_length:
-        notes.append(
-            f"the context of {ctx} tokens is longer than the {shape.context_length} that the model "
-            "was trained for: answers may degrade"
-        )
-    wanted = ctx or shape.context_length
-    while True:
-        try:
-            make_plan(
-                shape,
-                card.on(typical_machine()),
-                budgets,
-                ctx=wanted,
-                kv_format=kv_format,  # type: ignore[arg-type]
-                solver="greedy",
-            )
-        except MemoryBudgetError:
-            if ctx is not None or wanted <= _SMALLEST_CONTEXT:
-                raise
-            wanted = max(_SMALLEST_CONTEXT, wanted // 2)
-            continue
-        if ctx is None and wanted < shape.context_length:
-            notes.append(
-                f"the context is {wanted} tokens, not the model's {shape.context_length}, to fit "
-                "in memory"
-            )
-        return wanted
+    return forecast

@@ -22,6 +22,7 @@ from localrt.offload.accelerator import Accelerator
 from localrt.offload.clock import Clock, WallClock, later
 from localrt.offload.decoder import PlacedDecoder, Resources
 from localrt.offload.files import FileReader, ReadMode, StoreFiles
+from localrt.offload.kv.tier import KvTier
 from localrt.offload.lane import Lane, Verifier
 from localrt.offload.loading import read_units
 from localrt.offload.placement import Placement, Where
@@ -60,6 +61,7 @@ def open_pipeline(
     trace: Trace | None = None,
     verify: bool = True,
     stall_s: float = 60.0,
+    kv_tier: KvTier | None = None,
     shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
     on_bytes: Callable[[int], None] | None = None,
 ) -> PlacedDecoder:
@@ -67,8 +69,9 @@ def open_pipeline(
 
     ``budget`` bounds the RAM of resident units and KV caches together, in bytes. ``card`` computes
     what the placement puts on a GPU, ``clock`` times it. ``files`` stands in for the store's own.
-    ``shortage`` is asked before each pass for bytes of RAM and VRAM to give back.
-    ``on_bytes`` gets the bytes of resident units as they are read, and may raise.
+    ``kv_tier`` makes the caches of ``ops``, some of whose layers are on the SSD. ``shortage`` is
+    asked before each pass for bytes of RAM and VRAM to give back. ``on_bytes`` gets the bytes of
+    resident units as they are read, and may raise.
 
     Raises:
         CheckpointError: a file is truncated or damaged.
@@ -76,6 +79,8 @@ def open_pipeline(
     """
     trace = trace or Trace()
     maker = _Maker(store, ops, config, placement, mode, card, clock or WallClock(trace), files)
+    if kv_tier is not None:
+        maker.held.callback(kv_tier.close)
     try:
         maker.make_lanes(Verifier(store.path, enabled=verify), stall_s)
         load_s = maker.load(on_bytes)
@@ -90,7 +95,7 @@ def open_pipeline(
             load_s=load_s,
             before_pass=maker.files.check_unchanged,
             abandon=maker.abandon,
-            ssd_bytes=maker.ssd_bytes,
+            ssd_bytes=lambda: maker.ssd_bytes() + (kv_tier.read_bytes if kv_tier else 0),
             close=maker.held.close,
         )
         decoder = PlacedDecoder(config, resources)
@@ -162,7 +167,8 @@ class _Maker:
                 copier = UnitReader(
                     self._link,
                     Ring(placement.vram_ring, _COPY_BLOCK, memory),
-                    threads=_COPIERS,
+                    # A virtual link takes copies in the order in which they are charged.
+                    threads=1 if self.clock.simulated else _COPIERS,
                     stall_s=stall_s + 1,
                     join=later,
                     drained=self._link.resume,

@@ -1,1 +1,5 @@
-"""Draft sources, token trees and their verification. Empty so far: nothing here is speculative."""
+"""Draft sources, token trees, their verification, and the tuner that decides when they pay.
+
+Nothing here knows engines, sessions, text or where weights lie: a draft is tokens in, a tree out,
+and the target is a function from a node to a token.
+"""

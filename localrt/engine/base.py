@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from localrt.offload.trace import PipelineCounts
 
-__all__ = ["Check", "Engine", "EngineInfo", "EngineSession", "Forecast", "Logits"]
+__all__ = ["Check", "Engine", "EngineInfo", "EngineSession", "Forecast", "Forecaster", "Logits"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -50,6 +50,10 @@ class Forecast:
     tok_s: float
     ceiling_tok_s: float
     simulated: bool = False
+
+
+Forecaster = Callable[[float], Forecast]
+"""A forecast for a rate of the disk in bytes per second."""
 
 
 class EngineSession(Protocol):

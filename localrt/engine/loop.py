@@ -21,6 +21,7 @@ from localrt.engine.sampling import (
     draw,
     log_probabilities,
 )
+from localrt.engine.speculation import Speculation, Stepper
 from localrt.engine.stops import StopMatcher
 from localrt.engine.types import (
     Chunk,
@@ -48,6 +49,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     logprobs: int | None = None  # alternatives per token; None records nothing
     exactness: str | None = None
+    speculation: Speculation | None = None
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
 
@@ -88,6 +90,9 @@ def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) 
     room = session.capacity - len(request.prompt)
     limit = room if request.max_tokens is None else min(request.max_tokens, room)
     generated: list[int] = []
+    speculation = request.speculation
+    steps = None if speculation is None else speculation.start(session, request.prompt, limit)
+    meter.steps = steps
 
     def check() -> None:
         if request.cancel.is_set():
@@ -96,6 +101,8 @@ def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) 
     reason: FinishReason = "length"
     try:
         logits = _prefill(session, request, meter, check)
+        if steps is not None:
+            steps.prefilled(len(request.prompt) - meter.cached)
         while len(generated) < limit:
             check()
             token, logprob = _choose(logits, generated, request, rng, tokenizer)
@@ -109,10 +116,16 @@ def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) 
                 yield Chunk(piece, (token,), meter.snapshot(final=True), "stop", logprob)
                 return
             yield Chunk(piece, (token,), meter.snapshot(), None, logprob)
-            if len(generated) < limit:
+            left = limit - len(generated)
+            if left and steps is not None:
+                logits = steps.advance(token, left, check)
+            elif left:
                 logits = session.extend([token], check=check)
     except CancelledError:
         reason = "cancelled"
+    finally:
+        if steps is not None:
+            steps.finish()
     rest = text.flush()
     if text.stopped:
         reason = "stop"
@@ -188,7 +201,10 @@ class _Meter:
         self._session = session
         self._start = self._now()
         self._first: float | None = None
+        self.steps: Stepper | None = None
+        self.cached = 0
         self._before = self._decoding = session.counts()
+        self._forecast = session.forecast  # made before what it is compared with
         self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
 
     def _now(self) -> float:
@@ -198,7 +214,7 @@ class _Meter:
 
     def prefilled(self, cached: int) -> None:
         m = self._metrics
-        m.cached_tokens = cached
+        m.cached_tokens = self.cached = cached
         elapsed = self._now() - self._start
         m.prefill_tok_s = (m.prompt_tokens - cached) / elapsed if elapsed > 0 else None
 
@@ -209,10 +225,19 @@ class _Meter:
             self._first, m.ttft_s = now, now - self._start
             self._decoding = self._session.counts()
         else:
+            self._guessing()
             m.tpot_s = (now - self._first) / (m.completion_tokens - 1)
             m.decode_tok_s = 1 / m.tpot_s if m.tpot_s > 0 else None
 
+    def _guessing(self) -> None:
+        m, steps = self._metrics, self.steps
+        if steps is not None and steps.passes:
+            m.accepted_per_pass = steps.emitted / steps.passes
+
     def snapshot(self, *, final: bool = False) -> Metrics:
+        if self.steps is not None:
+            self._metrics.speculation = self.steps.reason
+            self._metrics.accepted_by_source = self.steps.acceptance()
         if final:
             self._metrics.peak_ram_bytes = peak_rss()
             self._pipeline()
@@ -221,7 +246,7 @@ class _Meter:
     def _pipeline(self) -> None:
         """What streaming cost; efficiency is that of decoding, from the first token on."""
         m, now, counts = self._metrics, self._now(), self._session.counts()
-        forecast = self._session.forecast
+        forecast = self._forecast
         if forecast is not None:
             m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s
             m.simulated = forecast.simulated

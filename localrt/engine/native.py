@@ -11,11 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from localrt.engine.base import Check, EngineInfo, EngineSession, Forecast, Logits
+import numpy as np
+
+from localrt.engine.base import (
+    Check,
+    EngineInfo,
+    EngineSession,
+    Forecast,
+    Forecaster,
+    Logits,
+)
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.models.decoder import Decoder
 from localrt.offload.trace import PipelineCounts, Task
-from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
     from localrt.offload.decoder import PlacedDecoder
@@ -28,13 +38,15 @@ Forward: TypeAlias = Callable[..., Logits]  # of a decoder
 _PREFILL_ROWS = 512
 # Rows whose logits are made at once where all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
+_RATE_SAMPLE = 256 << 20  # bytes of reading that tell a disk's speed
 
 
 class NativeEngine:
     """See the ``Engine`` protocol.
 
     ``pass_rows`` is the most rows of a prefill pass. ``pipeline`` is the decoder again where it
-    streams, ``forecast`` what was planned of it.
+    streams, ``forecaster`` says what was planned of it for a rate of the disk, at first
+    ``ssd_bytes_s``.
     """
 
     def __init__(
@@ -44,12 +56,14 @@ class NativeEngine:
         *,
         pass_rows: int = _PREFILL_ROWS,
         pipeline: PlacedDecoder | None = None,
-        forecast: Forecast | None = None,
+        forecaster: Forecaster | None = None,
+        ssd_bytes_s: float = 0.0,
     ) -> None:
         self._decoder: Decoder | PlacedDecoder | None = decoder
         self._pipeline = pipeline
         self.pass_rows = pass_rows
-        self.forecast = forecast
+        self._forecaster = forecaster
+        self._rate = SsdRate(ssd_bytes_s)
         # An implementation may know a quicker way through the same pass (CUDA graphs).
         graphed = getattr(decoder.ops, "graphed", None)
         self._forward: Forward | None = graphed(decoder.forward) if graphed else decoder.forward
@@ -72,6 +86,14 @@ class NativeEngine:
         pipeline = self._pipeline
         return None if pipeline is None else pipeline.counts()
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """What was planned, for the disk as it has been lately; None where all is resident."""
+        counts = self.counts()
+        if self._forecaster is None or counts is None:
+            return None
+        return self._forecaster(self._rate.now(counts))
+
     def trace(self, keep: int | None = None) -> list[Task]:
         """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
         pipeline = self._pipeline
@@ -90,6 +112,24 @@ class NativeEngine:
             batch = Batch.extend([(cache, tokens)])
             logits = self._pass(batch, rows=rows, check=check)
             return logits[0] if want_logits else None
+
+    # -- trees and drafts (``localrt.engine.speculation``) -----------------------------------------
+
+    @property
+    def ops_name(self) -> str:
+        """The implementation that computes."""
+        return self._loaded().ops.name
+
+    def cache(self, capacity: int) -> KVCache:
+        """An empty KV cache, for whoever makes passes of his own."""
+        return self._loaded().cache(capacity)
+
+    def run(
+        self, batch: Batch, *, rows: Sequence[int] | None = None, check: Check | None = None
+    ) -> Logits:
+        """One pass; logits (rows, vocab) of the chosen rows, the caller's own."""
+        with self._turn:
+            return self._pass(batch, rows=rows, check=check)
 
     # -- many sequences in one pass (``localrt.engine.batch``) -----------------------------------
 
@@ -159,6 +199,22 @@ class NativeEngine:
         return self._decoder
 
 
+class SsdRate:
+    """A disk's bytes per second while it is busy, as of late; a shared disk changes by the minute."""
+
+    def __init__(self, bytes_s: float) -> None:
+        self._bytes_s = bytes_s
+        self._seen = (0, 0.0)  # bytes and busy seconds
+
+    def now(self, counts: PipelineCounts) -> float:
+        """The rate since the call before, if that was long enough to tell."""
+        total = counts.ssd_read_bytes, counts.busy_s.get("ssd", 0.0)
+        nbytes, seconds = (new - old for new, old in zip(total, self._seen, strict=True))
+        if nbytes > _RATE_SAMPLE and seconds > 0:
+            self._bytes_s, self._seen = nbytes / seconds, total
+        return self._bytes_s
+
+
 class NativeSession:
     """See the ``EngineSession`` protocol."""
 
@@ -166,6 +222,7 @@ class NativeSession:
         self._engine = engine
         self._cache: KVCache | None = cache
         self._tokens: list[int] = []
+        self._open: list[int] = []  # the tokens of a tree's rows, until some are kept
         self.capacity = cache.capacity
 
     @property
@@ -208,6 +265,27 @@ class NativeSession:
                 on_progress(start + len(chunk))
         assert logits is not None, "the last chunk asks for logits"
         return logits
+
+    def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
+        """See ``TreeSession``."""
+        if self._cache is None:
+            raise LocalrtError("the session is closed")
+        held, rows = len(self._tokens), 1 + len(tree)
+        self._cache.trim(held)
+        tokens = np.concatenate([[token], tree.tokens])
+        positions = np.concatenate([[held], tree.positions(held)])
+        span = Span(self._cache, rows, tree.pass_mask())
+        logits = self._engine.run(Batch(tokens, positions, (span,)), check=check)
+        self._open = tokens.tolist()
+        return logits
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See ``TreeSession``."""
+        if self._cache is None:
+            raise LocalrtError("the session is closed")
+        self._cache.select(len(self._tokens), rows)
+        self._tokens += [self._open[row] for row in rows]
+        self._open = []
 
     def counts(self) -> PipelineCounts | None:
         """See ``EngineSession``."""

@@ -24,7 +24,9 @@ class Options:
 
     ``stop`` is one string or several. ``logprobs`` asks for the log-probability of every token with
     that many alternatives (0 to 100). ``overflow="drop_oldest"`` keeps the system prompt and drops
-    the oldest turns when a conversation outgrows the context. ``draft`` is ``"auto"`` or ``"off"``.
+    the oldest turns when a conversation outgrows the context. ``draft`` is ``"auto"``, ``"off"``,
+    ``"ngram"`` or a model to draft with, which ``+ngram`` may follow; ``tree_budget`` is the number
+    of guesses in a pass (1 to 2048), ``tree_depth`` how far ahead they may be (1 to 64).
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -34,6 +36,8 @@ class Options:
     logprobs: int | None = None
     overflow: Overflow = "error"
     draft: str = "auto"
+    tree_budget: int | None = None
+    tree_depth: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and not _is_integer(self.max_tokens, 1, 1 << 31):
@@ -42,8 +46,16 @@ class Options:
             raise OptionError(f"logprobs must be an integer from 0 to 100, is {self.logprobs!r}")
         if self.overflow not in ("error", "drop_oldest"):
             raise OptionError(f"overflow must be 'error' or 'drop_oldest', is {self.overflow!r}")
-        if self.draft not in ("auto", "off"):
-            raise OptionError(f"draft must be 'auto' or 'off' in this version, is {self.draft!r}")
+        if not isinstance(self.draft, str) or not self.draft:
+            raise OptionError(
+                f"draft must be 'auto', 'off', 'ngram' or the name of a model, is {self.draft!r}"
+            )
+        if self.tree_budget is not None and not _is_integer(self.tree_budget, 1, 2048):
+            raise OptionError(
+                f"tree_budget must be an integer from 1 to 2048, is {self.tree_budget!r}"
+            )
+        if self.tree_depth is not None and not _is_integer(self.tree_depth, 1, 64):
+            raise OptionError(f"tree_depth must be an integer from 1 to 64, is {self.tree_depth!r}")
         if not isinstance(self.ignore_eos, bool):
             raise OptionError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
 

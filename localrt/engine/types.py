@@ -54,7 +54,9 @@ class Metrics:
     """What a generation cost so far. Seconds, bytes, tokens; None where a thing was not measured.
 
     ``prompt_tokens`` counts the whole prompt, ``cached_tokens`` the part that a kept KV cache
-    already held. ``prefill_tok_s`` covers the computed part only.
+    already held. ``prefill_tok_s`` covers the computed part only. ``accepted_per_pass`` is tokens
+    per target pass of decoding, ``accepted_by_source`` the share of them that each draft source
+    guessed, ``speculation`` what was done and why, in one sentence.
     """
 
     prompt_tokens: int = 0
@@ -72,6 +74,8 @@ class Metrics:
     ceiling_tok_s: float | None = None
     predicted_tok_s: float | None = None
     accepted_per_pass: float | None = None
+    accepted_by_source: Mapping[str, float] | None = None
+    speculation: str | None = None
     expert_hit_rate: float | None = None
     exactness: str | None = None
     simulated: bool = False

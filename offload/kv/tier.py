@@ -2,7 +2,7 @@
 
 Set as ``NativeOps.kv_maker``, it replaces caches that are in RAM throughout. Its buffers are made
 once and never grow: two, for a layer that computes and the next one that is loaded, and two more
-for each further sequence of a batch.
+for each further sequence of a batch. With one for each sequence, layers wait for their loads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KvTier:
     """Caches of at most ``capacity`` tokens, whose layers on the SSD are in files in ``folder``.
 
     Raises:
-        OptionError: a layer would be on a GPU, or there are not two buffers.
+        OptionError: a layer would be on a GPU, or there is no buffer.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class KvTier:
     ) -> None:
         if len(places) != len(specs) or any(place not in ("ram", "ssd") for place in places):
             raise OptionError("keys and values of every layer must be in RAM or on the SSD here")
-        if slots < 2:
-            raise OptionError(f"keys and values on the SSD need at least 2 buffers, not {slots}")
+        if slots < 1:
+            raise OptionError(f"keys and values on the SSD need a buffer at least, not {slots}")
         self._places, self._folder = tuple(places), folder
         self.capacity = capacity
         largest = max(

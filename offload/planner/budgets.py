@@ -6,7 +6,7 @@ what was measured. Estimates err to the large side: a budget is a hard limit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localrt.errors import OptionError
 from localrt.offload.planner.shapes import ModelShape
@@ -52,6 +52,10 @@ class Budgets:
         for name in ("ram", "vram", "scratch"):
             if getattr(self, name) < 0:
                 raise OptionError(f"{name} must not be negative, is {getattr(self, name)}")
+
+    def less(self, nbytes: int) -> Budgets:
+        """With ``nbytes`` of the RAM taken."""
+        return replace(self, ram=max(0, self.ram - nbytes))
 
     def process_bytes(self, shape: ModelShape) -> int:
         """What the process takes beside the model."""

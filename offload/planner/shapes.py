@@ -33,8 +33,7 @@ __all__ = [
 KvFormat = Literal["bf16", "int8", "int4"]
 KV_FORMATS: tuple[KvFormat, ...] = ("bf16", "int8", "int4")
 
-# FlexGen's groups of 64 codes with a scale and a minimum of two bytes each.
-_INT4_GROUP = 64
+_INT4_GROUP = 32  # see ``quant/ops/native_kv.py``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,8 @@ class KvShape:
             return vectors * 2 * self.width
         if kv_format == "int8":
             return vectors * (self.width + 4)
-        return vectors * (self.width // 2 + 4 * -(-self.width // _INT4_GROUP))
+        # Half the vectors are keys, of 5 bits, half values, of 4; a scale and a minimum for each.
+        return vectors * 22 * -(-self.width // _INT4_GROUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,20 +38,22 @@ struct Stack {
     int32_t hadamard;  // block size of the input's rotation, or 0
 };
 
+enum KvFormat : int32_t { KV_BF16, KV_INT8, KV_INT4 };
+
 // One sequence of a pass: its cache of one layer and the rows that extend it.
 struct Span {
-    uint8_t* k;           // bf16 or int8, (G, allocated / 16, E, 16)
-    uint8_t* v;           // bf16 or int8, (G, allocated, E)
-    float *k_scale, *v_scale;  // int8: (G, allocated); else null
+    uint8_t* data;        // blocks of 256 tokens, see kv.h
     const uint8_t* mask;  // (rows, rows) or null for causal
-    int64_t allocated;
-    int32_t held, rows;
+    int64_t stride;       // from one block to the next
+    int32_t format, held, rows, unused;
 };
 
 struct AttentionArgs {
     float *x, *q, *out;          // (R, D), (R, H, E), (R, D)
     const float *norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *post_norm;
     const float *cos, *sin;      // (R, rotary / 2), or null
+    const float* near_turns;     // (16, rotary / 2, 2, 16), cosines and sines of 256 positions, or null
+    const float* far_turns;      // (blocks, rotary / 2, 2), of every 256th position, times the rotary scale
     const int64_t* positions;    // (R)
     const Span* spans;
     Stack qkv, proj;

@@ -1,21 +1,9 @@
 // Attention of new rows over one sequence's cache, in blocks of 256 keys with an online softmax.
 // A row's blocks are computed and joined in one fixed order, however many rows or threads there are.
 #pragma once
+#include "kv.h"
 
 namespace {
-
-constexpr int KEYS = 256;    // keys of a block
-constexpr int MAX_HEAD = 512;
-
-// Keys and values as they are cached: sixteen numbers at once, and what a token's numbers are times.
-struct CachedBf16 {
-    static constexpr int BYTES = 2;
-    static F16L load(const uint8_t* p) { return F16L::load_bf16(p); }
-};
-struct CachedInt8 {
-    static constexpr int BYTES = 1;
-    static F16L load(const uint8_t* p) { return F16L::from(I16::load_i8(p)); }
-};
 
 inline float sum16(F16L x) {
     float lanes[16];
@@ -34,11 +22,15 @@ struct Query {
     bool sees_all(int from, int to, int held) const { return from >= first && to <= last && (!mask || to <= held); }
 };
 
-// One key/value group of a span: k (allocated / 16, E, 16), v (allocated, E), scales or null.
+// One key/value group of a span.
 struct Cached {
-    const uint8_t *k, *v;
-    const float *k_scale, *v_scale;
-    int held, size;
+    const Span& span;
+    const AttentionArgs& args;
+    int group, first_row;  // of the span's rows in the pass
+    KeyBias bias;
+
+    Cached(const Span& span, const AttentionArgs& args, int group, int first_row)
+        : span(span), args(args), group(group), first_row(first_row), bias(args, span, group) {}
 };
 
 struct BlockResult {  // of one query over one block; the E values of the weighted sum follow
@@ -93,22 +85,211 @@ inline void weigh_values(float (*scores)[KEYS], const uint8_t* rows, int count, 
         for (int t = 0; t < T; t++) sums[n][t].store(out + n * stride + 16 * t);
 }
 
+// What is added to the scores of N queries with T tiles: a product with float32 columns (16 tiles, size, 16).
+template <int N, int T>
+inline void add_tiles(const float (*factors)[MAX_HEAD], const float* columns, int size, float (*scores)[KEYS], int at) {
+    F16L sums[N][T];
+    for (int n = 0; n < N; n++)
+        for (int t = 0; t < T; t++) sums[n][t] = F16L::load(scores[n] + at + 16 * t);
+    for (int e = 0; e < size; e++, columns += 16) {
+        F16L k[T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) k[t] = F16L::load(columns + (size_t)t * size * 16);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const F16L f = F16L::set1_shared(factors[n] + e);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) sums[n][t] = k[t].fma(f, sums[n][t]);
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
+}
+
+// Sixteen bytes of int4 codes: the low halves and the high halves.
+struct Codes {
+    F16L low, high;
+    static Codes load(const uint8_t* p) {
+        const I16 both = I16::load_u8(p);
+        return {F16L::from(both & I16::set1(15)), F16L::from(both.shr(4))};
+    }
+};
+
+// The same of five-bit codes, whose fifth bits are 0 and 16 of `fifths`.
+inline Codes with_fifth(const uint8_t* p, I16 fifths) {
+    const I16 both = I16::load_u8(p), bit = I16::set1(16);
+    return {F16L::from((both & I16::set1(15)) | (fifths.shl(4) & bit)), F16L::from(both.shr(4) | (fifths.shr(12) & bit))};
+}
+
+// Scores of N queries with T tiles of int4 keys: `totals` are the sums of a query's chunks, which the minimums are times.
+template <int N, int T>
+inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CHUNK], const Piece& piece, int size,
+                       float (*scores)[KEYS], int at) {
+    const int chunks = chunks_of(size);
+    const size_t tile_bytes = (size_t)chunks * 16 * CachedInt4::KEY_BYTES;
+    const uint8_t* keys = piece.k + at / 16 * tile_bytes;
+    for (int n = 0; n < N; n++) fill_floats(scores[n] + at, 16 * T, 0.f);
+    for (int c = 0; c < chunks; c++) {
+        const bool full = size - c * CHUNK >= CHUNK;
+        F16L sums[N][T];
+        for (int n = 0; n < N; n++)
+            for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
+        I16 fifths[T];
+        for (int t = 0; t < T; t++) fifths[t] = I16::load(keys + 256 + t * tile_bytes);
+        for (int j = 0; j < 16; j++, keys += 16) {
+            if (N < QUERIES && j % 4 == 0)
+                for (int t = T; t < 2 * T; t++) __builtin_prefetch(keys + t * tile_bytes);
+            Codes k[T];
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) {
+                k[t] = with_fifth(keys + t * tile_bytes, fifths[t]);
+                fifths[t] = fifths[t].shr(1);
+            }
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                const float* q = queries[n].q + c * CHUNK + j;
+                const F16L low = F16L::set1_shared(q);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; t++) sums[n][t] = k[t].low.fma(low, sums[n][t]);
+                if (!full) continue;
+                const F16L high = F16L::set1_shared(q + 16);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; t++) sums[n][t] = k[t].high.fma(high, sums[n][t]);
+            }
+        }
+        keys += 64;  // over the fifth bits
+        const uint8_t* scales = piece.k_scale + 2 * ((size_t)c * KEYS + at);
+        const uint8_t* minimums = scales + 2 * (size_t)chunks * KEYS;
+        for (int t = 0; t < T; t++) {
+            const F16L scale = F16L::load_bf16(scales + 32 * t), minimum = F16L::load_bf16(minimums + 32 * t);
+            for (int n = 0; n < N; n++) {
+                float* score = scores[n] + at + 16 * t;
+                minimum.fma(F16L::set1(totals[n][c]), sums[n][t].fma(scale, F16L::load(score))).store(score);
+            }
+        }
+    }
+}
+
+// C chunks of int4 values of N queries, from chunk `first` on: their scores times the values of `count` keys.
+template <int N, int C>
+inline void weigh_int4(const float (*scores)[KEYS], const Piece& piece, int first, int count, int size, float* out, size_t stride) {
+    alignas(64) float weights[N][C][KEYS];  // scores times the keys' scales
+    F16L offsets[N][C];                     // scores times their minimums
+    const int chunks = chunks_of(size);
+    for (int c = 0; c < C; c++) {
+        const uint8_t* scales = piece.v_scale + 2 * (size_t)(first + c) * KEYS;
+        const uint8_t* minimums = scales + 2 * (size_t)chunks * KEYS;
+        for (int n = 0; n < N; n++) offsets[n][c] = F16L::zero();
+        for (int i = 0; i < count; i += 16) {
+            F16L scale = F16L::load_bf16(scales + 2 * i), minimum = F16L::load_bf16(minimums + 2 * i);
+            if (i + 16 > count) {  // what no token has written yet may be anything
+                alignas(64) float lanes[16];
+                minimum.store(lanes);
+                fill_floats(lanes + count - i, 16 - (count - i), 0.f);
+                minimum = F16L::load(lanes);
+            }
+            for (int n = 0; n < N; n++) {
+                const F16L score = F16L::load(scores[n] + i);
+                (score * scale).store(weights[n][c] + i);
+                offsets[n][c] = minimum.fma(score, offsets[n][c]);
+            }
+        }
+    }
+    F16L low[N][C], high[N][C];
+    for (int n = 0; n < N; n++)
+        for (int c = 0; c < C; c++) low[n][c] = high[n][c] = F16L::zero();
+    const uint8_t* rows = piece.v + 16 * first;
+    for (int i = 0; i < count; i++, rows += 16 * chunks) {
+        if (N < QUERIES) __builtin_prefetch(rows + 16 * chunks * 24);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) {
+            const Codes v = Codes::load(rows + 16 * c);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                const F16L weight = F16L::set1_shared(weights[n][c] + i);
+                low[n][c] = v.low.fma(weight, low[n][c]);
+                high[n][c] = v.high.fma(weight, high[n][c]);
+            }
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int c = 0; c < C; c++) {
+            const F16L offset = F16L::set1(sum16(offsets[n][c]));
+            float* to = out + n * stride + (first + c) * CHUNK;
+            (low[n][c] + offset).store(to);
+            if (size - (first + c) * CHUNK >= CHUNK) (high[n][c] + offset).store(to + 16);
+        }
+}
+
+// Scores of a block, in one order for any number of queries or tiles at once.
+template <class Kind, int N>
+inline void score_block(const Query* queries, const Cached& cached, const Piece& piece, int tiles, float (*scores)[KEYS]) {
+    const int size = cached.args.head_dim;
+    int tile = 0;
+    if constexpr (std::is_same<Kind, CachedInt4>::value) {
+        float totals[N][MAX_HEAD / CHUNK];
+        for (int n = 0; n < N; n++)
+            for (int c = 0; c < chunks_of(size); c++) {
+                const float* q = queries[n].q + c * CHUNK;
+                totals[n][c] = sum16(size - c * CHUNK >= CHUNK ? F16L::load(q) + F16L::load(q + 16) : F16L::load(q));
+            }
+        constexpr int T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many registers again
+        for (; tile + T <= tiles; tile += T) score_int4<N, T>(queries, totals, piece, size, scores, 16 * tile);
+        for (; tile < tiles; tile++) score_int4<N, 1>(queries, totals, piece, size, scores, 16 * tile);
+    } else {
+        // As many tiles at once as there are registers for their sums, and ways in a cache set: tiles lie
+        // 4 KB apart.
+        constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
+        const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
+        for (; tile + T <= tiles; tile += T) score_tiles<Kind, N, T>(queries, piece.k + tile * tile_bytes, size, scores, 16 * tile);
+        for (; tile < tiles; tile++) score_tiles<Kind, N, 1>(queries, piece.k + tile * tile_bytes, size, scores, 16 * tile);
+    }
+    if constexpr (std::is_same<Kind, CachedInt8>::value)
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < 16 * tiles; i += 16)
+                (F16L::load(scores[n] + i) * F16L::load((const float*)piece.k_scale + i)).store(scores[n] + i);
+}
+
+// The part of the keys' bias in the scores of a block.
+template <int N>
+inline void add_bias(const Query* queries, const Cached& cached, int block, int tiles, float (*scores)[KEYS]) {
+    const KeyBias& bias = cached.bias;
+    alignas(64) float factors[N][MAX_HEAD];
+    for (int n = 0; n < N; n++) bias.turn(queries[n].q, block, factors[n]);
+    constexpr int T = least(4, most(1, ATTENTION_SUMS / N));
+    const int size = 2 * bias.half, start = block * KEYS, held = cached.span.held;
+    // New rows of a tree stand elsewhere than at their index.
+    float bent[N][KEYS];
+    const bool tree = cached.span.mask && start + KEYS > held;
+    if (tree) __builtin_memcpy(bent, scores, sizeof bent);
+    int tile = 0;
+    for (; tile + T <= tiles; tile += T)
+        add_tiles<N, T>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
+    for (; tile < tiles; tile++)
+        add_tiles<N, 1>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
+    if (!tree) return;
+    const int64_t* positions = cached.args.positions + cached.first_row;
+    for (int i = most(0, held - start); i < 16 * tiles && start + i - held < cached.span.rows; i++) {
+        if (positions[start + i - held] == start + i) continue;
+        for (int n = 0; n < N; n++) scores[n][i] = bent[n][i] + bias.score(queries[n].q, positions[start + i - held]);
+    }
+}
+
 // One query's scores of a block to weights: scaled, capped, hidden where not seen, exponentiated.
-inline BlockResult weigh_scores(const Query& query, const Cached& cached, int start, int tiles, float softcap, float* scores) {
+inline BlockResult weigh_scores(const Query& query, int held, int start, int tiles, float softcap, float* scores) {
     uint16_t seen[KEYS / 16];
     F16L peak = F16L::set1(-INFINITY);
     for (int tile = 0; tile < tiles; tile++) {
         float* at = scores + 16 * tile;
         const int key = start + 16 * tile;
         F16L s = F16L::load(at);
-        if (cached.k_scale) s = s * F16L::load(cached.k_scale + key);
         if (softcap > 0) s = tanh16(s / F16L::set1(softcap)) * F16L::set1(softcap);
         s.store(at);
         seen[tile] = 0xFFFF;
-        if (!query.sees_all(key, key + 16, cached.held)) {
+        if (!query.sees_all(key, key + 16, held)) {
             seen[tile] = 0;
             for (int i = 0; i < 16; i++) {
-                const bool visible = query.sees(key + i, cached.held);
+                const bool visible = query.sees(key + i, held);
                 seen[tile] |= (uint16_t)(visible << i);
                 if (!visible) at[i] = -INFINITY;
             }
@@ -131,46 +312,51 @@ inline BlockResult weigh_scores(const Query& query, const Cached& cached, int st
             weights = F16L::load(at);
         }
         total = total + weights;
-        if (cached.v_scale) weights = weights * F16L::load(cached.v_scale + start + 16 * tile);
         weights.store(at);
     }
     return {top, sum16(total)};
 }
 
-// N queries over keys [start, start + KEYS) of one group: peak, total and weighted values each.
+// N queries over one block of a group: peak, total and weighted values each.
 template <class Kind, int N>
-inline void attend_block(const Query* queries, const Cached& cached, int start, float softcap, BlockResult* results,
-                         float* values, size_t stride) {
+inline void attend_block(const Query* queries, const Cached& cached, int block, BlockResult* results, float* values, size_t stride) {
     alignas(64) float scores[N][KEYS];
+    const int start = block * KEYS, size = cached.args.head_dim;
     int last = 0;
     for (int n = 0; n < N; n++) last = most(last, queries[n].last);
-    const int count = least(KEYS, last - start), tiles = (count + 15) / 16, size = cached.size;
-    // As many tiles at once as there are registers for their sums, and ways in a cache set: tiles lie
-    // 4 KB apart.
-    constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
-    const uint8_t* keys = cached.k + (size_t)start * size * Kind::BYTES;
-    int tile = 0;
-    for (; tile + T <= tiles; tile += T)
-        score_tiles<Kind, N, T>(queries, keys + (size_t)tile * size * 16 * Kind::BYTES, size, scores, 16 * tile);
-    for (; tile < tiles; tile++)
-        score_tiles<Kind, N, 1>(queries, keys + (size_t)tile * size * 16 * Kind::BYTES, size, scores, 16 * tile);
-    for (int n = 0; n < N; n++) results[n] = weigh_scores(queries[n], cached, start, tiles, softcap, scores[n]);
-    const uint8_t* rows = cached.v + (size_t)start * size * Kind::BYTES;
-    int e = 0;
-    for (; e + 16 * T <= size; e += 16 * T)
-        weigh_values<Kind, N, T>(scores, rows + (size_t)e * Kind::BYTES, count, size, values + e, stride);
-    for (; e < size; e += 16)
-        weigh_values<Kind, N, 1>(scores, rows + (size_t)e * Kind::BYTES, count, size, values + e, stride);
+    const int count = least(KEYS, last - start), tiles = (count + 15) / 16;
+    const Piece piece(cached.span, block, cached.group, size);
+    score_block<Kind, N>(queries, cached, piece, tiles, scores);
+    if (cached.bias.bias) add_bias<N>(queries, cached, block, tiles, scores);
+    for (int n = 0; n < N; n++) results[n] = weigh_scores(queries[n], cached.span.held, start, tiles, cached.args.softcap, scores[n]);
+    if constexpr (std::is_same<Kind, CachedInt4>::value) {
+        constexpr int C = N <= 4 ? 2 : 1;
+        const int chunks = chunks_of(size);
+        int chunk = 0;
+        for (; chunk + C <= chunks; chunk += C) weigh_int4<N, C>(scores, piece, chunk, count, size, values, stride);
+        for (; chunk < chunks; chunk++) weigh_int4<N, 1>(scores, piece, chunk, count, size, values, stride);
+    } else {
+        if constexpr (std::is_same<Kind, CachedInt8>::value)
+            for (int n = 0; n < N; n++)
+                for (int i = 0; i < 16 * tiles; i += 16)
+                    (F16L::load(scores[n] + i) * F16L::load((const float*)piece.v_scale + i)).store(scores[n] + i);
+        constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
+        int e = 0;
+        for (; e + 16 * T <= size; e += 16 * T)
+            weigh_values<Kind, N, T>(scores, piece.v + (size_t)e * Kind::BYTES, count, size, values + e, stride);
+        for (; e < size; e += 16)
+            weigh_values<Kind, N, 1>(scores, piece.v + (size_t)e * Kind::BYTES, count, size, values + e, stride);
+    }
 }
 
 template <class Kind>
-inline void attend_some(int n, const Query* queries, const Cached& cached, int start, float softcap, BlockResult* results,
-                        float* values, size_t stride) {
+inline void attend_some(int n, const Query* queries, const Cached& cached, int block, BlockResult* results, float* values,
+                        size_t stride) {
     auto go = [&](auto count) {
         constexpr int N = decltype(count)::value;
         if constexpr (N <= QUERIES)
             for (; n >= N; n -= N, queries += N, results += N, values += N * stride)
-                attend_block<Kind, N>(queries, cached, start, softcap, results, values, stride);
+                attend_block<Kind, N>(queries, cached, block, results, values, stride);
     };
     go(std::integral_constant<int, 8>());
     go(std::integral_constant<int, 6>());
@@ -217,14 +403,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
     parallel(context, groups * chunks * pieces, [&](int task) {
         const int piece = task % pieces, chunk = task / pieces % chunks, group = task / pieces / chunks;
         const int begin = chunk * QUERIES, n = least(QUERIES, queries - begin);
-        const bool small = span.k_scale != nullptr;
-        const size_t before = (size_t)group * span.allocated, bytes = before * size * (small ? 1 : 2);
-        const Cached cached = {span.k + bytes,
-                               span.v + bytes,
-                               small ? span.k_scale + before : nullptr,
-                               small ? span.v_scale + before : nullptr,
-                               span.held,
-                               size};
+        const Cached cached(span, args, group, first_row);
         Query list[QUERIES];
         int low = INT32_MAX, high = 0;
         for (int i = 0; i < n; i++) {
@@ -243,8 +422,9 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         for (int block = from; block < to; block++) {
             const int start = block * KEYS;
             if (start >= high || start + KEYS <= low) continue;
-            if (small) attend_some<CachedInt8>(n, list, cached, start, args.softcap, results, values, size);
-            else attend_some<CachedBf16>(n, list, cached, start, args.softcap, results, values, size);
+            if (span.format == KV_BF16) attend_some<CachedBf16>(n, list, cached, block, results, values, size);
+            else if (span.format == KV_INT8) attend_some<CachedInt8>(n, list, cached, block, results, values, size);
+            else attend_some<CachedInt4>(n, list, cached, block, results, values, size);
             for (int i = 0; i < n; i++) {
                 float* p = place(group, begin + i, piece);
                 BlockResult sofar{p[0], p[1]};

@@ -77,39 +77,12 @@ inline Acts prepare(Context& context, Context::Rows& memory, const float* x, con
     return acts;
 }
 
-inline uint16_t to_bf16(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
 inline void rotate(float* head, const float* cos, const float* sin, int half) {
     for (int i = 0; i < half; i++) {
         const float a = head[i], b = head[i + half];
         head[i] = a * cos[i] - b * sin[i];
         head[i + half] = b * cos[i] + a * sin[i];
     }
-}
-
-// A token's key and value of one group into the cache.
-inline void append(const Span& span, int group, size_t slot, int size, const float* key, const float* value) {
-    const size_t before = (size_t)group * span.allocated;
-    const size_t k = (before + slot / 16 * 16) * size + slot % 16, v = (before + slot) * size;
-    if (!span.k_scale) {
-        uint16_t *keys = (uint16_t*)span.k + k, *values = (uint16_t*)span.v + v;
-        for (int e = 0; e < size; e++) keys[(size_t)e * 16] = to_bf16(key[e]);
-        for (int e = 0; e < size; e++) values[e] = to_bf16(value[e]);
-        return;
-    }
-    auto quantize = [size](const float* from, float* scale, int8_t* to, int step) {
-        float peak = 0;
-        for (int e = 0; e < size; e++) peak = most(peak, std::fabs(from[e]));
-        *scale = peak / 127.f;
-        const float inverse = peak > 0 ? 127.f / peak : 0.f;
-        for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(from[e] * inverse);
-    };
-    quantize(key, span.k_scale + before + slot, (int8_t*)span.k + k, 16);
-    quantize(value, span.v_scale + before + slot, (int8_t*)span.v + v, 1);
 }
 
 void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
@@ -123,6 +96,11 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             float* line = wide + (size_t)row * width;
             if (args.qkv_bias)
                 for (int i = 0; i < width; i++) line[i] += args.qkv_bias[i];
+            int index = row, owner = 0;
+            while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
+            const Span& span = args.spans[owner];
+            const int slot = span.held + index;
+            for (int g = 0; g < groups; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
             for (int h = 0; h < heads + groups; h++) {
                 float* head = line + h * size;
                 const float* norm = h < heads ? args.q_norm : args.k_norm;
@@ -134,10 +112,6 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             }
             float* q = args.q + (size_t)row * heads * size;
             for (int i = 0; i < heads * size; i++) q[i] = line[i] * args.scale;
-            int index = row, owner = 0;
-            while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
-            const Span& span = args.spans[owner];
-            const size_t slot = span.held + index;
             for (int g = 0; g < groups; g++)
                 append(span, g, slot, size, line + (heads + g) * size, line + (heads + groups + g) * size);
         }

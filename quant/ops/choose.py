@@ -32,11 +32,14 @@ def make_ops(
     if device == "auto":
         device = _default_device()
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
+        from localrt.quant.ops.native_kv import parse_kv_format
         from localrt.quant.ops.native_ops import NativeOps
 
-        return NativeOps(threads=threads, kv_format="int8" if kv_format == "int8" else "bf16")
-    if kv_format == "int8":
-        raise OptionError("kv_format int8 is for the compiled CPU kernels: leave it out here")
+        return NativeOps(threads=threads, kv_format=parse_kv_format(kv_format))
+    if kv_format not in (None, "bf16"):
+        raise OptionError(
+            f"kv_format {kv_format} is for the compiled CPU kernels: leave it out here"
+        )
     try:
         import torch
     except ImportError as error:

@@ -42,7 +42,17 @@ class CudaCopies:
 
     def alloc(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the card."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if self._stream is not None:
+            # Kernels that are still at work may be reading what these bytes held before.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return memory
+
+    def free(self, memory: Tensor) -> None:
+        """Give bytes back to the system, whoever still holds the tensor: it is empty then."""
+        memory.untyped_storage().resize_(0)
+        if self._real:
+            torch.cuda.empty_cache()  # torch would keep it, and other programs would not see it
 
     def host_buffer(self, nbytes: int) -> Bytes:
         """Pinned RAM, page-aligned: exactly ``nbytes``, where torch's own pool would round up."""
@@ -92,8 +102,9 @@ class CudaCopies:
 
     def to_host(self, x: Stream) -> npt.NDArray[np.float32]:
         """The card's residual stream as the CPU's activations (R, D)."""
-        values: npt.NDArray[np.float32] = x.settle().cpu().numpy()
-        return values.copy() if not self._real else values
+        with torch.inference_mode():
+            values: npt.NDArray[np.float32] = x.settle().cpu().numpy()
+        return values if self._real else values.copy()
 
     def measure(self) -> tuple[float, float]:
         """Bytes per second from pinned RAM to the card, and of reading the card's own memory.
@@ -113,18 +124,21 @@ class CudaCopies:
             if self._real:
                 torch.cuda.current_stream(self._device).synchronize()
             memory.append(time.perf_counter() - started)
-        self._unpin(source)
+        self.free_host(source)
+        self.free(out)
+        self.free(other)
         return _SAMPLE / float(np.median(link[1:])), 2 * _SAMPLE / float(np.median(memory[1:]))
 
     def close(self) -> None:
         """Unpin the RAM, and give torch's cached memory back to the card."""
         for data in list(self._pinned):
-            self._unpin(data)
+            self.free_host(data)
         if self._real:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
-    def _unpin(self, data: Bytes) -> None:
+    def free_host(self, data: Bytes) -> None:
+        """Unpin a buffer of ``host_buffer``: whoever holds it last frees it."""
         if any(data is other for other in self._pinned):
             self._pinned = [other for other in self._pinned if other is not data]
             self._cuda.cudart().cudaHostUnregister(data.ctypes.data)

@@ -1,11 +1,17 @@
 """What every KV cache counts: tokens held, room allocated, growth in steps, trimming.
 
 Which arrays hold the keys and values, and how they are laid out, is an implementation's business.
+A cache that grows in place takes no more than its length rounded up to a step. One that copies
+grows by a half at a time and at most to its capacity, tensor by tensor: at the peak it holds one
+tensor of one layer twice.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar
 
 __all__ = ["GrowingCache", "grown_capacity"]
 
@@ -19,6 +25,8 @@ def grown_capacity(length: int) -> int:
 
 class GrowingCache(ABC):
     """The counting half of the ``KVCache`` protocol."""
+
+    grows_in_place: ClassVar[bool] = False
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -40,12 +48,17 @@ class GrowingCache(ABC):
         """Allocate room for ``size`` tokens, zeroed, and keep those held."""
 
     def reserve(self, length: int) -> None:
-        """Grow to at least ``length`` tokens: by a half, in whole steps, up to the capacity."""
+        """Grow to at least ``length`` tokens, in whole steps, up to the capacity.
+
+        By a half where growth copies.
+        """
         if length > self._capacity:
             raise ValueError(f"{length} tokens exceed the cache's capacity of {self._capacity}")
         if length <= self.allocated:
             return
-        wanted = max(length, self.allocated + self.allocated // 2)
+        wanted = length
+        if not self.grows_in_place:
+            wanted = max(wanted, self.allocated + self.allocated // 2)
         size = min(grown_capacity(wanted), grown_capacity(self._capacity))
         self._grow(size)
         self.allocated = size
@@ -60,3 +73,20 @@ class GrowingCache(ABC):
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot trim a cache of {self._length} tokens to {length}")
         self._length = length
+
+    def select(self, first: int, rows: Sequence[int]) -> None:
+        """Keep token ``first + rows[i]`` as token ``first + i``, and forget all others behind.
+
+        ``rows`` ascend. A tree's accepted path comes to lie as if it had been computed alone.
+        """
+        if any(b <= a for a, b in pairwise(rows)) or (rows and rows[0] < 0):
+            raise ValueError(f"rows must ascend from 0: {list(rows)}")
+        if not 0 <= first + (rows[-1] + 1 if rows else 0) <= self._length:
+            raise ValueError(f"cannot select row {first}+{rows[-1:]} of {self._length} tokens")
+        if rows and rows[-1] >= len(rows):
+            self._move(first, rows)
+        self.trim(first + len(rows))
+
+    @abstractmethod
+    def _move(self, first: int, rows: Sequence[int]) -> None:
+        """Copy the keys and values of token ``first + rows[i]`` to token ``first + i``."""

@@ -42,7 +42,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
 SOURCES = {
@@ -119,14 +119,13 @@ class SpanArgs(Structure):
     """One sequence of a pass in one layer."""
 
     _fields_ = (
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("k_scale", c_void_p),
-        ("v_scale", c_void_p),
+        ("data", c_void_p),
         ("mask", c_void_p),
-        ("allocated", c_int64),
+        ("stride", c_int64),
+        ("format", c_int32),
         ("held", c_int32),
         ("rows", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -145,6 +144,8 @@ class AttentionArgs(Structure):
         ("post_norm", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("near_turns", c_void_p),
+        ("far_turns", c_void_p),
         ("positions", c_void_p),
         ("spans", POINTER(SpanArgs)),
         ("qkv", Stack),

@@ -29,7 +29,14 @@ from localrt.quant.ops.native_abi import (
     find_library,
     load_library,
 )
-from localrt.quant.ops.native_kv import KVFormat, NativeKVCache, token_nbytes
+from localrt.quant.ops.native_kv import (
+    KV_FORMATS,
+    KVFormat,
+    KVMaker,
+    NativeKVCache,
+    token_nbytes,
+)
+from localrt.quant.ops.native_turns import Turns
 from localrt.quant.ops.native_weights import NativeWeight, Tiler, build_weight
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -38,6 +45,7 @@ from localrt.quant.ops.protocol import (
     MlpSpec,
     MlpWeights,
     Rope,
+    Span,
 )
 
 __all__ = ["NativeOps", "NativeWeight"]
@@ -62,6 +70,7 @@ class _Pass:
     batch: Batch
     rows: int
     positions: int  # where they lie
+    reach: int  # all positions of the pass and its caches are below
     attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
@@ -70,7 +79,8 @@ class _Pass:
 class NativeOps:
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
-    ``kv_format`` ``"int8"`` halves the KV cache, and the reading of a long one; ``approximate``.
+    ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
+    third; both are ``approximate``. ``kv_maker`` replaces caches in RAM by its own.
     """
 
     name = "native"
@@ -90,6 +100,8 @@ class NativeOps:
         if not self._handle:
             raise OptionError(f"this processor cannot run the {isa!r} kernels")
         self._kv_format: KVFormat = kv_format
+        self.kv_maker: KVMaker | None = None
+        self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
         self._tiler = Tiler(self._api, self._handle)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
@@ -129,11 +141,15 @@ class NativeOps:
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of keys and values once grown to ``length`` tokens."""
+        if self.kv_maker is not None:
+            return self.kv_maker.cache_nbytes(layers, length, self._kv_format)
         shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
         return token_nbytes(shapes, self._kv_format) * grown_capacity(length)
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> NativeKVCache:
         """An empty cache."""
+        if self.kv_maker is not None:
+            return self.kv_maker.cache(layers, capacity, self._kv_format)
         shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
         return NativeKVCache(shapes, capacity, self._kv_format)
 
@@ -143,7 +159,8 @@ class NativeOps:
         """Reserve room in every cache."""
         # Arrays of other numbers of rows would pile up.
         self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
-        step = _Pass(batch, len(batch.tokens), batch.positions.ctypes.data)
+        reach = max(int(batch.positions.max()) + 1, *(s.cache.length + s.rows for s in batch.spans))
+        step = _Pass(batch, len(batch.tokens), batch.positions.ctypes.data, reach)
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
             mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
@@ -185,6 +202,8 @@ class NativeOps:
         args = step.attention[layer]
         args.q, args.out = q.ctypes.data, out.ctypes.data
         self._api.lrt_attention_output(self._handle, args)
+        for span in step.batch.spans:
+            _native_cache(span).layer_done(layer, span.rows)
         self._spare[q.shape] = q
         return out
 
@@ -269,6 +288,7 @@ class NativeOps:
     ) -> AttentionArgs:
         """Of both steps: the second finds them in the pass."""
         cos, sin = self._rope_tables(spec.rope, step)
+        near, far = self._bias_tables(weights, spec, step)
         spans = self._spans(step, layer)
         args = step.attention[layer] = AttentionArgs(
             norm=_vector(weights.norm),
@@ -279,6 +299,8 @@ class NativeOps:
             post_norm=_vector(weights.post_norm),
             cos=cos,
             sin=sin,
+            near_turns=near,
+            far_turns=far,
             positions=step.positions,
             spans=spans,
             qkv=weights.qkv.stack,
@@ -299,12 +321,13 @@ class NativeOps:
     def _spans(self, step: _Pass, layer: int) -> ctypes.Array[SpanArgs]:
         spans = (SpanArgs * len(step.masks))()
         for index, span in enumerate(step.batch.spans):
-            cache = span.cache
-            assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
+            cache = _native_cache(span)
+            data, stride = cache.layer_ready(layer)
             spans[index] = SpanArgs(
-                *cache.addresses[layer],
+                data,
                 _address(step.masks[index]),
-                cache.allocated,
+                stride,
+                KV_FORMATS.index(cache.kv_format),
                 cache.length,
                 span.rows,
             )
@@ -324,6 +347,23 @@ class NativeOps:
             )
         cos, sin = step.tables[rope]
         return cos.address, sin.address
+
+    def _bias_tables(
+        self, weights: AttentionWeights, spec: AttentionSpec, step: _Pass
+    ) -> tuple[int, int] | tuple[None, None]:
+        """Where ``Turns`` lie, if the keys are kept without a bias that they have."""
+        kept = self._kv_format == "bf16" or weights.k_norm is not None
+        if kept or weights.qkv_bias is None or spec.rope is None:
+            return None, None
+        if spec.rope not in self._turns:
+            self._turns[spec.rope] = Turns(spec.rope)
+        return self._turns[spec.rope].addresses(step.reach)
+
+
+def _native_cache(span: Span) -> NativeKVCache:
+    cache = span.cache
+    assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
+    return cache
 
 
 def _vector(vector: NativeVector | None) -> int | None:

@@ -133,13 +133,21 @@ class KVCache(Protocol):
     def trim(self, length: int) -> None:
         """Forget every token from ``length`` on."""
 
+    def select(self, first: int, rows: Sequence[int]) -> None:
+        """Keep token ``first + rows[i]`` as token ``first + i``; forget all others from ``first`` on.
+
+        ``rows`` ascend from 0: the accepted path of a tree whose rows begin at ``first``.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive rows of a pass that extend one sequence.
 
-    ``mask`` (rows, rows) says which new row sees which new row; None is causal. Every new row sees
-    all that the cache held before, within the layer's window.
+    ``mask`` (rows, extra + rows) says what a new row sees of the new rows and of the last ``extra``
+    tokens held, which are a tree's rows of earlier passes (``extra`` is 0 on Triton); None is
+    causal. Every new row sees all that the cache held before, within the layer's window. What a row
+    sees of a mask's rows are its ancestors in a tree, in their order, and itself.
     """
 
     cache: KVCache

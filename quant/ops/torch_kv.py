@@ -44,6 +44,12 @@ class TorchKVCache(GrowingCache):
                 new[:, : self._length] = old[:, : self._length]
                 tensors[layer] = new
 
+    def _move(self, first: int, rows: Sequence[int]) -> None:
+        with torch.inference_mode():
+            index = torch.tensor(rows, device=self._k[0].device) + first
+            for tensor in (*self._k, *self._v):
+                tensor[:, first : first + len(rows)] = tensor[:, index]
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Put rows (n, G, E) behind the tokens held; ``advance`` makes them count."""
         start, stop = self._length, self._length + k.shape[0]

@@ -246,15 +246,18 @@ def _visible(
         return None
     start = sum(other.rows for other in spans[:index])
     query = positions[start : start + rows]
-    # Held tokens stand at positions 0..held-1; the new rows at their own, which a tree may repeat.
-    keys = torch.cat([torch.arange(held, device=device), query])
     seen = torch.ones(rows, held + rows, dtype=torch.bool, device=device)
+    keys = torch.arange(held + rows, device=device).expand(rows, -1)
     if span.mask is None:
         seen[:, held:] = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
     else:
-        seen[:, held:] = torch.from_numpy(span.mask).to(device)
+        mask = torch.from_numpy(span.mask).to(device)
+        base = held + rows - mask.shape[1]
+        seen[:, base:] = mask
+        # What a row sees of a tree are its ancestors, one behind the other from ``base`` on.
+        keys = torch.cat([keys[:, :base], base - 1 + mask.cumsum(1)], dim=1)
     if window is not None:
-        seen &= query[:, None] - keys[None, :] < window
+        seen &= query[:, None] - keys < window
     return seen
 
 

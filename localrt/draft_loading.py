@@ -1,0 +1,167 @@
+"""Loading a draft model beside its target, within what the target's budget leaves.
+
+A draft is resident or it is not used: streaming it would cost what it is to save.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localrt.drafting import PLUS_NGRAM, Drafts
+from localrt.errors import MemoryBudgetError
+from localrt.loading import LoadedModel, LoadOptions, load_parts
+
+if TYPE_CHECKING:
+    from localrt.engine.types import ProgressCallback
+    from localrt.settings import Settings
+
+__all__ = ["Beside", "draft_loader", "is_draft_model", "load_beside", "load_draft"]
+
+
+def is_draft_model(draft: str) -> bool:
+    """Whether a ``draft`` option names a model."""
+    return draft not in ("auto", "off", "ngram")  # checked to be a string that is not empty
+
+
+def draft_loader(
+    options: LoadOptions,
+    settings: Settings,
+    *,
+    offline: bool | None = None,
+) -> Callable[[str], LoadedModel]:
+    """A function from a draft's name to its parts, for later."""
+
+    def load(name: str) -> LoadedModel:
+        return load_draft(name, options, settings, offline=offline)
+
+    return load
+
+
+def load_draft(
+    name: str,
+    options: LoadOptions,
+    settings: Settings,
+    *,
+    offline: bool | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> LoadedModel:
+    """The draft model ``name`` under the target's ``options``.
+
+    Raises:
+        MemoryBudgetError: it is larger than what is left of the budget.
+        LocalrtError: it cannot be found or loaded.
+    """
+    from localrt.hub import resolve
+
+    resolved = resolve(
+        name, settings=settings, offline=offline, progress=progress, cancel=cancel
+    )
+    own = replace(options, engine="native", kv_format=None)
+    own = replace(own, ctx=_fitting_context(resolved.path, own))
+    return load_parts(resolved.path, own, settings=settings, progress=progress, cancel=cancel)
+
+
+def _fitting_context(path: Path, options: LoadOptions) -> int | None:
+    """The draft's context, once it is known to fit.
+
+    Raises:
+        MemoryBudgetError: weights, cache and scratch exceed what is left.
+    """
+    from localrt.loading_native import _budget, _scratch, _weight_bytes
+    from localrt.models.checkpoints import open_checkpoint
+    from localrt.models.registry import read_config
+    from localrt.offload.budget import format_bytes
+    from localrt.quant.ops.choose import make_ops
+
+    with closing(open_checkpoint(path)) as checkpoint:
+        config = read_config(checkpoint)
+        ctx = min(options.ctx or config.context_length, config.context_length)
+        ops = make_ops(
+            config.attention,
+            device="cpu" if options.device.startswith("virtual:") else options.device,
+            compute_format=options.format,
+            threads=options.threads,
+        )
+        least = min(ctx, 2048)
+        need = (
+            _weight_bytes(checkpoint, ops)
+            + ops.kv_nbytes(config.attention, least)
+            + _scratch(config, ops)
+        )
+        left, tier = _budget(ops, options)
+    if need > left:
+        raise MemoryBudgetError(
+            f"it needs {format_bytes(need)} and {format_bytes(max(left, 0))} of {tier} are left"
+        )
+    return ctx
+
+
+class Beside:
+    """A draft that was loaded before its target, so that the target's plan leaves it its room."""
+
+    def __init__(self, name: str, parts: LoadedModel | None, note: str) -> None:
+        self._name = name
+        self._parts = parts
+        self._note = note
+
+    def target(self, load: Callable[[], LoadedModel]) -> LoadedModel:
+        """Load the target; where it does not fit beside the draft, without the draft."""
+        try:
+            return load()
+        except MemoryBudgetError as error:
+            if self._parts is None:
+                raise
+            self.close()
+            self._note = f"draft {self._name} is not used: beside it, {error}"
+        gc.collect()
+        return load()
+
+    def hand_over(self, drafts: Drafts) -> None:
+        """Give the draft to those of the target.
+
+        Raises:
+            OptionError: it has another vocabulary.
+        """
+        if self._parts is not None or self._note:
+            parts, self._parts = self._parts, None
+            drafts.add(self._name, parts, self._note)
+
+    def close(self) -> None:
+        """Free what was not handed over."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.engine.close()
+
+
+@contextmanager
+def load_beside(
+    draft: str,
+    options: LoadOptions,
+    settings: Settings,
+    *,
+    offline: bool | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> Iterator[Beside]:
+    """The draft of a ``draft`` option, if that names a model."""
+    name = draft.removesuffix(PLUS_NGRAM)
+    beside = Beside(name, None, "")
+    if is_draft_model(draft):
+        try:
+            parts = load_draft(
+                name, options, settings, offline=offline, progress=progress, cancel=cancel
+            )
+            beside = Beside(name, parts, "")
+        except MemoryBudgetError as error:
+            beside = Beside(name, None, f"draft {name} is not used: {error}")
+    try:
+        yield beside
+    finally:
+        beside.close()

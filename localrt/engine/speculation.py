@@ -1,0 +1,224 @@
+"""Several tokens from one target pass: the loop's steps, taken along verified trees.
+
+The loop chooses a token, as always, and asks for the logits after it. Where the token is one that
+the last pass verified, they are there already; else the accepted path is kept, a tree is drafted
+behind the new token, and one pass computes all of it. So whatever the loop does with a token
+(penalties, stops, limits, log-probabilities) it does as without speculation, and one random number
+is drawn for each. It knows no text, and no source beyond its protocol.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from localrt.engine.base import Check, EngineSession, Logits
+from localrt.errors import LocalrtError
+from localrt.speculative.policy import Fixed, Plan, Policy
+from localrt.speculative.said import Archive
+from localrt.speculative.source import DraftFailedError, DraftSource
+from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.tuner import Run, Tuner
+from localrt.speculative.verify import follow
+
+__all__ = ["Speculation", "Stepper", "TreeSession"]
+
+MakeSources = Callable[[EngineSession], Mapping[str, DraftSource]]
+
+
+@runtime_checkable
+class TreeSession(EngineSession, Protocol):
+    """An ``EngineSession`` that can compute a token tree in one pass."""
+
+    def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
+        """Compute ``token`` and, behind it, ``tree``: logits (1 + nodes, vocab), the token's first.
+
+        ``tokens`` stays as it is until ``keep`` says what of it is wanted; nothing else may be
+        computed before. When ``check`` raises, the session is as before.
+        """
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the tree's pass, a path in order, as the session's next tokens."""
+
+
+class Speculation:
+    """How the generations of a model speculate. Thread-safe.
+
+    ``make`` makes the sources of a sequence, by name, which stay with its session. ``fixed`` is a
+    plan to obey; without, the ``tuner`` decides. ``archive`` remembers answers. ``note`` says why
+    something asked for is not done.
+    """
+
+    def __init__(
+        self,
+        make: MakeSources,
+        tuner: Tuner,
+        *,
+        fixed: Plan | None = None,
+        archive: Archive | None = None,
+        note: str = "",
+    ) -> None:
+        self._make = make
+        self._tuner = tuner
+        self._fixed = fixed
+        self._archive = archive
+        self._note = note
+        self._sources: WeakKeyDictionary[EngineSession, Mapping[str, DraftSource]] = (
+            WeakKeyDictionary()
+        )
+
+    def start(self, session: EngineSession, prompt: Sequence[int], limit: int) -> Stepper | None:
+        """The steps of one generation of at most ``limit`` tokens; None where it cannot be."""
+        if not isinstance(session, TreeSession):
+            return None
+        sources = self._sources.get(session)
+        if sources is None:
+            sources = self._sources[session] = self._make(session)
+        for source in sources.values():
+            source.begin(prompt)
+        policy: Policy
+        if self._fixed is not None:
+            policy = Fixed(self._fixed.source, self._fixed.budget, self._fixed.depth)
+        else:
+            policy = self._tuner.start(limit, list(sources))
+        return Stepper(
+            session, prompt, sources, policy, tuner=self._tuner, archive=self._archive,
+            note=self._note,
+        )
+
+
+class Stepper:
+    """One generation. ``passes`` counts target passes, ``emitted`` the tokens they brought."""
+
+    def __init__(
+        self,
+        session: TreeSession,
+        prompt: Sequence[int],
+        sources: Mapping[str, DraftSource],
+        policy: Policy,
+        *,
+        tuner: Tuner,
+        archive: Archive | None = None,
+        note: str = "",
+    ) -> None:
+        self._session = session
+        self._history = list(prompt)
+        self._prompt_size = len(prompt)
+        self._sources = sources
+        self._policy = policy
+        self._tuner = tuner
+        self._archive = archive
+        self._note = note
+        self._plan: Plan | None = None
+        self._tree: TokenTree | None = None  # verified, and not yet kept
+        self._path: list[int] = []
+        self._logits: Logits | None = None
+        self._seconds = 0.0
+        self._prefill = self._now()
+        self.passes = 0
+        self.emitted = 0
+        self.guessed_right: dict[str, int] = {}
+
+    def prefilled(self, rows: int) -> None:
+        """A prompt of ``rows`` has just been computed."""
+        self._tuner.prompt(rows, self._now() - self._prefill)
+
+    def advance(self, token: int, left: int, check: Check) -> Logits:
+        """Logits (vocab,) after ``token``, which was chosen; ``left`` more may be.
+
+        Raises:
+            LocalrtError: the target computes no numbers.
+        """
+        self._history.append(token)
+        logits = self._verified(token)
+        if logits is None:
+            self._close()
+            logits = self._pass(token, left, check)
+        self.emitted += 1
+        if not np.isfinite(logits.max()):
+            raise LocalrtError("the model computes no numbers: its files may be damaged")
+        return logits
+
+    def finish(self) -> None:
+        """The generation has ended: the session keeps what was accepted."""
+        self._close()
+        if self._archive is not None:
+            self._archive.add(self._history[self._prompt_size :])
+
+    @property
+    def reason(self) -> str:
+        """How it went, in one sentence."""
+        return f"{self._policy.reason}; {self._note}" if self._note else self._policy.reason
+
+    def acceptance(self) -> dict[str, float]:
+        """The share of the passes' tokens that each source guessed right."""
+        return {
+            name: right / self.emitted if self.emitted else 0.0
+            for name, right in sorted(self.guessed_right.items())
+        }
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        counts = self._session.counts()
+        return time.perf_counter() if counts is None else counts.clock_s
+
+    def _verified(self, token: int) -> Logits | None:
+        """The accept rule of ``localrt.speculative.verify``, one step of it."""
+        tree = self._tree
+        if tree is None or self._logits is None:
+            return None
+        node = follow(tree, self._path[-1] if self._path else ROOT, token)
+        if node is None:
+            return None
+        self._path.append(node)
+        for name in tree.proposed_by(node):
+            self.guessed_right[name] = self.guessed_right.get(name, 0) + 1
+        row: Logits = self._logits[1 + node]
+        return row
+
+    def _close(self) -> None:
+        """Keep the accepted path, and say what came true."""
+        tree, self._tree, self._logits = self._tree, None, None
+        if tree is None:
+            return
+        self._session.keep([0, *(1 + node for node in self._path)])
+        self._policy.verified(self._plan, tree, self._path, self._seconds)
+
+    def _pass(self, token: int, left: int, check: Check) -> Logits:
+        session = self._session
+        # A tree's rows, and what each of its tokens is worth: no more than may still be emitted.
+        room = session.capacity - len(session.tokens) - 1
+        tree = self._draft(room, left - 1, check) if left > 1 else TokenTree.empty()
+        self._path = []
+        started = self._now()
+        if len(tree):
+            logits = session.extend_tree(token, tree, check=check)
+            self._seconds = self._now() - started
+            self._tree, self._logits = tree, logits
+            first: Logits = logits[0]
+        else:
+            first = session.extend([token], check=check)
+            self._policy.verified(self._plan, tree, (), self._now() - started)
+        self.passes += 1
+        return first
+
+    def _draft(self, room: int, ahead: int, check: Check) -> TokenTree:
+        """Guesses behind the history, as the policy wants them."""
+        self._plan = plan = self._policy.plan(room)
+        if plan is None:
+            return TokenTree.empty()
+        # Drafts run beside a virtual card's clock, not on it.
+        started = time.perf_counter()
+        try:
+            tree = self._sources[plan.source].propose(
+                self._history, plan.budget, min(plan.depth, ahead), check=check
+            )
+        except DraftFailedError as error:
+            self._policy.failed(plan.source, str(error))
+            return TokenTree.empty()
+        return self._policy.drafted(plan, tree, time.perf_counter() - started)

@@ -1,0 +1,167 @@
+// How keys and values are cached: blocks of 256 tokens, and in a block one piece for each group (key/value head).
+// A piece holds keys in tiles of 16 tokens, values token by token, then what quantized numbers are times and plus.
+// Nothing of a token shares a byte with another token: rows are appended by several threads.
+// quant/ops/native_kv.py knows the same sizes.
+#pragma once
+
+namespace {
+
+constexpr int KEYS = 256;      // tokens of a block
+constexpr int MAX_HEAD = 512;  // numbers of a key or value
+constexpr int CHUNK = 32;      // int4: neighbours that share a scale and a minimum
+
+// bf16: keys (16, E, 16), values (256, E).
+struct CachedBf16 {
+    static constexpr int BYTES = 2;
+    static F16L load(const uint8_t* p) { return F16L::load_bf16(p); }
+};
+// int8: the same, then float32 scales (256) of the keys and of the values.
+struct CachedInt8 {
+    static constexpr int BYTES = 1;
+    static F16L load(const uint8_t* p) { return F16L::from(I16::load_i8(p)); }
+};
+// int4, C chunks of 32 numbers, the last of which may be half full. Byte j of values (256, C, 16) holds numbers j and
+// j + 16. So do the keys' (16, C, 320) first 256 bytes, (16, 16) of a tile; keys have five bits, and number e's fifth is
+// bit e of the token's 32 in the last 64. Then as bf16 (C, 256) each: the keys' scales and minimums, and the values'.
+struct CachedInt4 {
+    static constexpr int KEY_BYTES = 20, VALUE_BYTES = 16;  // of a token's chunk
+};
+
+inline int chunks_of(int size) { return (size + CHUNK - 1) / CHUNK; }
+
+// One group's piece of a block.
+struct Piece {
+    uint8_t *k, *v, *k_scale, *v_scale;
+
+    Piece(const Span& span, int block, int group, int size) {
+        const size_t numbers = (size_t)KEYS * size, chunks = (size_t)KEYS * chunks_of(size);
+        size_t keys = 2 * numbers, values = 2 * numbers, scales = 0;  // bytes
+        if (span.format == KV_INT8) keys = values = numbers, scales = 4 * KEYS;
+        if (span.format == KV_INT4) {
+            keys = CachedInt4::KEY_BYTES * chunks;
+            values = CachedInt4::VALUE_BYTES * chunks;
+            scales = 4 * chunks;
+        }
+        k = span.data + block * span.stride + group * (keys + values + 2 * scales);
+        v = k + keys;
+        k_scale = v + values;
+        v_scale = k_scale + scales;
+    }
+};
+
+inline uint16_t to_bf16(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// The next bf16 at or below x.
+inline uint16_t floor_bf16(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return (uint16_t)((bits >> 16) + (bits >> 31 && bits & 0xFFFF));
+}
+
+inline float from_bf16(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline void append_int8(const float* from, int size, float* scale, int8_t* to, int step) {
+    float peak = 0;
+    for (int e = 0; e < size; e++) peak = most(peak, std::fabs(from[e]));
+    *scale = peak / 127.f;
+    const float inverse = peak > 0 ? 127.f / peak : 0.f;
+    for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(from[e] * inverse);
+}
+
+// Codes are taken with the scale and minimum as they are kept, so that only the codes' own rounding remains.
+// Codes are up to `top`; `next` bytes from chunk to chunk, `step` from byte to byte. Fifth bits go to `fifths`, if any.
+inline void append_int4(const float* from, int size, float top, uint16_t* scales, uint8_t* to, int next, int step, uint8_t* fifths) {
+    const int chunks = chunks_of(size);
+    for (int c = 0; c < chunks; c++, from += CHUNK, to += next) {
+        const int count = least(CHUNK, size - c * CHUNK);
+        float low = from[0], high = from[0];
+        for (int e = 1; e < count; e++) low = least(low, from[e]), high = most(high, from[e]);
+        const uint16_t minimum = floor_bf16(low), scale = to_bf16((high - from_bf16(minimum)) / top);
+        scales[(size_t)c * KEYS] = scale;
+        scales[(size_t)(chunks + c) * KEYS] = minimum;
+        const float base = from_bf16(minimum), inverse = scale ? 1.f / from_bf16(scale) : 0.f;
+        auto code = [&](int e) {
+            return e < count ? (uint32_t)std::nearbyintf(most(0.f, least(top, (from[e] - base) * inverse))) : 0u;
+        };
+        uint32_t fifth = 0;
+        for (int j = 0; j < 16; j++) {
+            const uint32_t low = code(j), high_half = code(j + 16);
+            to[j * step] = (uint8_t)((low & 15) | (high_half & 15) << 4);
+            fifth |= low >> 4 << j | high_half >> 4 << (j + 16);
+        }
+        if (fifths) __builtin_memcpy(fifths + (size_t)c * next, &fifth, sizeof fifth);
+    }
+}
+
+// A token's key and value of one group into the cache.
+inline void append(const Span& span, int group, int slot, int size, const float* key, const float* value) {
+    const Piece piece(span, slot / KEYS, group, size);
+    const int at = slot % KEYS, tile = at / 16, lane = at % 16;
+    if (span.format == KV_BF16) {
+        uint16_t *keys = (uint16_t*)piece.k + (size_t)tile * 16 * size + lane, *values = (uint16_t*)piece.v + (size_t)at * size;
+        for (int e = 0; e < size; e++) keys[(size_t)e * 16] = to_bf16(key[e]);
+        for (int e = 0; e < size; e++) values[e] = to_bf16(value[e]);
+    } else if (span.format == KV_INT8) {
+        append_int8(key, size, (float*)piece.k_scale + at, (int8_t*)piece.k + (size_t)tile * 16 * size + lane, 16);
+        append_int8(value, size, (float*)piece.v_scale + at, (int8_t*)piece.v + (size_t)at * size, 1);
+    } else {
+        const int chunks = chunks_of(size), key_next = 16 * CachedInt4::KEY_BYTES, value_next = CachedInt4::VALUE_BYTES;
+        uint8_t* keys = piece.k + (size_t)tile * chunks * key_next;
+        append_int4(key, size, 31.f, (uint16_t*)piece.k_scale + at, keys + lane, key_next, 16, keys + 256 + 4 * lane);
+        append_int4(value, size, 15.f, (uint16_t*)piece.v_scale + at, piece.v + (size_t)at * chunks * value_next, value_next, 1, nullptr);
+    }
+}
+
+// Quantized keys are cached without their projection's bias. In models that have one (Qwen2), a few of its elements
+// are a hundred times what varies from token to token, and a shared scale would leave nothing of the rest. Turned to
+// its token's position p, the bias adds to a score, for each rotary pair j,
+//     (q1 b1 + q2 b2) cos(p t_j) + (q2 b1 - q1 b2) sin(p t_j),
+// which is one more product with a table of cosines and sines of 256 positions, once the query's pairs are turned back
+// by the position of the block. The table is (16 tiles, pairs, 2, 16).
+struct KeyBias {
+    const float *near_turns, *far_turns, *bias;  // bias (E) of a group; null where keys have none, or keep it
+    int half;
+
+    KeyBias(const AttentionArgs& args, const Span& span, int group) {
+        const bool apart = span.format != KV_BF16 && args.near_turns && args.qkv_bias && !args.k_norm;
+        near_turns = args.near_turns;
+        far_turns = args.far_turns;
+        bias = apart ? args.qkv_bias + (size_t)(args.heads + group) * args.head_dim : nullptr;
+        half = args.rotary / 2;
+    }
+    void take_off(float* key) const {
+        if (bias)
+            for (int e = 0; e < 2 * half; e++) key[e] -= bias[e];
+    }
+    // (half, 2) factors of a query for the 256 positions from 256 * block on.
+    void turn(const float* q, int block, float* factors) const {
+        const float* far = far_turns + (size_t)block * 2 * half;
+        for (int j = 0; j < half; j++) {
+            const float q1 = q[j], q2 = q[j + half], b1 = bias[j], b2 = bias[j + half], cos = far[2 * j], sin = far[2 * j + 1];
+            const float a = q1 * b1 + q2 * b2, c = q2 * b1 - q1 * b2;
+            factors[2 * j] = a * cos + c * sin;
+            factors[2 * j + 1] = c * cos - a * sin;
+        }
+    }
+    // What the bias adds to one query's score with a token anywhere.
+    float score(const float* q, int64_t position) const {
+        float factors[MAX_HEAD];
+        turn(q, (int)(position / KEYS), factors);
+        const int at = (int)(position % KEYS);
+        const float* table = near_turns + (size_t)(at / 16) * 2 * half * 16 + at % 16;
+        float sum = 0;
+        for (int e = 0; e < 2 * half; e++) sum += factors[e] * table[(size_t)e * 16];
+        return sum;
+    }
+};
+
+}  // namespace

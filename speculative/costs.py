@@ -1,0 +1,105 @@
+"""What passes cost, learnt while they run: seconds of a target pass by its rows, and of a draft.
+
+Medians of the latest few measurements, so that one disturbed pass changes nothing. Between measured
+sizes the curve is a straight line; beyond them it goes on at the prompt's seconds per row, or at a
+pessimistic guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+__all__ = ["DraftCost", "PassCost"]
+
+_KEPT = 7
+# Before anything is known of larger passes, each row is taken to cost this share of a plain step.
+_UNKNOWN_ROW = 0.15
+
+
+def _bucket(rows: int) -> int:
+    """Sizes that count as the same: each on its own up to 8, then in steps of about a fifth."""
+    return rows if rows <= 8 else 8 + round(math.log(rows / 8) / math.log(1.2))
+
+
+class PassCost:
+    """Seconds of a target pass by its rows."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[tuple[int, float]]] = {}
+        self._curve: list[tuple[float, float]] = []  # rows and seconds, both rising
+        self._row: float | None = None  # seconds per row of a prompt
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A pass of ``rows`` took ``seconds``."""
+        self._seen.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append((rows, seconds))
+        self._curve = []
+        low = 0.0
+        for key in sorted(self._seen):
+            low = max(low, median(s for _, s in self._seen[key]))
+            self._curve.append((median(r for r, _ in self._seen[key]), low))
+
+    def add_prompt(self, rows: int, seconds: float) -> None:
+        """A long pass without logits: says what a row costs at most."""
+        if rows >= 32:
+            self._row = seconds / rows
+
+    @property
+    def plain(self) -> float | None:
+        """Seconds of a pass of one row; None before one was measured."""
+        return self._curve[0][1] if 1 in self._seen else None
+
+    @property
+    def plain_count(self) -> int:
+        """How many such passes were measured, up to those kept."""
+        return len(self._seen.get(1, ()))
+
+    def measured(self, rows: int) -> bool:
+        """Whether a pass of about that size was measured."""
+        return _bucket(rows) in self._seen
+
+    def seconds(self, rows: int) -> float:
+        """Of a pass of ``rows``, never less than of a smaller one.
+
+        Raises:
+            ValueError: no plain pass was measured yet.
+        """
+        plain = self.plain
+        if plain is None:
+            raise ValueError("a plain pass must be measured first")
+        below, low = 1.0, plain
+        for at, value in self._curve:
+            if at >= rows:
+                return value if at <= below else low + (value - low) * (rows - below) / (at - below)
+            below, low = at, value
+        row = self._row if self._row is not None else _UNKNOWN_ROW * plain
+        return low + (rows - below) * row
+
+
+class DraftCost:
+    """Seconds of a draft by its budget and depth: a draft takes about as many passes as levels."""
+
+    def __init__(self) -> None:
+        self._median: dict[int, float] = {}
+        self._levels: dict[int, deque[float]] = {}  # by budget: seconds per level
+
+    def add(self, budget: int, levels: int, seconds: float) -> None:
+        """A tree of ``levels`` took ``seconds``."""
+        kept = self._levels.setdefault(budget, deque(maxlen=_KEPT))
+        kept.append(seconds / (levels + 1))
+        self._median[budget] = median(kept)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._levels)
+
+    def seconds(self, budget: int, depth: int) -> float | None:
+        """Of a tree of that budget and depth; None before anything was measured."""
+        if not self._levels:
+            return None
+        nearest = min(self._levels, key=lambda b: abs(math.log(b / budget)))
+        # More nodes in a level cost more, but less than as many passes.
+        wider = max(1.0, budget / nearest) ** 0.5
+        return self._median[nearest] * wider * (depth + 1)

@@ -1,0 +1,334 @@
+"""Decides, before every pass, whether to guess, with what, and how much: by measurement only.
+
+A ``Tuner`` belongs to a model and learns the seconds of a pass by its rows, a draft's seconds, and
+how often each source's guesses come true. A ``Run`` is one generation: it takes the plan with the
+most tokens per second, keeps of a drafted tree the nodes that pay for their rows, and never risks
+more time than ``TOLERANCE`` of plain decoding beyond what it has gained in the same generation. It
+knows no model: seconds in, plans out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from localrt.speculative.calibration import Calibration
+from localrt.speculative.costs import DraftCost, PassCost
+from localrt.speculative.policy import Plan
+from localrt.speculative.tree import TokenTree
+
+__all__ = ["TOLERANCE", "Run", "Tuner"]
+
+# The share of plain decoding's time that attempts may lose in a generation.
+TOLERANCE = 0.015
+# An answer is taken to be as long as this where the limit is longer: what may be lost at its start.
+_ASSUMED = 96
+_BUDGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+_DEPTHS = (1, 2, 4, 8, 16)
+_PLAIN_FIRST = 2  # plain steps before the first attempt
+_REFRESH = 128  # passes after which a plain step is measured again
+_FIRST_WAIT, _LONGEST_WAIT = 4, 512  # steps between attempts that are not expected to pay
+_MARGIN = 1.02  # what is expected must be better than plain by this much
+_BLEND = 0.2  # of a new measurement in a running mean
+_PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
+
+
+@dataclass(slots=True)
+class _Source:
+    """What is known of one source."""
+
+    cheap: bool
+    level: float  # of a plain step that a level of its draft is taken to cost, before one was made
+    cost: DraftCost = field(default_factory=DraftCost)
+    calibration: Calibration = field(default_factory=Calibration)
+    gains: dict[tuple[int, int], float] = field(default_factory=dict)
+    wait: int = 0  # steps until an attempt that is not expected to pay
+    next_wait: int = _FIRST_WAIT
+
+    def gain(self, budget: int, depth: int) -> float:
+        """Guesses of a tree that come true."""
+        known = self.gains.get((budget, depth))
+        if known is not None:
+            return known
+        # From the largest smaller tree, as if it were a chain; with nothing known, from the start.
+        smaller = [(b, d) for b, d in self.gains if b <= budget and d <= depth]
+        chance = _PRIOR_CHANCE
+        if smaller:
+            b, d = max(smaller)
+            chance = _chance(self.gains[b, d], d)
+        return _chain(chance, min(depth, budget))
+
+    def note_tree(self, tree: TokenTree, plan: Plan) -> None:
+        """What trees of this and of smaller budgets and depths would have brought."""
+        chances = self.calibration.probabilities(tree)
+        order = np.lexsort((np.arange(len(tree)), -tree.scores))
+        for depth in _DEPTHS:
+            if depth > plan.depth:
+                break
+            deep = order[tree.depths[order] <= depth]
+            sums = np.concatenate([[0.0], np.cumsum(chances[deep])])
+            for budget in _BUDGETS:
+                if budget > plan.budget:
+                    break
+                new = float(sums[min(budget, len(deep))])
+                old = self.gains.get((budget, depth))
+                self.gains[budget, depth] = new if old is None else old + _BLEND * (new - old)
+
+
+class Tuner:
+    """What a model's generations have in common. Thread-safe.
+
+    ``sources`` are names, with the share of a plain step that a level of their draft is taken to
+    cost until one was made: 0 of lookups, which cost next to nothing. ``streamed`` is for the
+    reason alone.
+    """
+
+    def __init__(self, sources: Mapping[str, float], *, streamed: bool = False) -> None:
+        self.lock = threading.RLock()
+        self.cost = PassCost()
+        self.sources = {name: _Source(level == 0, level) for name, level in sources.items()}
+        self.streamed = streamed
+
+    def prompt(self, rows: int, seconds: float) -> None:
+        """A prompt of ``rows`` was computed."""
+        with self.lock:
+            self.cost.add_prompt(rows, seconds)
+
+    def start(self, limit: int, sources: Sequence[str]) -> Run:
+        """The policy of a generation of at most ``limit`` tokens that has these sources."""
+        return Run(self, limit, tuple(sources))
+
+
+class Run:
+    """See ``Policy``."""
+
+    def __init__(self, tuner: Tuner, limit: int, sources: tuple[str, ...]) -> None:
+        self._tuner = tuner
+        self._names = sources
+        self._limit = limit
+        self._tokens = 0  # emitted by passes
+        self._passes = 0
+        self._since_plain = 0
+        self._lost = 0.0  # seconds beyond plain decoding of as many tokens; negative: gained
+        self._draft_s = 0.0  # spent for the pass to come
+        self._guessed = 0  # passes with guesses
+        self._came_true = 0
+        self._forced = False
+        self._failures: dict[str, str] = {}
+
+    # -- the policy ------------------------------------------------------------------------------
+
+    def plan(self, room: int) -> Plan | None:
+        """See ``Policy``."""
+        with self._tuner.lock:
+            plain = self._tuner.cost.plain
+            self._forced = False
+            if plain is None or self._tuner.cost.plain_count < _PLAIN_FIRST or room < 1:
+                return None
+            if self._since_plain >= _REFRESH:
+                return None
+            best, best_rate = None, _MARGIN / plain
+            for name in self._names:
+                if name in self._failures:
+                    continue
+                source = self._tuner.sources[name]
+                if source.cheap:
+                    # Drafting is free: what to verify is decided on the tree itself.
+                    plan, rate = Plan(name, min(room, 64), _DEPTHS[-1]), best_rate
+                    if best is None:
+                        best = plan
+                    continue
+                plan, rate = self._best_of(name, source, room)
+                if plan is not None and rate > best_rate:
+                    best, best_rate = plan, rate
+                elif best is None and source.wait <= 0:
+                    best = self._attempt(name, source, room)
+                source.wait -= 1
+            return best
+
+    def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree:
+        """See ``Policy``."""
+        tuner = self._tuner
+        with tuner.lock:
+            source = tuner.sources[plan.source]
+            self._draft_s += seconds
+            source.cost.add(plan.budget, max(tree.height, 1), seconds)
+            if not len(tree):
+                return tree
+            source.note_tree(tree, plan)
+            return self._worthwhile(source, tree)
+
+    def verified(
+        self, plan: Plan | None, tree: TokenTree, path: Sequence[int], seconds: float
+    ) -> None:
+        """See ``Policy``."""
+        tuner = self._tuner
+        with tuner.lock:
+            rows = 1 + len(tree)
+            tuner.cost.add(rows, seconds)
+            emitted = 1 + len(path)
+            spent = seconds + self._draft_s
+            self._draft_s = 0.0
+            plain = tuner.cost.plain or seconds
+            self._passes += 1
+            self._tokens += emitted
+            self._since_plain = 0 if rows == 1 else self._since_plain + 1
+            if plan is None:
+                return
+            self._lost += spent - emitted * plain if rows > 1 else spent - seconds
+            if rows == 1:
+                return
+            self._guessed += 1
+            self._came_true += len(path)
+            source = tuner.sources[plan.source]
+            source.calibration.learn(tree, path)
+            if spent < emitted * plain:
+                source.next_wait = _FIRST_WAIT
+                source.wait = 0
+            else:
+                source.wait = source.next_wait
+                source.next_wait = min(2 * source.next_wait, _LONGEST_WAIT)
+
+    def failed(self, source: str, why: str) -> None:
+        """See ``Policy``."""
+        self._failures[source] = why
+        self._draft_s = 0.0
+
+    @property
+    def reason(self) -> str:
+        """See ``Policy``."""
+        with self._tuner.lock:
+            return f"speculation: {self._why()}"
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _allowed(self, plain: float) -> float:
+        """Seconds that may be lost by now."""
+        tokens = max(self._tokens, min(self._limit, _ASSUMED))
+        return TOLERANCE * plain * tokens
+
+    def _affordable(self, seconds: float, plain: float) -> bool:
+        """Whether a pass of ``seconds`` that brings one token would lose more than is allowed."""
+        return self._lost + seconds - plain <= self._allowed(plain)
+
+    def _best_of(self, name: str, source: _Source, room: int) -> tuple[Plan | None, float]:
+        """The plan with the most expected tokens per second, and their number."""
+        cost = self._tuner.cost
+        plain = cost.plain
+        assert plain is not None, "a plan needs a plain step"
+        best, best_rate = None, 0.0
+        for budget in _BUDGETS:
+            if budget > room:
+                break
+            verify = cost.seconds(1 + budget)
+            for depth in _DEPTHS:
+                if depth > budget:
+                    break
+                seconds = verify + self._draft_seconds(source, budget, depth)
+                if not self._affordable(seconds, plain):
+                    continue
+                rate = (1 + source.gain(budget, depth)) / seconds
+                if rate > best_rate:
+                    best, best_rate = Plan(name, budget, depth), rate
+        return best, best_rate
+
+    def _attempt(self, name: str, source: _Source, room: int) -> Plan | None:
+        """A cheap attempt with a source that is not expected to pay, where that may be risked."""
+        cost = self._tuner.cost
+        plain = cost.plain
+        assert plain is not None, "a plan needs a plain step"
+        for budget, depth in ((8, 4), (4, 2), (2, 1)):
+            draft = self._draft_seconds(source, budget, depth)
+            if budget <= room and self._affordable(draft + cost.seconds(1 + budget), plain):
+                self._forced = True
+                return Plan(name, budget, depth)
+        return None
+
+    def _draft_seconds(self, source: _Source, budget: int, depth: int) -> float:
+        known = source.cost.seconds(budget, depth)
+        if known is not None:
+            return known
+        plain = self._tuner.cost.plain
+        assert plain is not None, "a draft needs a plain step"
+        return source.level * plain * (depth + 1)
+
+    def _worthwhile(self, source: _Source, tree: TokenTree) -> TokenTree:
+        """The best nodes of a tree, as many as bring more tokens than their rows cost time."""
+        cost = self._tuner.cost
+        plain = cost.plain
+        assert plain is not None, "a draft needs a plain step"
+        chances = source.calibration.probabilities(tree)
+        order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.scores))
+        sums = np.cumsum(chances[order])
+        best, best_value = 0, 0.0
+        for count in _counts(len(tree)):
+            seconds = cost.seconds(1 + count)
+            if not self._affordable(seconds + self._draft_s, plain):
+                break
+            # Time is worth plain decoding's tokens, and a little more: guesses must pay.
+            value = float(sums[count - 1]) - _MARGIN * (seconds - plain) / plain
+            if value > best_value:
+                best, best_value = count, value
+        if not best and self._may_try(source):
+            best = next((n for n in _counts(min(8, len(tree))) if sums[n - 1] > 0), 0)
+            if not self._affordable(cost.seconds(1 + best) + self._draft_s, plain):
+                best = 0
+        return tree.trim(best)
+
+    def _may_try(self, source: _Source) -> bool:
+        """Whether it is time to see if a source that did not pay has become better."""
+        if self._forced:
+            return True
+        if not source.cheap:
+            return False
+        source.wait -= 1
+        return source.wait < 0
+
+    def _why(self) -> str:
+        cost = self._tuner.cost
+        plain = cost.plain
+        if self._failures and len(self._failures) == len(self._names):
+            return f"off, {next(iter(self._failures.values()))}"
+        if plain is None or cost.plain_count < _PLAIN_FIRST:
+            return "off, still measuring"
+        names = " and ".join(self._names)
+        if self._guessed and self._lost < 0:
+            spent = self._lost + plain * self._tokens
+            speed = plain * self._tokens / spent if spent > 0 else 1.0
+            each = 1 + self._came_true / self._guessed
+            return f"{names}, {each:.1f} tokens a pass with guesses, {speed:.2f}x plain decoding"
+        sources = [self._tuner.sources[n] for n in self._names if n not in self._failures]
+        if all(source.cheap and not source.gains for source in sources):
+            return f"waiting, {names} has nothing to guess from yet"
+        gain = max(source.gain(8, 4) for source in sources if source.gains or not source.cheap)
+        if gain < 0.5:
+            return f"off, guesses of {names} seldom come true ({gain:.1f} of 8)"
+        if not self._tuner.streamed:
+            return "off, the model is resident and CPU-bound"
+        return f"off, guesses of {names} would cost more time than they save"
+
+
+def _chain(chance: float, levels: int) -> float:
+    """Guesses of a chain that come true, if each does with the same chance."""
+    return sum(chance**level for level in range(1, levels + 1))
+
+
+def _chance(gain: float, levels: int) -> float:
+    """The chance that makes a chain of ``levels`` bring ``gain``."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _chain(middle, levels) < gain else (low, middle)
+    return (low + high) / 2
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers of nodes to consider: all of few, then in steps."""
+    counts, count = [], 1
+    while count < most:
+        counts.append(count)
+        count = max(count + 1, count * 9 // 8)
+    return [*counts, most] if most else []

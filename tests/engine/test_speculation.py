@@ -1,0 +1,319 @@
+"""Speculation in the loop: the same tokens as plain decoding, and everything about them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.engine.base import EngineInfo
+from localrt.engine.loop import Request, generate
+from localrt.engine.native import NativeEngine
+from localrt.engine.sampling import Sampling
+from localrt.engine.speculation import Speculation
+from localrt.engine.types import Chunk
+from localrt.errors import LocalrtError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.speculative.draft_model import DraftModelSource
+from localrt.speculative.merged import MergedSource
+from localrt.speculative.ngram import NgramSource
+from localrt.speculative.policy import Plan
+from localrt.speculative.said import Archive, SaidSource
+from localrt.speculative.source import DraftFailedError
+from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.tuner import Tuner
+from tests.engine.fake_session import ByteTokenizer
+from tests.models.tiny import SIZES, save_tiny, tokens
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+CAPACITY = 160
+PROMPT = tokens(12) * 3
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0),
+    "warm": Sampling(temperature=0.8, seed=3),
+    "penalties": Sampling(
+        temperature=1.5, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, top_p=0.9
+    ),
+}
+
+
+def load(folder: Path, seed: int = 0, kv_format: Any = "bf16") -> NativeEngine:
+    save_tiny("qwen2", folder, seed)
+    with closing(open_checkpoint(folder)) as checkpoint:
+        config = read_config(checkpoint, context=CAPACITY)
+        ops = NativeOps(threads=1, kv_format=kv_format)
+        decoder = load_decoder(checkpoint, ops, config)
+    info = EngineInfo(
+        engine="native",
+        architecture="qwen2",
+        device="cpu",
+        format="bf16",
+        parameters=0,
+        layers=3,
+        vocab_size=SIZES["vocab_size"],
+        weight_bytes=0,
+        context_length=CAPACITY,
+        exactness="bit-exact",
+    )
+    return NativeEngine(decoder, info)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeEngine]:
+    engine = load(tmp_path_factory.mktemp("target"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeEngine]:
+    """A draft that guesses badly."""
+    engine = load(tmp_path_factory.mktemp("draft"), seed=1)
+    yield engine
+    engine.close()
+
+
+class Decoderlike:
+    def __init__(self, engine: NativeEngine) -> None:
+        self.cache, self.forward = engine.cache, engine.run
+
+
+def drafting(draft: NativeEngine, **options: Any) -> Any:
+    settings = {"capacity": 400, "vocab_size": SIZES["vocab_size"], "held_rows": False}
+    return DraftModelSource(Decoderlike(draft), **{**settings, **options})
+
+
+def fixed(source: Any, budget: int = 12, depth: int = 5, **options: Any) -> Speculation:
+    """Always that source and budget."""
+    return Speculation(
+        lambda _: {"it": source}, Tuner({}), fixed=Plan("it", budget, depth), **options
+    )
+
+
+def run(engine: Any, speculation: Speculation | None, **settings: Any) -> list[Chunk]:
+    session = settings.pop("session", None) or engine.session(CAPACITY)
+    request = Request(
+        **{
+            "prompt": PROMPT,
+            "sampling": SAMPLINGS["greedy"],
+            "max_tokens": 40,
+            "speculation": speculation,
+            **settings,
+        }
+    )
+    return list(generate(session, ByteTokenizer(), request))  # type: ignore[arg-type]
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+@pytest.fixture(params=["ngram", "itself", "other", "both"])
+def source(request: Any, engine: NativeEngine, other: NativeEngine) -> Any:
+    if request.param == "ngram":
+        return NgramSource()
+    if request.param == "both":
+        return MergedSource([drafting(other), NgramSource()])
+    return drafting(engine if request.param == "itself" else other)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_tokens_are_those_of_plain_decoding(
+    engine: NativeEngine, source: Any, sampling: str
+) -> None:
+    session = engine.session(CAPACITY)
+    chosen = SAMPLINGS[sampling]
+    plain = run(engine, None, sampling=chosen, logprobs=2)
+    ours = run(engine, fixed(source), sampling=chosen, session=session, logprobs=2)
+    assert ids(ours) == ids(plain)
+    assert [c.logprobs for c in ours] == [c.logprobs for c in plain]
+    assert [c.text for c in ours] == [c.text for c in plain]
+    assert list(session.tokens) == [*PROMPT, *ids(plain)[:-1]]
+    # The session goes on as if it had been plain: its cache has the same bits.
+    fresh = engine.session(CAPACITY)
+    fresh.extend(session.tokens)
+    assert np.array_equal(session.extend([5]), fresh.extend([5]))
+
+
+class Knowing:
+    """Knows the answer, beside which it guesses wrongly."""
+
+    name = "oracle"
+
+    def __init__(self, answer: list[int]) -> None:
+        self._all = [*PROMPT, *answer]
+
+    def begin(self, history: Any) -> None:
+        pass
+
+    def propose(self, history: list[int], budget: int, depth: int, **_: Any) -> TokenTree:
+        assert history == self._all[: len(history)]
+        right = self._all[len(history) : len(history) + depth]
+        wrong = [token + 1 for token in right]
+        guesses = [t for pair in zip(wrong, right, strict=True) for t in pair]
+        parents = [ROOT, ROOT, *(1 + 2 * (i // 2) for i in range(len(guesses) - 2))]
+        scores = [-float(i // 2) for i in range(len(guesses))]
+        return TokenTree.of(guesses, parents[: len(guesses)], scores, self.name).trim(budget)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_perfect_draft_is_accepted_to_its_depth(engine: NativeEngine) -> None:
+    answer = ids(run(engine, None))
+    speculation = fixed(Knowing(answer), budget=30, depth=5)
+    metrics = run(engine, speculation, max_tokens=37)[-1].metrics
+    assert metrics.accepted_per_pass == 6  # five guesses and the bonus token
+    assert metrics.accepted_by_source == {"oracle": pytest.approx(5 / 6)}
+    assert metrics.completion_tokens == 37
+    assert metrics.speculation == "speculation: it, 30 guesses a pass as asked"
+
+
+def test_limits_and_ends_are_as_without(engine: NativeEngine) -> None:
+    plain = ids(run(engine, None, max_tokens=200))
+    assert len(plain) == CAPACITY - len(PROMPT)  # to the end of the context
+    source = drafting(engine)
+    assert ids(run(engine, fixed(source), max_tokens=200)) == plain
+    for limit in (1, 2, 3, 7):
+        chunks = run(engine, fixed(source), max_tokens=limit)
+        assert (ids(chunks), chunks[-1].finish_reason) == (plain[:limit], "length")
+    eos = plain[10]
+    chunks = run(engine, fixed(source), eos_ids=frozenset({eos}))
+    assert ids(chunks) == plain[: plain.index(eos)]
+    assert chunks[-1].finish_reason == "stop"
+    stop = chr(plain[5]) + chr(plain[6])
+    with_stop = [run(engine, s, stop=(stop,)) for s in (None, fixed(source))]
+    assert "".join(c.text for c in with_stop[0]) == "".join(c.text for c in with_stop[1])
+    assert with_stop[1][-1].finish_reason == "stop"
+
+
+def test_the_next_turn_reuses_what_was_said(engine: NativeEngine) -> None:
+    source = drafting(engine)
+    speculation = fixed(source)
+    session = engine.session(CAPACITY)
+    first = ids(run(engine, speculation, session=session, max_tokens=20))
+    longer = [*PROMPT, *first, 5, 6]
+    chunks = run(engine, speculation, session=session, prompt=longer, max_tokens=20)
+    assert chunks[-1].metrics.cached_tokens == len(longer) - 3
+    assert ids(chunks) == ids(run(engine, None, prompt=longer, max_tokens=20))
+
+
+def test_cancelling_between_and_within_passes(engine: NativeEngine) -> None:
+    plain = ids(run(engine, None))
+    cancel = threading.Event()
+    session = engine.session(CAPACITY)
+    request = Request(
+        prompt=PROMPT,
+        sampling=SAMPLINGS["greedy"],
+        max_tokens=40,
+        speculation=fixed(drafting(engine)),
+        cancel=cancel,
+    )
+    seen = []
+    for chunk in generate(session, None, request):
+        seen.append(chunk)
+        if len(ids(seen)) == 9:
+            cancel.set()
+    assert ids(seen) == plain[:9]
+    assert seen[-1].finish_reason == "cancelled"
+    assert list(session.tokens) == [*PROMPT, *plain[: len(session.tokens) - len(PROMPT)]]
+    assert ids(run(engine, None, session=session)) == plain
+
+
+def test_leaving_the_stream_keeps_what_was_accepted(engine: NativeEngine) -> None:
+    session = engine.session(CAPACITY)
+    request = Request(
+        prompt=PROMPT,
+        sampling=SAMPLINGS["greedy"],
+        max_tokens=40,
+        speculation=fixed(drafting(engine)),
+    )
+    stream = generate(session, None, request)
+    said = [next(stream).token_ids[0] for _ in range(4)]
+    stream.close()  # type: ignore[attr-defined]
+    assert list(session.tokens) == [*PROMPT, *said[:-1]]
+
+
+class Failing:
+    name = "bad"
+
+    def __init__(self, after: int = 2) -> None:
+        self.left = after
+
+    def begin(self, history: Any) -> None:
+        pass
+
+    def propose(self, history: Any, *_: Any, **__: Any) -> TokenTree:
+        self.left -= 1
+        if self.left < 0:
+            raise DraftFailedError("the draft model computes no numbers")
+        return TokenTree.of([3, 4], [ROOT, 0], [-1.0, -2.0], "bad")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_draft_that_breaks_is_left_out(engine: NativeEngine) -> None:
+    chunks = run(engine, fixed(Failing()))
+    assert ids(chunks) == ids(run(engine, None))
+    metrics = chunks[-1].metrics
+    assert metrics.speculation == "speculation: off, the draft model computes no numbers"
+    tuned = Speculation(lambda _: {"bad": Failing(after=0)}, Tuner({"bad": 0.0}))
+    assert ids(run(engine, tuned)) == ids(run(engine, None))
+
+
+def test_a_target_without_numbers_is_an_error(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = engine.session(CAPACITY)
+    nan = np.full(SIZES["vocab_size"], math.nan, np.float32)
+    extend = session.extend_tree
+    monkeypatch.setattr(session, "extend_tree", lambda *a, **k: extend(*a, **k) + nan)
+    with pytest.raises(LocalrtError, match="computes no numbers"):
+        run(engine, fixed(drafting(engine)), session=session)
+    assert len(session.tokens) == len(PROMPT) + 1
+
+
+def test_what_was_said_before_is_guessed_again(engine: NativeEngine) -> None:
+    archive = Archive(SIZES["vocab_size"])
+    speculation = fixed(SaidSource(archive), budget=8, depth=6, archive=archive)
+    first = run(engine, speculation)
+    again = run(engine, speculation)
+    assert ids(first) == ids(again)
+    assert first[-1].metrics.accepted_by_source == {}
+    assert again[-1].metrics.accepted_per_pass > 3
+    assert again[-1].metrics.accepted_by_source["said"] > 0.6
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_tuner_changes_no_token(engine: NativeEngine, other: NativeEngine, sampling: str) -> None:
+    """Whatever it decides, and it decides by time, which differs from run to run."""
+    tuner = Tuner({"ngram": 0.0, "model": 0.2})
+    speculation = Speculation(
+        lambda _: {"ngram": NgramSource(), "model": drafting(other)}, tuner
+    )
+    chosen = SAMPLINGS[sampling]
+    plain = ids(run(engine, None, sampling=chosen, max_tokens=90))
+    for _ in range(3):
+        chunks = run(engine, speculation, sampling=chosen, max_tokens=90)
+        assert ids(chunks) == plain
+        assert str(chunks[-1].metrics.speculation).startswith("speculation: ")
+
+
+def test_an_engine_that_knows_no_trees_decodes_plainly() -> None:
+    from tests.engine.fake_session import ScriptedSession
+
+    session = ScriptedSession(lambda n: n % 50)
+    chunks = run(None, fixed(NgramSource()), session=session, prompt=[1, 2, 3], max_tokens=5)
+    assert ids(chunks) == [3, 4, 5, 6, 7]
+    assert chunks[-1].metrics.accepted_per_pass is None

@@ -1,0 +1,333 @@
+"""The KV cache's formats: attention against float64, on what a cache makes of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from localrt.quant.formats import FORMATS, PackedTensor
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_kv import KV_FORMATS, KVFormat, block_nbytes
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    KVCache,
+    Rope,
+    Span,
+)
+from tests.models.test_architectures import oracle
+from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
+from tests.ops.test_native_matmul import ISAS
+from tests.ops.test_native_steps import load
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+Doubles = npt.NDArray[np.float64]
+
+HIDDEN = 64
+# Largest error over the largest output, against exact keys and values. The reference that knows
+# the format is met much closer, but for numbers at a rounding's edge, one in a hundred at most.
+BOUNDS: dict[KVFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.2}
+SAME = 5e-5
+
+
+def usual_error(ours: Doubles, expected: Doubles) -> float:
+    """Which 99 of 100 numbers stay below, over the largest."""
+    return float(np.quantile(np.abs(ours - expected), 0.99) / np.abs(expected).max())
+
+
+def floats(rows: int, cols: int, values: Doubles) -> PackedTensor:
+    data = np.ascontiguousarray(values, np.float32).view(np.uint8)
+    return PackedTensor("w", FORMATS["f32"], (rows, cols), data, 1.0)
+
+
+@dataclass
+class Layer:
+    """One attention layer with float32 weights, whose output projection is the identity."""
+
+    spec: AttentionSpec
+    qkv: Doubles
+    bias: Doubles | None
+
+    @classmethod
+    def random(cls, spec: AttentionSpec, *, bias: float = 0.0, seed: int = 0) -> Layer:
+        rng = np.random.default_rng(seed)
+        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        qkv = rng.standard_normal((rows, HIDDEN)).astype(np.float32) / np.sqrt(HIDDEN)
+        if not bias:
+            return cls(spec, qkv.astype(np.float64), None)
+        values = rng.standard_normal(rows)
+        keys = slice(spec.heads * spec.head_dim, (spec.heads + spec.kv_heads) * spec.head_dim)
+        values[keys] *= bias
+        return cls(spec, qkv.astype(np.float64), values.astype(np.float32).astype(np.float64))
+
+    def run(self, ops: NativeOps, x: npt.NDArray[np.float32], step: object) -> Doubles:
+        width = self.spec.heads * self.spec.head_dim
+        bias = None if self.bias is None else ops.vector(self.bias.astype(np.float32))
+        weights = AttentionWeights(
+            norm=ops.vector(np.ones(HIDDEN, np.float32)),
+            qkv=ops.weight(self.qkv.shape, [floats(*self.qkv.shape, self.qkv)]),
+            out=ops.weight((width, width), [floats(width, width, np.eye(width))]),
+            qkv_bias=bias,
+        )
+        q = ops.norm_qkv_rope_append(x, weights, self.spec, step, 0)  # type: ignore[arg-type]
+        return ops.attention_output(q, weights, self.spec, step, 0).astype(np.float64)  # type: ignore[arg-type]
+
+    def expected(
+        self,
+        x: npt.NDArray[np.float32],
+        positions: npt.NDArray[np.int64],
+        seen: npt.NDArray[np.bool_],
+        kv_format: KVFormat | None,
+    ) -> Doubles:
+        """Of the last rows, which see ``seen`` (rows, all); exact keys where no format is named."""
+        spec, size = self.spec, self.spec.head_dim
+        normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + spec.eps)
+        bare = (normed @ self.qkv.T).reshape(len(x), -1, size)
+        offset = 0 if self.bias is None else self.bias.reshape(-1, size)
+        q, k, v = np.split(bare + offset, [spec.heads, spec.heads + spec.kv_heads], axis=1)
+        own = positions[-len(seen) :]
+        q, k = turned(q[-len(seen) :], own, spec.rope), turned(k, positions, spec.rope)
+        if kv_format is not None:
+            # Quantized keys leave the bias out, which is added back after.
+            apart = np.zeros_like(k)
+            if self.bias is not None and kv_format != "bf16":
+                apart += self.bias.reshape(-1, size)[spec.heads : spec.heads + spec.kv_heads]
+                apart = turned(apart, positions, spec.rope)
+            k = cached(k - apart, kv_format, top=31) + apart
+            v = cached(v, kv_format, top=15)
+        per = spec.heads // spec.kv_heads
+        scores = np.einsum("qhe,khe->hqk", q, np.repeat(k, per, axis=1)) * spec.scale
+        if spec.softcap:
+            scores = np.tanh(scores / spec.softcap) * spec.softcap
+        if spec.window:
+            seen = seen & (own[:, None] - positions < spec.window)
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        joined = np.einsum("hqk,khe->qhe", weights, np.repeat(v, per, axis=1))
+        return joined.reshape(len(seen), -1)
+
+
+def turned(x: Doubles, positions: npt.NDArray[np.int64], rope: Rope | None) -> Doubles:
+    if rope is None:
+        return x
+    angles = positions[:, None, None] * np.asarray(rope.inv_freq, np.float32).astype(np.float64)
+    cos, sin, half = np.cos(angles) * rope.scale, np.sin(angles) * rope.scale, len(rope.inv_freq)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def rounded(x: Doubles, *, down: bool = False) -> Doubles:
+    """To bf16."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.int64)
+    if down:
+        bits = (bits >> 16) + ((bits >> 31) & ((bits & 0xFFFF) != 0))
+    else:
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return (bits << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def cached(x: Doubles, kv_format: KVFormat, *, top: int) -> Doubles:
+    """What a cache makes of the last axis; ``top`` is the largest int4 code."""
+    if kv_format == "bf16":
+        return rounded(x)
+    if kv_format == "int8":
+        scale = np.abs(x).max(-1, keepdims=True) / 127
+        return np.rint(x / scale) * scale
+    parts = []
+    for start in range(0, x.shape[-1], 32):
+        part = x[..., start : start + 32]
+        low = rounded(part.min(-1, keepdims=True), down=True)
+        scale = rounded((part.max(-1, keepdims=True) - low) / top)
+        parts.append(np.clip(np.rint((part - low) / scale), 0, top) * scale + low)
+    return np.concatenate(parts, -1)
+
+
+def spec_of(
+    size: int = 64,
+    *,
+    heads: int = 4,
+    groups: int = 2,
+    rotary: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> AttentionSpec:
+    half = (size if rotary is None else rotary) // 2
+    rope = Rope(tuple(10000.0 ** -(n / half) for n in range(half)), 1.25) if half else None
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=groups,
+        head_dim=size,
+        scale=size**-0.5,
+        eps=1e-6,
+        rope=rope,
+        window=window,
+        softcap=softcap,
+    )
+
+
+SPECS = {
+    "plain": spec_of(),
+    "small heads": spec_of(16),
+    "half a chunk left over": spec_of(80, heads=6),
+    "seven to a group": spec_of(32, heads=14),
+    "window": spec_of(window=50),
+    "softcap": spec_of(softcap=2.0),
+    "partly rotary": spec_of(64, rotary=32),
+    "no rotary": spec_of(32, rotary=0),
+    "large heads": spec_of(256, heads=2, groups=1),
+}
+
+
+@pytest.mark.parametrize("bias", [0.0, 60.0])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_attention_equals_float64(name: str, kv_format: KVFormat, bias: float) -> None:
+    if bias and (name == "no rotary" or name == "partly rotary"):
+        bias = 2.0  # the part that does not turn stays in the keys
+    layer, count = Layer.random(SPECS[name], bias=bias), 300
+    x = np.random.default_rng(1).standard_normal((count, HIDDEN)).astype(np.float32)
+    ops = NativeOps(threads=2, kv_format=kv_format)
+    cache = ops.kv_cache([layer.spec], count)
+    outputs = []
+    for start, stop in pairwise((0, 250, 299, 300)):
+        step = ops.begin(Batch.extend([(cache, [0] * (stop - start))]))
+        outputs.append(layer.run(ops, x[start:stop], step))
+        cache.advance(stop - start)
+    ours = np.concatenate(outputs)
+    positions = np.arange(count)
+    seen = positions[:, None] >= positions
+    if name not in ("partly rotary", "no rotary"):
+        same = layer.expected(x, positions, seen, kv_format)
+        assert usual_error(ours, same) < SAME * (20 if bias and kv_format == "bf16" else 1)
+    if not (bias and kv_format == "bf16"):  # whose eight bits are the bias's
+        exact = layer.expected(x, positions, seen, None)
+        assert relative_error(ours, exact) < BOUNDS[kv_format]
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_a_tree_sees_keys_at_its_nodes_positions(kv_format: KVFormat) -> None:
+    layer, held = Layer.random(spec_of(), bias=40.0), 250
+    parents = [-1, 0, 0, 1, 1, 2, 2, 6]  # across a block's end
+    count = held + len(parents)
+    x = np.random.default_rng(2).standard_normal((count, HIDDEN)).astype(np.float32)
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    ops = NativeOps(threads=2, kv_format=kv_format)
+    cache = ops.kv_cache([layer.spec], count)
+    layer.run(ops, x[:held], ops.begin(Batch.extend([(cache, [0] * held)])))
+    cache.advance(held)
+    positions = np.concatenate([np.arange(held), held - 1 + mask.sum(1)])
+    step = ops.begin(
+        Batch(np.zeros(len(parents), np.int64), positions[held:], (Span(cache, 8, mask),))
+    )
+    ours = layer.run(ops, x[held:], step)
+    seen = np.tri(count, dtype=bool)
+    seen[held:, held:] = mask
+    expected = layer.expected(x, positions, seen, kv_format)[held:]
+    assert usual_error(ours, expected) < SAME * (20 if kv_format == "bf16" else 1)
+
+
+def test_far_positions_keep_their_bias() -> None:
+    """Nine thousand tokens held, whose keys are nothing but their bias."""
+    layer, held = Layer.random(spec_of(), bias=8.0), 9000
+    assert layer.bias is not None
+    layer.bias[-2 * 64 :] = 0  # the values': what the cache holds of the tokens is zeros
+    x = np.zeros((held + 5, HIDDEN), np.float32)
+    x[held:] = np.random.default_rng(4).standard_normal((5, HIDDEN))
+    ops = NativeOps(threads=2, kv_format="int8")
+    cache = ops.kv_cache([layer.spec], held + 5)
+    cache.reserve(held)
+    cache.advance(held)
+    ours = layer.run(ops, x[held:], ops.begin(Batch.extend([(cache, [0] * 5)])))
+    seen = np.tri(5, held + 5, held, dtype=bool)
+    expected = layer.expected(x, np.arange(held + 5), seen, None)
+    assert relative_error(ours, expected) < BOUNDS["int8"]
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_are_the_same_for_any_rows_threads_and_lengths(isa: str, kv_format: KVFormat) -> None:
+    """Bit for bit, for 1 to 64 rows at once, across blocks; every code path agrees with float64."""
+    layer, count = Layer.random(spec_of(48, heads=6), bias=10.0), 600
+    x = np.random.default_rng(3).standard_normal((count, HIDDEN)).astype(np.float32)
+
+    def outputs(threads: int, chunks: list[int]) -> Doubles:
+        ops = NativeOps(threads=threads, isa=isa, kv_format=kv_format)
+        cache: KVCache = ops.kv_cache([layer.spec], count)
+        rows, start = [], 0
+        for size in chunks:
+            step = ops.begin(Batch.extend([(cache, [0] * size)]))
+            rows.append(layer.run(ops, x[start : start + size], step))
+            cache.advance(size)
+            start += size
+        return np.concatenate(rows)
+
+    whole = outputs(2, [count])
+    positions = np.arange(count)
+    expected = layer.expected(x, positions, positions[:, None] >= positions, kv_format)
+    assert usual_error(whole, expected) < SAME * (20 if kv_format == "bf16" else 1)
+    if isa == "portable":
+        whole, count = whole[:280], 280
+    some = [1, 2, 3, 5, 8, 13, 21, 34, 64, 63, 7, 4, 6, 1, 1]
+    for threads, chunks in ((1, [64] * (count // 64)), (2, some), (1, some), (2, [200, 1, 64])):
+        ours = outputs(threads, chunks)
+        assert np.array_equal(ours, whole[: len(ours)])
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_architecture_runs_on_int4(name: str, tmp_path: Path) -> None:
+    theirs = save_tiny(name, tmp_path)
+    ours = load(tmp_path, kv="int4")
+    ids = tokens(40)
+    whole = ours.forward(Batch.extend([(ours.cache(40), ids)]))
+    expected = oracle(theirs, ids)
+    assert np.square(whole - expected).mean() < 0.2 * np.square(expected).mean()
+    cache = ours.cache(40)
+    steps = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids])
+    assert np.array_equal(steps, whole)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_trimming_leaves_no_trace(kv_format: KVFormat, tmp_path: Path) -> None:
+    save_tiny("qwen2", tmp_path)
+    decoder = load(tmp_path, kv=kv_format)
+    ids = tokens(300)
+    cache = decoder.cache(600)
+    decoder.forward(Batch.extend([(cache, ids[:250])]), rows=[])
+    decoder.forward(Batch.extend([(cache, tokens(40, seed=9))]), rows=[])
+    cache.trim(250)
+    again = decoder.forward(Batch.extend([(cache, ids[250:])]))
+    fresh = decoder.forward(Batch.extend([(decoder.cache(600), ids)]))
+    assert np.array_equal(again, fresh[250:])
+
+
+def test_sizes_and_that_growth_holds_no_more_than_it_counts(tmp_path: Path) -> None:
+    assert block_nbytes(2, 128, "bf16") == 256 * 2 * 2 * 256
+    assert block_nbytes(2, 128, "int8") == 256 * 2 * 2 * (128 + 4)
+    assert block_nbytes(2, 128, "int4") == 256 * 2 * (80 + 16 + 64 + 16)
+    ops = NativeOps(kv_format="int4")
+    layers = [spec_of(128)] * 8
+    cache = ops.kv_cache(layers, 1 << 20)  # 1.3 GB, of which nothing is resident
+    before = resident()
+    assert cache.nbytes == 0
+    for length in (1, 256, 257, 5000):
+        cache.reserve(length)
+        assert cache.nbytes == ops.kv_nbytes(layers, length)
+    assert resident() - before < 8 << 20
+
+
+def resident() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,1 @@
+"""Trees, sources, verification, the tuner."""

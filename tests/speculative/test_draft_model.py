@@ -1,0 +1,137 @@
+"""The draft model's tree: best-first, batched, and the same however its cache was filled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.quant.ops.protocol import Batch
+from localrt.speculative.best_first import DECAY, Children, grow, likeliest
+from localrt.speculative.draft_model import DraftModelSource
+from localrt.speculative.source import DraftFailedError
+from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
+from tests.speculative.test_tree import words
+
+VOCAB = 5
+
+
+def log_softmax(row: np.ndarray) -> np.ndarray:
+    row = row.astype(np.float64)
+    return np.asarray(row - row.max() - math.log(np.exp(row - row.max()).sum()))
+
+
+def model(path: tuple[int, ...]) -> np.ndarray:
+    """A random language model of five tokens."""
+    return np.random.default_rng(hash((3, *path)) & 0xFFFF).normal(size=VOCAB).astype(np.float32)
+
+
+@pytest.mark.parametrize("budget", [1, 4, 16, 60])
+@pytest.mark.parametrize("round_nodes", [1, 3, 128])
+def test_the_tree_has_the_best_nodes_there_are(budget: int, round_nodes: int) -> None:
+    depth, known, calls = 4, {-1: ()}, []
+
+    def expand(nodes: Any, least: Any) -> list[Children]:
+        calls.append(len(nodes))
+        found = []
+        for (node, token, parent), low in zip(nodes, least, strict=True):
+            if node != -1:
+                known[node] = (*known[parent], token)
+            found.append(likeliest(model(known[node]), low))
+        return found
+
+    tree = grow(expand, budget=budget, depth=depth, source="x", round_nodes=round_nodes)
+    exact = {}
+    for length in range(1, depth + 1):
+        for path in itertools.product(range(VOCAB), repeat=length):
+            exact[path] = sum(
+                log_softmax(model(path[:i]))[t] + DECAY for i, t in enumerate(path)
+            )
+    best = sorted(exact.values(), reverse=True)[:budget]
+    assert sorted(tree.scores.tolist(), reverse=True) == pytest.approx(best, abs=1e-5)
+    for path, score in words(tree).items():
+        assert score == pytest.approx(exact[path], abs=1e-5)
+    assert calls[0] == 1
+    assert max(calls) <= max(round_nodes, 1)
+
+
+def test_likeliest_cuts_and_sorts() -> None:
+    rng = np.random.default_rng(1)
+    for temperature in (1.0, 0.5, 3.0):
+        row = rng.normal(size=1000).astype(np.float32) * 3
+        exact = log_softmax(row.astype(np.float64) / temperature)
+        for least in (-math.inf, -5.0, -1.0):
+            found = likeliest(row, least, temperature=temperature)
+            order = np.argsort(-exact, kind="stable")[:32]
+            expected = [int(i) for i in order if exact[i] > least]
+            assert found.tokens.tolist() == expected
+            assert found.logprobs == pytest.approx(exact[expected], abs=1e-4)
+    with pytest.raises(ValueError):
+        likeliest(np.full(5, np.nan, np.float32), -9.0)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    save_tiny("llama", folder)
+    return load_ours(folder)
+
+
+def source(decoder: Any, **options: Any) -> DraftModelSource:
+    return DraftModelSource(
+        decoder, **{"capacity": 200, "vocab_size": SIZES["vocab_size"], **options}
+    )
+
+
+def test_scores_are_the_models_own(decoder: Any) -> None:
+    history = tokens(20)
+    tree = source(decoder).propose(history, 24, 4)
+    assert len(tree) == 24
+    for path, score in list(words(tree).items())[::3]:
+        rows = decoder.forward(Batch.extend([(decoder.cache(64), [*history, *path])]))
+        exact = sum(
+            log_softmax(rows[len(history) - 1 + i])[t] + DECAY for i, t in enumerate(path)
+        )
+        assert score == pytest.approx(exact, abs=1e-3)
+
+
+@pytest.mark.parametrize("held_rows", [True, False])
+def test_what_was_accepted_is_not_computed_again(decoder: Any, held_rows: bool) -> None:
+    kept = source(decoder, held_rows=held_rows)
+    history = tokens(20)
+    for step in range(4):
+        tree = kept.propose(history, 12, 3)
+        fresh = source(decoder).propose(history, 12, 3)
+        ours, theirs = words(tree), words(fresh)
+        assert set(ours) == set(theirs)
+        assert all(ours[p] == pytest.approx(theirs[p], abs=1e-3) for p in ours)
+        path = max(words(tree), key=len)
+        history = [*history, *path[: 1 + step % 3], 7]
+    other = tokens(30, seed=9)
+    assert set(words(kept.propose(other, 8, 2))) == set(words(source(decoder).propose(other, 8, 2)))
+    shorter = other[:10]
+    again = words(kept.propose(shorter, 8, 2))
+    assert set(again) == set(words(source(decoder).propose(shorter, 8, 2)))
+
+
+def test_the_end_of_the_draft_context(decoder: Any) -> None:
+    small = source(decoder, capacity=32)
+    assert len(small.propose(tokens(32), 8, 4)) == 0
+    tree = small.propose(tokens(30), 16, 8)
+    assert 0 < len(tree)
+    assert tree.height <= 3
+
+
+def test_a_draft_without_numbers_fails(decoder: Any) -> None:
+    class Broken:
+        cache = decoder.cache
+
+        def forward(self, batch: Any, **options: Any) -> Any:
+            return decoder.forward(batch, **options) * np.float32("nan")
+
+    with pytest.raises(DraftFailedError, match="no numbers"):
+        source(Broken()).propose(tokens(5), 8, 2)

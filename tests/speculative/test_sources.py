@@ -1,0 +1,128 @@
+"""Lookups: what they propose, how they rank it, and what they keep."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.speculative.merged import MergedSource
+from localrt.speculative.ngram import ORDERS, NgramIndex, NgramSource
+from localrt.speculative.said import Archive, SaidSource
+from localrt.speculative.source import DraftFailedError
+from localrt.speculative.tree import ROOT, TokenTree
+from tests.speculative.test_tree import words
+
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_repeated_beginning_is_continued() -> None:
+    source = NgramSource()
+    tree = source.propose([*TEXT, 20, 1, 2, 3], 16, 4)
+    path = words(tree)
+    assert (4, 5, 6, 7) in path
+    assert tree.height == 4
+    assert (4, 5, 6, 7, 8) not in path
+
+
+def test_continuations_are_ranked_by_count() -> None:
+    history = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 3, 1, 2]
+    tree = NgramSource().propose(history, 8, 1)
+    assert tree.tokens[0] == 5
+    assert 6 in tree.tokens
+    scores = {int(t): float(s) for t, s in zip(tree.tokens, tree.scores, strict=True)}
+    assert scores[5] > scores[6]
+
+
+def test_nothing_repeated_is_nothing_proposed() -> None:
+    assert len(NgramSource().propose(TEXT, 16, 4)) == 0
+    assert len(NgramSource().propose([1], 16, 4)) == 0
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 20), st.integers(1, 6))
+def test_every_guess_has_been_seen(history: list[int], budget: int, depth: int) -> None:
+    source = NgramSource()
+    half = len(history) // 2
+    if half:
+        source.propose(history[:half], budget, depth)
+    tree = source.propose(history, budget, depth)
+    fresh = NgramSource().propose(history, budget, depth)
+    assert words(tree) == words(fresh)  # step by step or at once
+    assert len(tree) <= budget
+    assert tree.height <= depth
+    text = ",".join(map(str, history)) + ","
+    for path in words(tree):
+        assert ",".join(map(str, path)) + "," in text
+
+
+@given(st.lists(st.integers(0, 2), max_size=50))
+def test_places_are_those_of_a_search(history: list[int]) -> None:
+    index = NgramIndex()
+    index.extend(history)
+    for order in ORDERS:
+        found = index.places(history, order)
+        if len(history) < order:
+            assert found == []
+            continue
+        tail = history[-order:]
+        ends = [e for e in range(order, len(history)) if history[e - order : e] == tail]
+        assert found == ends[::-1][:16]
+
+
+def test_another_sequence_begins_anew() -> None:
+    source = NgramSource()
+    source.propose([*TEXT, 1, 2, 3], 8, 2)
+    source.begin([9, 9, 9, 1, 2, 3])
+    assert len(source.propose([9, 8, 7, 1, 2, 3], 8, 2)) == 0
+
+
+def test_an_archive_is_bounded_and_saved(tmp_path: Path) -> None:
+    path = tmp_path / "said"
+    archive = Archive(50, path, most=40)
+    archive.add(TEXT)
+    archive.save()
+    again = Archive(50, path)
+    tree = SaidSource(again).propose([30, 3, 4, 5], 8, 3)
+    assert (6, 7, 8) in words(tree)
+    assert tree.sources == ("said",)
+    assert len(Archive(51, path)) == 0  # another model's
+    path.write_bytes(path.read_bytes()[:-1])
+    assert len(Archive(50, path)) == 0
+    for _ in range(10):
+        archive.add(TEXT)
+    assert len(archive) <= 40
+    assert not (tmp_path / "said.partial").exists()
+
+
+class Failing:
+    name = "bad"
+
+    def begin(self, history: object) -> None:
+        pass
+
+    def propose(self, *_: object, **__: object) -> TokenTree:
+        raise DraftFailedError("no numbers")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_failing_source_leaves_the_others() -> None:
+    merged = MergedSource([NgramSource(), Failing()])
+    history = [*TEXT, 1, 2, 3]
+    assert merged.name == "bad+ngram"
+    assert len(merged.propose(history, 8, 4)) == 4
+    assert merged.failures == ["no numbers"]
+    assert merged.name == "ngram"
+    with pytest.raises(DraftFailedError, match="no numbers"):
+        MergedSource([Failing()]).propose(history, 8, 4)
+
+
+def test_scores_are_log_probabilities() -> None:
+    tree = NgramSource().propose([*TEXT, 1, 2, 3], 8, 8)
+    assert (tree.scores <= 0).all()
+    roots = [math.exp(tree.scores[n]) for n in tree.children(ROOT)]
+    assert sum(roots) <= 1

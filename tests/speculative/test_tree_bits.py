@@ -1,0 +1,92 @@
+"""On the CPU kernels a tree's rows are bit for bit what each path would be alone."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_kv import KV_FORMATS, KVFormat
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import Batch, Span
+from localrt.speculative.tree import ROOT, TokenTree
+from tests.models.tiny import save_tiny, tokens
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+CAPACITY = 1024
+# Two branches that part and part again: 0-1-2-3-8-9, 0-4-5, 6-7, and many leaves.
+PARENTS = [ROOT, 0, 1, 2, 0, 4, ROOT, 6, 3, 8, *[5] * 9, 18, 19, 20]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "gemma2"])
+def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(request.param, folder)
+    return folder
+
+
+def load(folder: Path, kv_format: KVFormat, threads: int = 2) -> Decoder:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        config = read_config(checkpoint, context=CAPACITY)
+        return load_decoder(checkpoint, NativeOps(threads=threads, kv_format=kv_format), config)
+
+
+def some_tree() -> TokenTree:
+    ids = list(range(10, 10 + len(PARENTS)))
+    return TokenTree.of(ids, PARENTS, [0.0] * len(ids), "test")
+
+
+def tree_pass(decoder: Decoder, cache: Any, token: int, tree: TokenTree) -> Any:
+    held = cache.length
+    ids = np.concatenate([[token], tree.tokens])
+    positions = np.concatenate([[held], tree.positions(held)])
+    span = Span(cache, 1 + len(tree), tree.pass_mask())
+    return decoder.forward(Batch(ids, positions, (span,)))
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("held", [3, 239, 250, 255, 256, 505])
+def test_every_path_has_the_bits_of_plain_decoding(
+    folder: Path, kv_format: KVFormat, held: int
+) -> None:
+    decoder, tree = load(folder, kv_format), some_tree()
+    prompt = tokens(held)
+    cache = decoder.cache(CAPACITY)
+    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
+    logits = tree_pass(decoder, cache, 7, tree)
+    for leaf in (3, 5, 7, 9, 14, len(tree) - 1):
+        path = tree.path(leaf)
+        alone = decoder.cache(CAPACITY)
+        decoder.forward(Batch.extend([(alone, prompt)]), rows=[])
+        for row, token in zip((ROOT, *path), (7, *tree.tokens[list(path)].tolist()), strict=True):
+            (plain,) = decoder.forward(Batch.extend([(alone, [token])]))
+            assert np.array_equal(logits[1 + row], plain)
+    # What is kept of the tree has the bits as well: decoding goes on the same.
+    cache.select(held, [0, *(1 + node for node in path)])
+    assert cache.length == alone.length
+    more = [decoder.forward(Batch.extend([(c, tokens(20, seed=5))])) for c in (cache, alone)]
+    assert np.array_equal(*more)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_a_tree_may_grow_pass_by_pass(folder: Path, kv_format: KVFormat) -> None:
+    decoder, tree = load(folder, kv_format), some_tree()
+    whole, steps = decoder.cache(CAPACITY), decoder.cache(CAPACITY)
+    for cache in (whole, steps):
+        decoder.forward(Batch.extend([(cache, tokens(250))]), rows=[])
+    expected = tree_pass(decoder, whole, 7, tree)
+    decoder.forward(Batch.extend([(steps, [7])]), rows=[])
+    mask, start = tree.mask(), 0
+    for stop in (4, 5, 12, len(tree)):
+        span = Span(steps, stop - start, mask[start:stop, :stop])
+        batch = Batch(tree.tokens[start:stop], tree.positions(250)[start:stop], (span,))
+        assert np.array_equal(decoder.forward(batch), expected[1 + start : 1 + stop])
+        start = stop
