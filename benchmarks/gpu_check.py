@@ -139,6 +139,7 @@ CHECKS: dict[str, Callable[[str], list[Result]]] = {
     "attention": from_module("gpu_kernels", "check_attention"),
     "triton-logits": from_module("gpu_models", "check_logits"),
     "packed": from_module("gpu_models", "check_packed"),
+    "offload": from_module("gpu_offload", "check_offload"),
 }
 EXTRA = {"sweep": from_module("gpu_kernels", "sweep")}
 """Run when asked for."""

@@ -209,7 +209,7 @@ class Drafts:
             capacity=min(session.capacity + most, parts.ctx),
             vocab_size=min(engine.info.vocab_size, self._target.engine.info.vocab_size),
             temperature=options.sampling.temperature,
-            held_rows=engine.ops_name == "torch",
+            held_rows=engine.ops_name in ("torch", "native"),
         )
 
 

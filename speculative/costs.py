@@ -59,8 +59,11 @@ class PassCost:
         """Whether a pass of about that size was measured."""
         return _bucket(rows) in self._seen
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, *, hopeful: bool = False) -> float:
         """Of a pass of ``rows``, never less than of a smaller one.
+
+        Beyond what was measured a pass is taken to cost what it does at most; ``hopeful``, what it
+        may: else larger ones would never be tried.
 
         Raises:
             ValueError: no plain pass was measured yet.
@@ -74,6 +77,8 @@ class PassCost:
                 return value if at <= below else low + (value - low) * (rows - below) / (at - below)
             below, low = at, value
         row = self._row if self._row is not None else _UNKNOWN_ROW * plain
+        if hopeful:
+            row = min(row, (low - plain) / (below - 1)) if below > 1 else row / 4
         return low + (rows - below) * row
 
 

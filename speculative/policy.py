@@ -29,8 +29,11 @@ class Policy(Protocol):
     def plan(self, room: int) -> Plan | None:
         """What to draft for the next pass; None for a plain step. ``room`` bounds the nodes."""
 
-    def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree:
-        """The part of the drafted tree to verify; an empty one for a plain step."""
+    def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
+        """The part of the drafted tree to verify, an empty one for a plain step.
+
+        None: another plan is better, and to be asked for.
+        """
 
     def verified(
         self, plan: Plan | None, tree: TokenTree, path: Sequence[int], seconds: float

@@ -31,6 +31,7 @@ _DEPTHS = (1, 2, 4, 8, 16)
 _PLAIN_FIRST = 2  # plain steps before the first attempt
 _REFRESH = 128  # passes after which a plain step is measured again
 _FIRST_WAIT, _LONGEST_WAIT = 4, 512  # steps between attempts that are not expected to pay
+_LOOKUP_NODES = 64
 _MARGIN = 1.02  # what is expected must be better than plain by this much
 _BLEND = 0.2  # of a new measurement in a running mean
 _PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
@@ -117,6 +118,7 @@ class Run:
         self._guessed = 0  # passes with guesses
         self._came_true = 0
         self._forced = False
+        self._tried: set[str] = set()  # lookups that had nothing worthwhile for the pass to come
         self._failures: dict[str, str] = {}
 
     # -- the policy ------------------------------------------------------------------------------
@@ -130,36 +132,32 @@ class Run:
                 return None
             if self._since_plain >= _REFRESH:
                 return None
-            best, best_rate = None, _MARGIN / plain
-            for name in self._names:
-                if name in self._failures:
-                    continue
-                source = self._tuner.sources[name]
-                if source.cheap:
-                    # Drafting is free: what to verify is decided on the tree itself.
-                    plan, rate = Plan(name, min(room, 64), _DEPTHS[-1]), best_rate
-                    if best is None:
-                        best = plan
-                    continue
-                plan, rate = self._best_of(name, source, room)
-                if plan is not None and rate > best_rate:
-                    best, best_rate = plan, rate
-                elif best is None and source.wait <= 0:
-                    best = self._attempt(name, source, room)
-                source.wait -= 1
-            return best
+            for name in self._usable():
+                # Drafting is free: what to verify is decided on the tree itself.
+                if self._tuner.sources[name].cheap and name not in self._tried:
+                    return Plan(name, min(room, _LOOKUP_NODES), _DEPTHS[-1])
+            return self._model_plan(room)[0]
 
-    def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree:
+    def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
         """See ``Policy``."""
         tuner = self._tuner
         with tuner.lock:
             source = tuner.sources[plan.source]
             self._draft_s += seconds
-            source.cost.add(plan.budget, max(tree.height, 1), seconds)
-            if not len(tree):
-                return tree
-            source.note_tree(tree, plan)
-            return self._worthwhile(source, tree)
+            if not source.cheap:
+                source.cost.add(plan.budget, max(tree.height, 1), seconds)
+            if len(tree):
+                source.note_tree(tree, plan)
+            worth, rate = self._worthwhile(source, tree)
+            if source.cheap:
+                self._tried.add(plan.source)
+                waiting = any(n not in self._tried for n in self._usable() if self._cheap(n))
+                if waiting and not len(worth):
+                    return None
+                other, better = self._model_plan(plan.budget)
+                if other is not None and (better > rate or self._forced):
+                    return None
+            return worth
 
     def verified(
         self, plan: Plan | None, tree: TokenTree, path: Sequence[int], seconds: float
@@ -172,6 +170,7 @@ class Run:
             emitted = 1 + len(path)
             spent = seconds + self._draft_s
             self._draft_s = 0.0
+            self._tried.clear()
             plain = tuner.cost.plain or seconds
             self._passes += 1
             self._tokens += emitted
@@ -214,6 +213,29 @@ class Run:
         """Whether a pass of ``seconds`` that brings one token would lose more than is allowed."""
         return self._lost + seconds - plain <= self._allowed(plain)
 
+    def _usable(self) -> list[str]:
+        return [name for name in self._names if name not in self._failures]
+
+    def _cheap(self, name: str) -> bool:
+        return self._tuner.sources[name].cheap
+
+    def _model_plan(self, room: int) -> tuple[Plan | None, float]:
+        """The best plan that costs a draft, with its tokens per second, or an attempt at one."""
+        plain = self._tuner.cost.plain
+        assert plain is not None, "a plan needs a plain step"
+        best, best_rate = None, _MARGIN / plain
+        for name in self._usable():
+            source = self._tuner.sources[name]
+            if source.cheap:
+                continue
+            plan, rate = self._best_of(name, source, room)
+            if plan is not None and rate > best_rate:
+                best, best_rate = plan, rate
+            elif best is None and source.wait <= 0:
+                best = self._attempt(name, source, room)
+            source.wait -= 1
+        return best, best_rate
+
     def _best_of(self, name: str, source: _Source, room: int) -> tuple[Plan | None, float]:
         """The plan with the most expected tokens per second, and their number."""
         cost = self._tuner.cost
@@ -223,14 +245,14 @@ class Run:
         for budget in _BUDGETS:
             if budget > room:
                 break
-            verify = cost.seconds(1 + budget)
+            most, least = cost.seconds(1 + budget), cost.seconds(1 + budget, hopeful=True)
             for depth in _DEPTHS:
                 if depth > budget:
                     break
-                seconds = verify + self._draft_seconds(source, budget, depth)
-                if not self._affordable(seconds, plain):
+                draft = self._draft_seconds(source, budget, depth)
+                if not self._affordable(draft + most, plain):
                     continue
-                rate = (1 + source.gain(budget, depth)) / seconds
+                rate = (1 + source.gain(budget, depth)) / (draft + least)
                 if rate > best_rate:
                     best, best_rate = Plan(name, budget, depth), rate
         return best, best_rate
@@ -255,8 +277,11 @@ class Run:
         assert plain is not None, "a draft needs a plain step"
         return source.level * plain * (depth + 1)
 
-    def _worthwhile(self, source: _Source, tree: TokenTree) -> TokenTree:
-        """The best nodes of a tree, as many as bring more tokens than their rows cost time."""
+    def _worthwhile(self, source: _Source, tree: TokenTree) -> tuple[TokenTree, float]:
+        """The best nodes of a tree, as many as bring more tokens than their rows cost time.
+
+        With the tokens per second of their pass.
+        """
         cost = self._tuner.cost
         plain = cost.plain
         assert plain is not None, "a draft needs a plain step"
@@ -265,9 +290,9 @@ class Run:
         sums = np.cumsum(chances[order])
         best, best_value = 0, 0.0
         for count in _counts(len(tree)):
-            seconds = cost.seconds(1 + count)
-            if not self._affordable(seconds + self._draft_s, plain):
+            if not self._affordable(cost.seconds(1 + count) + self._draft_s, plain):
                 break
+            seconds = cost.seconds(1 + count, hopeful=True)
             # Time is worth plain decoding's tokens, and a little more: guesses must pay.
             value = float(sums[count - 1]) - _MARGIN * (seconds - plain) / plain
             if value > best_value:
@@ -276,7 +301,8 @@ class Run:
             best = next((n for n in _counts(min(8, len(tree))) if sums[n - 1] > 0), 0)
             if not self._affordable(cost.seconds(1 + best) + self._draft_s, plain):
                 best = 0
-        return tree.trim(best)
+        gain = float(sums[best - 1]) if best else 0.0
+        return tree.trim(best), (1 + gain) / cost.seconds(1 + best)
 
     def _may_try(self, source: _Source) -> bool:
         """Whether it is time to see if a source that did not pay has become better."""

@@ -71,7 +71,9 @@ def test_same_seed_same_text(tiny: localrt.Model) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ""}, "stop"),
         ({"overflow": "ignore"}, "overflow"),
-        ({"draft": "some/model"}, "draft"),
+        ({"draft": ""}, "draft"),
+        ({"tree_budget": 0}, "tree_budget must be an integer from 1 to 2048"),
+        ({"tree_depth": 65}, "tree_depth must be an integer from 1 to 64"),
         ({"logprobs": 1000}, "logprobs"),
     ],
 )
@@ -187,7 +189,7 @@ def test_context_and_memory_are_checked_before_loading(tiny_folder: Path) -> Non
         ({"ctx": 0}, "ctx"),
         ({"ctx": 2.5}, "ctx"),
         ({"ram": "lots"}, "lots"),
-        ({"draft": "x"}, "draft"),
+        ({"draft": ""}, "draft"),
         ({"engine": "llamacpp"}, "GGUF"),
     ],
 )

@@ -41,5 +41,11 @@ def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     if find_spec("triton") is None:
         assert "check_products" in names  # and says that it was skipped
     else:
-        assert {"product nvfp4", "attention", "resident int4-g32"} <= set(names)
+        assert {
+            "product nvfp4",
+            "attention",
+            "resident int4-g32",
+            "offload 24B int4 in 8 GB",
+            "offload peer in bf16",
+        } <= set(names)
     assert all(result["ok"] for result in record["results"])

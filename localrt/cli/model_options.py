@@ -58,6 +58,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT", help="end the answer here; may be repeated"
     )
     group.add_argument(
+        "--draft",
+        metavar="MODEL|ngram|auto|off",
+        help="what guesses ahead: a smaller model of the same vocabulary, repeated text, or nothing",
+    )
+    group.add_argument("--tree-budget", type=int, metavar="K", help="guesses in a pass, not tuned")
+    group.add_argument(
         "--overflow",
         choices=("error", "drop_oldest"),
         help="when a conversation outgrows the context",
@@ -66,10 +72,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
-    return {name: getattr(args, name) for name in (*_LOADING, "revision", "offline")}
+    names = (*_LOADING, "revision", "offline", *(["draft"] if getattr(args, "draft", None) else []))
+    return {name: getattr(args, name) for name in names}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
-    names = (*_SAMPLING, *_MORE_SAMPLING, "overflow")
+    names = (*_SAMPLING, *_MORE_SAMPLING, "draft", "tree_budget", "overflow")
     return {name: value for name in names if (value := getattr(args, name)) is not None}

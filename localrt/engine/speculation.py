@@ -193,6 +193,7 @@ class Stepper:
         session = self._session
         # A tree's rows, and what each of its tokens is worth: no more than may still be emitted.
         room = session.capacity - len(session.tokens) - 1
+        self._plan = None
         tree = self._draft(room, left - 1, check) if left > 1 else TokenTree.empty()
         self._path = []
         started = self._now()
@@ -209,16 +210,18 @@ class Stepper:
 
     def _draft(self, room: int, ahead: int, check: Check) -> TokenTree:
         """Guesses behind the history, as the policy wants them."""
-        self._plan = plan = self._policy.plan(room)
-        if plan is None:
-            return TokenTree.empty()
-        # Drafts run beside a virtual card's clock, not on it.
-        started = time.perf_counter()
-        try:
-            tree = self._sources[plan.source].propose(
-                self._history, plan.budget, min(plan.depth, ahead), check=check
-            )
-        except DraftFailedError as error:
-            self._policy.failed(plan.source, str(error))
-            return TokenTree.empty()
-        return self._policy.drafted(plan, tree, time.perf_counter() - started)
+        while (plan := self._policy.plan(room)) is not None:
+            self._plan = plan
+            # Drafts run beside a virtual card's clock, not on it.
+            started = time.perf_counter()
+            try:
+                tree = self._sources[plan.source].propose(
+                    self._history, plan.budget, min(plan.depth, ahead), check=check
+                )
+            except DraftFailedError as error:
+                self._policy.failed(plan.source, str(error))
+                continue
+            worth = self._policy.drafted(plan, tree, time.perf_counter() - started)
+            if worth is not None:
+                return worth
+        return TokenTree.empty()

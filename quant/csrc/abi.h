@@ -43,9 +43,10 @@ enum KvFormat : int32_t { KV_BF16, KV_INT8, KV_INT4 };
 // One sequence of a pass: its cache of one layer and the rows that extend it.
 struct Span {
     uint8_t* data;        // blocks of 256 tokens, see kv.h
-    const uint8_t* mask;  // (rows, rows) or null for causal
+    const uint8_t* mask;  // (rows, extra + rows) or null for causal
     int64_t stride;       // from one block to the next
-    int32_t format, held, rows, unused;
+    int32_t format, held, rows;
+    int32_t extra;        // of the tokens held, so many of the last are a tree's rows, which the mask covers
 };
 
 struct AttentionArgs {

@@ -14,12 +14,21 @@ inline float sum16(F16L x) {
 }
 
 struct Query {
-    const float* q;        // (E), already scaled
-    const uint8_t* mask;   // of the new rows, or null
-    int first, last;       // keys [first, last) may be seen
+    const float* q;   // (E), already scaled
+    int first, last;  // keys [first, last) are seen
+    int row;          // of the span
 
-    bool sees(int key, int held) const { return key >= first && key < last && (key < held || !mask || mask[key - held]); }
-    bool sees_all(int from, int to, int held) const { return from >= first && to <= last && (!mask || to <= held); }
+    bool sees(int key) const { return key >= first && key < last; }
+    bool sees_all(int from, int to) const { return from >= first && to <= last; }
+};
+
+// Where the keys and values of a block lie: those from `split` on, a multiple of 16, in `tail`.
+struct Sources {
+    Piece old, tail;
+    int split;
+
+    explicit Sources(const Piece& piece) : old(piece), tail(piece), split(KEYS) {}
+    Sources(const Piece& old, const Piece& tail, int split) : old(old), tail(tail), split(split) {}
 };
 
 // One key/value group of a span.
@@ -31,6 +40,58 @@ struct Cached {
 
     Cached(const Span& span, const AttentionArgs& args, int group, int first_row)
         : span(span), args(args), group(group), first_row(first_row), bias(args, span, group) {}
+};
+
+thread_local Scratch tree_tail;  // of a thread's present row: a piece of a block
+
+// Which keys the rows of a span see. A row of a token tree sees those before the tree, then its ancestors and itself,
+// wherever they lie: they are gathered, so that it computes bit for bit what it would without the rest of the tree.
+struct Tree {
+    const Span& span;
+    int base;         // tokens before the tree
+    const int* path;  // (rows, 1 + width): how many of the tree's rows a row sees, and which
+
+    Tree(Context& context, const Span& span) : span(span), base(span.held - (span.mask ? span.extra : 0)), path(nullptr) {
+        if (!span.mask) return;
+        const int width = this->width();
+        int* to = scratch<int>(context.tasks, (size_t)span.rows * (1 + width));
+        path = to;
+        for (int row = 0; row < span.rows; row++, to += 1 + width) {
+            const uint8_t* mask = span.mask + (size_t)row * width;
+            to[0] = 0;
+            for (int i = 0; i < width; i++)
+                if (mask[i]) to[1 + to[0]++] = i;
+        }
+    }
+    int width() const { return span.extra + span.rows; }
+    int last(int row) const { return path ? base + path[(size_t)row * (1 + width())] : span.held + row + 1; }
+    int longest() const {
+        int end = 0;
+        for (int row = 0; row < span.rows; row++) end = most(end, last(row));
+        return end;
+    }
+    bool scattered(int block) const { return path && (block + 1) * KEYS > base; }
+
+    // The keys of a block as a row sees them.
+    Sources sources(const Cached& cached, int block, int row) const {
+        const int size = cached.args.head_dim;
+        const Piece old(span, block, cached.group, size);
+        if (!scattered(block)) return Sources(old);
+        const int* seen = path + (size_t)row * (1 + width()) + 1;
+        const int start = most(0, base - block * KEYS), end = least(KEYS, last(row) - block * KEYS);
+        int bent = start;  // the first key that lies elsewhere
+        while (bent < end && seen[block * KEYS + bent - base] == block * KEYS + bent - base) bent++;
+        if (bent >= end) return Sources(old);
+        const int split = bent / 16 * 16;
+        const TokenBytes bytes(span.format, size);
+        const Piece tail(scratch<uint8_t>(tree_tail, bytes.of_piece()), bytes);
+        copy_tile(span.format, size, old, tail, split);
+        for (int i = bent; i < end; i++) {
+            const int slot = base + seen[block * KEYS + i - base];
+            copy_token(span.format, size, Piece(span, slot / KEYS, cached.group, size), slot % KEYS, tail, i);
+        }
+        return Sources(old, tail, split);
+    }
 };
 
 struct BlockResult {  // of one query over one block; the E values of the weighted sum follow
@@ -61,13 +122,15 @@ inline void score_tiles(const Query* queries, const uint8_t* keys, int size, flo
         for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
 }
 
-// Sixteen times T values of N queries: their scores times the values of `count` keys.
+// Sixteen times T values of N queries, from number `e` on: their scores times the values of `count` keys.
 template <class Kind, int N, int T>
-inline void weigh_values(float (*scores)[KEYS], const uint8_t* rows, int count, int size, float* out, size_t stride) {
+inline void weigh_values(float (*scores)[KEYS], const Sources& from, int e, int count, int size, float* out, size_t stride) {
     F16L sums[N][T];
     for (int n = 0; n < N; n++)
         for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
+    const uint8_t* rows = from.old.v + (size_t)e * Kind::BYTES;
     for (int i = 0; i < count; i++, rows += (size_t)size * Kind::BYTES) {
+        if (i == from.split) rows = from.tail.v + ((size_t)i * size + e) * Kind::BYTES;
         if (N < QUERIES)
             for (int line = 0; line < 16 * T * Kind::BYTES; line += 64)
                 __builtin_prefetch(rows + (size_t)size * Kind::BYTES * 24 + line);
@@ -172,15 +235,15 @@ inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CH
 
 // C chunks of int4 values of N queries, from chunk `first` on: their scores times the values of `count` keys.
 template <int N, int C>
-inline void weigh_int4(const float (*scores)[KEYS], const Piece& piece, int first, int count, int size, float* out, size_t stride) {
+inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int first, int count, int size, float* out, size_t stride) {
     alignas(64) float weights[N][C][KEYS];  // scores times the keys' scales
     F16L offsets[N][C];                     // scores times their minimums
     const int chunks = chunks_of(size);
     for (int c = 0; c < C; c++) {
-        const uint8_t* scales = piece.v_scale + 2 * (size_t)(first + c) * KEYS;
-        const uint8_t* minimums = scales + 2 * (size_t)chunks * KEYS;
         for (int n = 0; n < N; n++) offsets[n][c] = F16L::zero();
         for (int i = 0; i < count; i += 16) {
+            const uint8_t* scales = (i < from.split ? from.old : from.tail).v_scale + 2 * (size_t)(first + c) * KEYS;
+            const uint8_t* minimums = scales + 2 * (size_t)chunks * KEYS;
             F16L scale = F16L::load_bf16(scales + 2 * i), minimum = F16L::load_bf16(minimums + 2 * i);
             if (i + 16 > count) {  // what no token has written yet may be anything
                 alignas(64) float lanes[16];
@@ -198,8 +261,9 @@ inline void weigh_int4(const float (*scores)[KEYS], const Piece& piece, int firs
     F16L low[N][C], high[N][C];
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++) low[n][c] = high[n][c] = F16L::zero();
-    const uint8_t* rows = piece.v + 16 * first;
+    const uint8_t* rows = from.old.v + 16 * first;
     for (int i = 0; i < count; i++, rows += 16 * chunks) {
+        if (i == from.split) rows = from.tail.v + 16 * ((size_t)i * chunks + first);
         if (N < QUERIES) __builtin_prefetch(rows + 16 * chunks * 24);
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) {
@@ -221,11 +285,10 @@ inline void weigh_int4(const float (*scores)[KEYS], const Piece& piece, int firs
         }
 }
 
-// Scores of a block, in one order for any number of queries or tiles at once.
+// Scores of a block's tiles from `tile` on, in one order for any number of queries or tiles at once.
 template <class Kind, int N>
-inline void score_block(const Query* queries, const Cached& cached, const Piece& piece, int tiles, float (*scores)[KEYS]) {
-    const int size = cached.args.head_dim;
-    int tile = 0;
+inline void score_block(const Query* queries, const Cached& cached, const Piece& piece, int tile, int tiles, float (*scores)[KEYS]) {
+    const int size = cached.args.head_dim, from = tile;
     if constexpr (std::is_same<Kind, CachedInt4>::value) {
         float totals[N][MAX_HEAD / CHUNK];
         for (int n = 0; n < N; n++)
@@ -246,7 +309,7 @@ inline void score_block(const Query* queries, const Cached& cached, const Piece&
     }
     if constexpr (std::is_same<Kind, CachedInt8>::value)
         for (int n = 0; n < N; n++)
-            for (int i = 0; i < 16 * tiles; i += 16)
+            for (int i = 16 * from; i < 16 * tiles; i += 16)
                 (F16L::load(scores[n] + i) * F16L::load((const float*)piece.k_scale + i)).store(scores[n] + i);
 }
 
@@ -257,26 +320,16 @@ inline void add_bias(const Query* queries, const Cached& cached, int block, int 
     alignas(64) float factors[N][MAX_HEAD];
     for (int n = 0; n < N; n++) bias.turn(queries[n].q, block, factors[n]);
     constexpr int T = least(4, most(1, ATTENTION_SUMS / N));
-    const int size = 2 * bias.half, start = block * KEYS, held = cached.span.held;
-    // New rows of a tree stand elsewhere than at their index.
-    float bent[N][KEYS];
-    const bool tree = cached.span.mask && start + KEYS > held;
-    if (tree) __builtin_memcpy(bent, scores, sizeof bent);
+    const int size = 2 * bias.half;
     int tile = 0;
     for (; tile + T <= tiles; tile += T)
         add_tiles<N, T>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
     for (; tile < tiles; tile++)
         add_tiles<N, 1>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
-    if (!tree) return;
-    const int64_t* positions = cached.args.positions + cached.first_row;
-    for (int i = most(0, held - start); i < 16 * tiles && start + i - held < cached.span.rows; i++) {
-        if (positions[start + i - held] == start + i) continue;
-        for (int n = 0; n < N; n++) scores[n][i] = bent[n][i] + bias.score(queries[n].q, positions[start + i - held]);
-    }
 }
 
 // One query's scores of a block to weights: scaled, capped, hidden where not seen, exponentiated.
-inline BlockResult weigh_scores(const Query& query, int held, int start, int tiles, float softcap, float* scores) {
+inline BlockResult weigh_scores(const Query& query, int start, int tiles, float softcap, float* scores) {
     uint16_t seen[KEYS / 16];
     F16L peak = F16L::set1(-INFINITY);
     for (int tile = 0; tile < tiles; tile++) {
@@ -286,10 +339,10 @@ inline BlockResult weigh_scores(const Query& query, int held, int start, int til
         if (softcap > 0) s = tanh16(s / F16L::set1(softcap)) * F16L::set1(softcap);
         s.store(at);
         seen[tile] = 0xFFFF;
-        if (!query.sees_all(key, key + 16, held)) {
+        if (!query.sees_all(key, key + 16)) {
             seen[tile] = 0;
             for (int i = 0; i < 16; i++) {
-                const bool visible = query.sees(key + i, held);
+                const bool visible = query.sees(key + i);
                 seen[tile] |= (uint16_t)(visible << i);
                 if (!visible) at[i] = -INFINITY;
             }
@@ -319,44 +372,48 @@ inline BlockResult weigh_scores(const Query& query, int held, int start, int til
 
 // N queries over one block of a group: peak, total and weighted values each.
 template <class Kind, int N>
-inline void attend_block(const Query* queries, const Cached& cached, int block, BlockResult* results, float* values, size_t stride) {
+inline void attend_block(const Query* queries, const Cached& cached, const Sources& from, int block, BlockResult* results,
+                         float* values, size_t stride) {
     alignas(64) float scores[N][KEYS];
     const int start = block * KEYS, size = cached.args.head_dim;
     int last = 0;
     for (int n = 0; n < N; n++) last = most(last, queries[n].last);
     const int count = least(KEYS, last - start), tiles = (count + 15) / 16;
-    const Piece piece(cached.span, block, cached.group, size);
-    score_block<Kind, N>(queries, cached, piece, tiles, scores);
+    const int split = least(tiles, from.split / 16);
+    score_block<Kind, N>(queries, cached, from.old, 0, split, scores);
+    if (split < tiles) score_block<Kind, N>(queries, cached, from.tail, split, tiles, scores);
     if (cached.bias.bias) add_bias<N>(queries, cached, block, tiles, scores);
-    for (int n = 0; n < N; n++) results[n] = weigh_scores(queries[n], cached.span.held, start, tiles, cached.args.softcap, scores[n]);
+    for (int n = 0; n < N; n++) results[n] = weigh_scores(queries[n], start, tiles, cached.args.softcap, scores[n]);
     if constexpr (std::is_same<Kind, CachedInt4>::value) {
         constexpr int C = N <= 4 ? 2 : 1;
         const int chunks = chunks_of(size);
         int chunk = 0;
-        for (; chunk + C <= chunks; chunk += C) weigh_int4<N, C>(scores, piece, chunk, count, size, values, stride);
-        for (; chunk < chunks; chunk++) weigh_int4<N, 1>(scores, piece, chunk, count, size, values, stride);
+        for (; chunk + C <= chunks; chunk += C) weigh_int4<N, C>(scores, from, chunk, count, size, values, stride);
+        for (; chunk < chunks; chunk++) weigh_int4<N, 1>(scores, from, chunk, count, size, values, stride);
     } else {
         if constexpr (std::is_same<Kind, CachedInt8>::value)
             for (int n = 0; n < N; n++)
-                for (int i = 0; i < 16 * tiles; i += 16)
-                    (F16L::load(scores[n] + i) * F16L::load((const float*)piece.v_scale + i)).store(scores[n] + i);
+                for (int i = 0; i < 16 * tiles; i += 16) {
+                    const float* scales = (const float*)(i < from.split ? from.old : from.tail).v_scale;
+                    (F16L::load(scores[n] + i) * F16L::load(scales + i)).store(scores[n] + i);
+                }
         constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
         int e = 0;
         for (; e + 16 * T <= size; e += 16 * T)
-            weigh_values<Kind, N, T>(scores, piece.v + (size_t)e * Kind::BYTES, count, size, values + e, stride);
+            weigh_values<Kind, N, T>(scores, from, e, count, size, values + e, stride);
         for (; e < size; e += 16)
-            weigh_values<Kind, N, 1>(scores, piece.v + (size_t)e * Kind::BYTES, count, size, values + e, stride);
+            weigh_values<Kind, N, 1>(scores, from, e, count, size, values + e, stride);
     }
 }
 
 template <class Kind>
-inline void attend_some(int n, const Query* queries, const Cached& cached, int block, BlockResult* results, float* values,
-                        size_t stride) {
+inline void attend_some(int n, const Query* queries, const Cached& cached, const Sources& from, int block, BlockResult* results,
+                        float* values, size_t stride) {
     auto go = [&](auto count) {
         constexpr int N = decltype(count)::value;
         if constexpr (N <= QUERIES)
             for (; n >= N; n -= N, queries += N, results += N, values += N * stride)
-                attend_block<Kind, N>(queries, cached, block, results, values, stride);
+                attend_block<Kind, N>(queries, cached, from, block, results, values, stride);
     };
     go(std::integral_constant<int, 8>());
     go(std::integral_constant<int, 6>());
@@ -379,18 +436,16 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
     const int size = args.head_dim, groups = args.kv_heads, per = args.heads / groups;
     const int queries = span.rows * per;  // of one group, row by row
     const int chunks = (queries + QUERIES - 1) / QUERIES;
-    const int blocks = (span.held + span.rows + KEYS - 1) / KEYS;
+    const Tree tree(context, span);
+    const int blocks = (tree.longest() + KEYS - 1) / KEYS;
     const float* q = args.q + (size_t)first_row * args.heads * size;
     auto describe = [&](int group, int index) {
         const int row = index / per, head = group * per + index % per;
         Query query;
         query.q = q + ((size_t)row * args.heads + head) * size;
-        query.mask = span.mask ? span.mask + (size_t)row * span.rows : nullptr;
-        query.last = span.held + (span.mask ? span.rows : row + 1);
-        const int64_t position = args.positions[first_row + row];
-        // Held keys stand at their own index. A tree's nodes never reach out of a window together.
-        query.first = args.window ? (int)most<int64_t>(0, position - args.window + 1) : 0;
-        if (span.mask) query.first = least(query.first, span.held);
+        query.row = row;
+        query.last = tree.last(row);
+        query.first = args.window ? most(0, query.last - args.window) : 0;
         return query;
     };
     // Few queries over a long cache: share out its blocks too. Results are the same either way.
@@ -422,9 +477,15 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         for (int block = from; block < to; block++) {
             const int start = block * KEYS;
             if (start >= high || start + KEYS <= low) continue;
-            if (span.format == KV_BF16) attend_some<CachedBf16>(n, list, cached, block, results, values, size);
-            else if (span.format == KV_INT8) attend_some<CachedInt8>(n, list, cached, block, results, values, size);
-            else attend_some<CachedInt4>(n, list, cached, block, results, values, size);
+            for (int i = 0, count; i < n; i += count) {
+                // In a tree's blocks, rows have keys of their own.
+                for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
+                const Sources from = tree.sources(cached, block, list[i].row);
+                float* to = values + (size_t)i * size;
+                if (span.format == KV_BF16) attend_some<CachedBf16>(count, list + i, cached, from, block, results + i, to, size);
+                else if (span.format == KV_INT8) attend_some<CachedInt8>(count, list + i, cached, from, block, results + i, to, size);
+                else attend_some<CachedInt4>(count, list + i, cached, from, block, results + i, to, size);
+            }
             for (int i = 0; i < n; i++) {
                 float* p = place(group, begin + i, piece);
                 BlockResult sofar{p[0], p[1]};

@@ -29,25 +29,69 @@ struct CachedInt4 {
 
 inline int chunks_of(int size) { return (size + CHUNK - 1) / CHUNK; }
 
+// Bytes of a token in one group: its key, its value, and what each of them is scaled by.
+struct TokenBytes {
+    size_t key, value, scale;
+
+    TokenBytes(int format, int size) : key(2 * (size_t)size), value(key), scale(0) {
+        const size_t chunks = chunks_of(size);
+        if (format == KV_INT8) key = value = size, scale = 4;
+        if (format == KV_INT4) key = CachedInt4::KEY_BYTES * chunks, value = CachedInt4::VALUE_BYTES * chunks, scale = 4 * chunks;
+    }
+    size_t of_piece() const { return KEYS * (key + value + 2 * scale); }
+};
+
 // One group's piece of a block.
 struct Piece {
     uint8_t *k, *v, *k_scale, *v_scale;
 
-    Piece(const Span& span, int block, int group, int size) {
-        const size_t numbers = (size_t)KEYS * size, chunks = (size_t)KEYS * chunks_of(size);
-        size_t keys = 2 * numbers, values = 2 * numbers, scales = 0;  // bytes
-        if (span.format == KV_INT8) keys = values = numbers, scales = 4 * KEYS;
-        if (span.format == KV_INT4) {
-            keys = CachedInt4::KEY_BYTES * chunks;
-            values = CachedInt4::VALUE_BYTES * chunks;
-            scales = 4 * chunks;
-        }
-        k = span.data + block * span.stride + group * (keys + values + 2 * scales);
-        v = k + keys;
-        k_scale = v + values;
-        v_scale = k_scale + scales;
+    Piece(uint8_t* data, const TokenBytes& bytes) : k(data) {
+        v = k + KEYS * bytes.key;
+        k_scale = v + KEYS * bytes.value;
+        v_scale = k_scale + KEYS * bytes.scale;
+    }
+    Piece(const Span& span, int block, int group, int size) : Piece(span.data, TokenBytes(span.format, size)) {
+        const size_t skipped = block * span.stride + group * TokenBytes(span.format, size).of_piece();
+        k += skipped, v += skipped, k_scale += skipped, v_scale += skipped;
     }
 };
+
+// The scales of `count` tokens from one place in a piece's planes to another.
+inline void copy_scales(int format, int size, const uint8_t* from, int source, uint8_t* to, int at, int count) {
+    const size_t width = format == KV_INT8 ? 4 : 2, planes = TokenBytes(format, size).scale / width;
+    for (size_t plane = 0; plane < planes; plane++)
+        __builtin_memcpy(to + (plane * KEYS + at) * width, from + (plane * KEYS + source) * width, count * width);
+}
+
+// Sixteen tokens from `at` on, from one piece to the same place in another.
+inline void copy_tile(int format, int size, const Piece& from, const Piece& to, int at) {
+    const TokenBytes bytes(format, size);
+    __builtin_memcpy(to.k + at * bytes.key, from.k + at * bytes.key, 16 * bytes.key);
+    __builtin_memcpy(to.v + at * bytes.value, from.v + at * bytes.value, 16 * bytes.value);
+    copy_scales(format, size, from.k_scale, at, to.k_scale, at, 16);
+    copy_scales(format, size, from.v_scale, at, to.v_scale, at, 16);
+}
+
+// One token, from a place in a piece to a place in another.
+inline void copy_token(int format, int size, const Piece& from, int source, const Piece& to, int at) {
+    const TokenBytes bytes(format, size);
+    const uint8_t* old = from.k + source / 16 * 16 * bytes.key;
+    uint8_t* tile = to.k + at / 16 * 16 * bytes.key;
+    const int lane = at % 16, theirs = source % 16;
+    if (format == KV_BF16) {
+        for (int e = 0; e < size; e++) ((uint16_t*)tile)[e * 16 + lane] = ((const uint16_t*)old)[e * 16 + theirs];
+    } else if (format == KV_INT8) {
+        for (int e = 0; e < size; e++) tile[e * 16 + lane] = old[e * 16 + theirs];
+    } else {
+        for (int c = 0; c < chunks_of(size); c++, tile += 16 * CachedInt4::KEY_BYTES, old += 16 * CachedInt4::KEY_BYTES) {
+            for (int j = 0; j < 16; j++) tile[j * 16 + lane] = old[j * 16 + theirs];
+            __builtin_memcpy(tile + 256 + 4 * lane, old + 256 + 4 * theirs, 4);
+        }
+    }
+    __builtin_memcpy(to.v + at * bytes.value, from.v + source * bytes.value, bytes.value);
+    copy_scales(format, size, from.k_scale, source, to.k_scale, at, 1);
+    copy_scales(format, size, from.v_scale, source, to.v_scale, at, 1);
+}
 
 inline uint16_t to_bf16(float x) {
     uint32_t bits;
@@ -151,16 +195,6 @@ struct KeyBias {
             factors[2 * j] = a * cos + c * sin;
             factors[2 * j + 1] = c * cos - a * sin;
         }
-    }
-    // What the bias adds to one query's score with a token anywhere.
-    float score(const float* q, int64_t position) const {
-        float factors[MAX_HEAD];
-        turn(q, (int)(position / KEYS), factors);
-        const int at = (int)(position % KEYS);
-        const float* table = near_turns + (size_t)(at / 16) * 2 * half * 16 + at % 16;
-        float sum = 0;
-        for (int e = 0; e < 2 * half; e++) sum += factors[e] * table[(size_t)e * 16];
-        return sum;
     }
 };
 

@@ -42,7 +42,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
 SOURCES = {
@@ -125,7 +125,7 @@ class SpanArgs(Structure):
         ("format", c_int32),
         ("held", c_int32),
         ("rows", c_int32),
-        ("unused", c_int32),
+        ("extra", c_int32),
     )
 
 

@@ -330,6 +330,7 @@ class NativeOps:
                 KV_FORMATS.index(cache.kv_format),
                 cache.length,
                 span.rows,
+                0 if span.mask is None else span.mask.shape[1] - span.rows,
             )
         return spans
 

@@ -46,13 +46,17 @@ def generation(world: World, run: Run, tokens: int) -> tuple[float, float]:
     """Seconds with and without speculation."""
     spent, emitted, plain_s = 0.0, 1, 0.0
     while emitted < tokens:
-        plan = run.plan(1000)
-        tree = TokenTree.empty()
-        if plan is not None:
+        tree, last = TokenTree.empty(), None
+        while (plan := run.plan(1000)) is not None:
+            last = plan
             levels = min(plan.depth, plan.budget)
             draft_s = world.took(world.level_s.get(plan.source, 0.0) * (levels + 1))
             spent += draft_s
-            tree = run.drafted(plan, chain(plan.budget, levels, world.claims), draft_s)
+            worth = run.drafted(plan, chain(plan.budget, levels, world.claims), draft_s)
+            if worth is not None:
+                tree = worth
+                break
+        plan = last
         path: list[int] = []
         if plan is not None:
             while len(path) < len(tree) and world.rng.random() < world.chance[plan.source]:

@@ -1,0 +1,166 @@
+"""Drafts of a model through the API: options, vocabularies, budgets, and the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.drafting import vocabulary_problem
+from localrt.quant.ops.native_abi import find_library
+from tests.conftest import write_tiny_model
+from tests.real_models import real_model
+
+OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("target", "draft"):
+        (folder / name).mkdir()
+        write_tiny_model(folder / name, context=256)
+    return folder / "target", folder / "draft"
+
+
+@needs_kernels
+def test_every_draft_gives_the_same_tokens(folders: tuple[Path, Path]) -> None:
+    target, draft = folders
+    with localrt.load(target) as model:
+        for sampling in ({"temperature": 0.0}, {"temperature": 1.2, "seed": 3}):
+            plain = model.generate("ab ab ab", draft="off", **sampling, **OPTIONS)
+            assert plain.metrics.accepted_per_pass is None
+            for options in (
+                {},
+                {"draft": "ngram", "tree_budget": 8},
+                {"draft": str(draft)},
+                {"draft": str(draft), "tree_budget": 6, "tree_depth": 3},
+                {"draft": f"{draft}+ngram", "tree_budget": 12},
+            ):
+                ours = model.generate("ab ab ab", **options, **sampling, **OPTIONS)
+                assert ours.token_ids == plain.token_ids
+                assert ours.logprobs == plain.logprobs
+                assert str(ours.metrics.speculation).startswith("speculation: ")
+                assert ours.metrics.accepted_per_pass is not None
+
+
+@needs_kernels
+def test_a_draft_that_is_the_target_is_always_right(folders: tuple[Path, Path]) -> None:
+    target, _ = folders
+    with localrt.load(target, draft=str(target)) as model:
+        chunk = model.generate(
+            "hello", tree_budget=64, tree_depth=2, temperature=0.0, **{**OPTIONS, "max_tokens": 31}
+        )
+        assert chunk.metrics.accepted_per_pass is not None
+        assert chunk.metrics.accepted_per_pass >= 2
+        assert "model" in (chunk.metrics.accepted_by_source or {})
+        chat = model.chat()
+        reply = chat.send("hi", max_tokens=10, ignore_eos=True)
+        assert reply.metrics.completion_tokens == 10
+
+
+@needs_kernels
+def test_a_draft_with_another_vocabulary_is_explained(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, _ = folders
+    write_tiny_model(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"Ġ":', '"Ġx":'))
+    for load in (
+        lambda: localrt.load(target, draft=str(tmp_path)),
+        lambda: localrt.load(target).generate("hi", draft=str(tmp_path)),
+    ):
+        with pytest.raises(localrt.OptionError, match=r"another vocabulary: token \d+ is 'Ġx'"):
+            load()
+
+
+class Words:
+    def __init__(self, *words: str) -> None:
+        self.words = words
+        self.vocab_size = len(words)
+
+    def token_text(self, token: int) -> str:
+        return self.words[token]
+
+
+def test_vocabularies_are_compared_token_by_token() -> None:
+    def problem(a: Any, b: Any) -> str:
+        return vocabulary_problem(a, b)
+
+    assert problem(Words("a", "b"), Words("a", "b")) == ""
+    assert problem(None, None) == ""
+    assert "no tokenizer" in problem(Words("a"), None)
+    assert problem(Words("a", "b", "c"), Words("a", "x", "y")) == (
+        "token 1 is 'x', in the model 'b' (and 1 more differ)"
+    )
+    assert problem(Words("a", "b"), Words("a")) == (
+        "it has 1 tokens and the model 2: only the model has token 1, 'b'"
+    )
+
+
+@needs_kernels
+def test_a_draft_that_does_not_fit_is_left_out(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = folders
+    with localrt.load(target, ram="8GB") as model:
+        monkeypatch.setattr("localrt.loading_native._budget", lambda *_: (1000, "RAM"))
+        plain = model.generate("hi", draft="off", temperature=0.0, **OPTIONS)
+        ours = model.generate("hi", draft=str(draft), tree_budget=8, temperature=0.0, **OPTIONS)
+        assert ours.token_ids == plain.token_ids
+        note = str(ours.metrics.speculation)
+        assert f"draft {draft} is not used" in note
+        assert "are left" in note
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_budget": 0}, "tree_budget"),
+        ({"tree_budget": 2049}, "tree_budget"),
+        ({"tree_budget": 1.5}, "tree_budget"),
+        ({"tree_depth": 0}, "tree_depth"),
+        ({"draft": 3}, "draft"),
+    ],
+)
+def test_bounds(options: dict[str, Any], message: str) -> None:
+    from localrt.engine.options import read_options
+
+    with pytest.raises(localrt.OptionError, match=message):
+        read_options(options)
+
+
+@needs_kernels
+def test_a_draft_that_is_not_there(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(localrt.LocalrtError, match="nowhere"):
+        localrt.load(folders[0], draft="/nowhere/at/all")
+
+
+@pytest.mark.real
+@needs_kernels
+def test_smollm2_repeats_itself() -> None:
+    words = "one two three four five six seven eight nine ten eleven twelve "
+    with localrt.load(real_model("smollm2")) as model:
+        options: dict[str, Any] = {"raw": True, "max_tokens": 40, "temperature": 0.0}
+        prompt = (words * 3).strip()
+        plain = model.generate(prompt, draft="off", **options)
+        ours = model.generate(prompt, draft="ngram", tree_budget=12, **options)
+        assert ours.token_ids == plain.token_ids
+        assert (ours.metrics.accepted_per_pass or 0) > 5
+
+
+@pytest.mark.real
+@needs_kernels
+def test_qwen_drafts_for_qwen() -> None:
+    prompt = 'def fibonacci(n: int) -> int:\n    """The n-th Fibonacci number."""\n'
+    with localrt.load(real_model("qwen1.5b"), draft=str(real_model("qwen0.5b")), ctx=512) as model:
+        options: dict[str, Any] = {"raw": True, "max_tokens": 24, "temperature": 0.0}
+        plain = model.generate(prompt, draft="off", **options)
+        ours = model.generate(prompt, tree_budget=24, **options)
+        assert ours.token_ids == plain.token_ids
+        assert (ours.metrics.accepted_per_pass or 0) > 3
