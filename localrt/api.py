@@ -160,7 +160,9 @@ class Model(BatchMethods):
         self._parts = parts
         self._drafts = drafts
         self._ram, self._gpu_memory = ram, gpu_memory
-        self._pool = SessionPool(parts.engine, parts.ctx)
+        # Where weights are streamed, an idle cache is memory that they would need.
+        keep = 1 if parts.engine.info.streamed else 4
+        self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
         engine = parts.engine.info
         self.name = name
         self.defaults: dict[str, Any] = {**parts.defaults, **defaults}

@@ -62,7 +62,7 @@ def load_native(
     )
     infos = checkpoint.tensors.values()
 
-    def engine_info(config: DecoderConfig) -> EngineInfo:
+    def engine_info(config: DecoderConfig, *, streamed: bool = False) -> EngineInfo:
         return EngineInfo(
             engine="native",
             architecture=config.architecture,
@@ -74,6 +74,7 @@ def load_native(
             weight_bytes=_weight_bytes(checkpoint, ops),
             context_length=config.context_length,
             exactness="bit-exact" if ops.compute_format == "f32" else "approximate",
+            streamed=streamed,
         )
 
     if virtual and ops.name != "native":
@@ -98,7 +99,7 @@ def load_native(
         )
         engine = NativeEngine(
             placed.decoder,
-            engine_info(placed.decoder.config),
+            engine_info(placed.decoder.config, streamed=True),
             pass_rows=placed.plan.placement.prefill_rows,
             pipeline=placed.decoder,
             forecaster=placed.forecaster,

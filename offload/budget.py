@@ -184,5 +184,7 @@ def _reclaimable(stat: Path, prefix: str) -> int:
     except (OSError, ValueError):
         return 0
     cached = sum(values.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
+    # Shared memory is mapped, and counted with files, but on no list of file pages.
+    shared = values.get(f"{prefix}shmem", 0)
     mapped = values.get("file_mapped", values.get(f"{prefix}mapped_file", 0))
-    return max(0, cached - mapped)
+    return max(0, cached - max(0, mapped - shared))

@@ -13,7 +13,7 @@ _INTERVAL_S = 0.5
 # Below this the system begins to swap, and to drop the pages of programs at work.
 _LEAST_FREE = 256 << 20
 _LEAST_FREE_LIMITED = 2 << 20  # within a cgroup, whose limit is ours alone
-_STEP = 64 << 20  # not to come back for every megabyte
+_STEP = 8 << 20  # not to come back for every megabyte
 _LEAST_FREE_VRAM = 150 << 20
 
 

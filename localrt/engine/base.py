@@ -38,6 +38,7 @@ class EngineInfo:
     weight_bytes: int
     context_length: int
     exactness: str
+    streamed: bool = False  # weights are read or copied again in each pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,11 @@ def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
     """
     if nbytes == 0:
         return np.empty(0, np.uint8)
-    region = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        # Shared memory, the default, would count as page cache, and have small pages.
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        region = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _LARGE_PAGE:
         try:
             region.madvise(mmap.MADV_HUGEPAGE)
