@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import numpy as np  # noqa: E402
-from flexgen_loop import Gate, GatedCard, GatedClock, GatedFiles  # noqa: E402
+from flexgen_loop import HEAD, Gate, GatedCard, GatedClock, GatedFiles  # noqa: E402
 
 from localrt import hardware  # noqa: E402
 from localrt.formatting import table  # noqa: E402
@@ -61,7 +61,7 @@ RING_UNITS = 6
 
 # Which of a model's layers' units are streamed, by index; the head stays.
 PLACEMENTS = {
-    "alternating": lambda n: n % 2 == 0,
+    "alternating layers": lambda n: n % 4 < 2,
     "every third": lambda n: n % 3 == 0,
     "clusters of four": lambda n: n % 8 < 4,
 }
@@ -81,9 +81,8 @@ class Case:
         units.sort(key=lambda u: (int(u.name.split(".")[1]), order[u.name.split(".")[2]]))
         self.units = [unit for n, unit in enumerate(units) if PLACEMENTS[name](n)]
         self.streamed = {unit.name: unit.nbytes for unit in self.units}
-        heads = [u for u in store.manifest.units if u.name.startswith("head")]
-        heads.sort(key=lambda u: u.tensors[0].row)
-        self.order = [unit.name for unit in [*units, *heads]]
+        self.resident_head = [u.name for u in store.manifest.units if u.name.startswith("head")]
+        self.order = [*(unit.name for unit in units), HEAD]
         self.ring = RING_UNITS * max(self.streamed.values())
         self.card = parse_card(CARD)
 
@@ -95,7 +94,8 @@ class Case:
         ring = sum(self.streamed.values()) if barrier else self.ring
         away, home = (Where.LINK, Where.VRAM) if self.virtual else (Where.SSD, Where.RAM)
         where = {u.name: Where.RAM for u in self.store.manifest.units}
-        where |= {name: away if name in self.streamed else home for name in self.order}
+        names = [*self.order[:-1], *self.resident_head]
+        where |= {name: away if name in self.streamed else home for name in names}
         return Placement(
             where=where,
             kv=("ram",) * self.config.layers,

@@ -208,7 +208,8 @@ class Model(BatchMethods):
         ids = self._prompt_ids(prompt, token_ids, raw, tools, checked)
         if not raw and token_ids is None:
             checked = self._with_template_stops(checked)
-        return self._leased(self._guessing(self._request(ids, checked, cancel, on_progress), checked))
+        request = self._request(ids, checked, cancel, on_progress)
+        return self._leased(self._guessing(request, checked))
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
         """Like ``stream``, as one chunk that holds the whole text."""

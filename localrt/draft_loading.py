@@ -60,9 +60,7 @@ def load_draft(
     """
     from localrt.hub import resolve
 
-    resolved = resolve(
-        name, settings=settings, offline=offline, progress=progress, cancel=cancel
-    )
+    resolved = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
     own = replace(options, engine="native", kv_format=None)
     own = replace(own, ctx=_fitting_context(resolved.path, own))
     return load_parts(resolved.path, own, settings=settings, progress=progress, cancel=cancel)

@@ -146,9 +146,8 @@ class Drafts:
         fixed = None
         if explicit:
             assert options.tree_budget is not None
-            if draft.parts is None:
-                source = _LOOKUP
-            else:
+            source = _LOOKUP
+            if draft.parts is not None:
                 source = name if lookup else _MODEL
             fixed = Plan(source, options.tree_budget, options.tree_depth or DEPTH)
         return Speculation(
@@ -246,7 +245,9 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
         more = f" (and {len(differ) - 1} more differ)" if len(differ) > 1 else ""
         return f"token {token} is {theirs!r}, in the model {ours!r}{more}"
     if target.vocab_size != draft.vocab_size:
-        longer, who = (target, "the model") if target.vocab_size > draft.vocab_size else (draft, "it")
+        longer, who = (
+            (target, "the model") if target.vocab_size > draft.vocab_size else (draft, "it")
+        )
         first = min(target.vocab_size, draft.vocab_size)
         return (
             f"it has {draft.vocab_size} tokens and the model {target.vocab_size}: only {who} has "

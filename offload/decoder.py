@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from weakref import WeakSet
 
 import numpy as np
@@ -24,7 +25,7 @@ from localrt.offload.row_table import RowTable
 from localrt.offload.split_cache import SplitCache, grown_length, split_batch
 from localrt.offload.stages import Stage
 from localrt.offload.trace import PipelineCounts, Trace
-from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector
+from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector, Weight
 
 __all__ = ["PlacedDecoder", "Resources"]
 
@@ -173,16 +174,23 @@ class PlacedDecoder:
     def _run(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> Logits:
         run = _Run(self._res, self.config, batch, check)
         at = self._cpu
-        for stage in self._residency.stages:
+        joined = 0  # slices of the head that were computed with one before them
+        for index, stage in enumerate(self._residency.stages):
             if stage.kind == "head" and not len(wanted):
                 break
+            if joined:
+                joined -= 1
+                continue
             if check is not None:
                 check()
             lane = self._lane(stage)
             if lane is not at:
                 run.move(lane)
                 at = lane
-            run.stage(lane, stage, wanted)
+            if stage.kind == "head" and lane.holds(stage):
+                joined = run.head(lane, self._residency.stages[index:], wanted) - 1
+            else:
+                run.stage(lane, stage, wanted)
         return run.logits(len(wanted))
 
     def _skip_head(self) -> None:
@@ -251,9 +259,24 @@ class _Run:
         self._x, self._mark = change(self._x, self._mark)
         self._at = lane
 
+    def head(self, lane: Lane, stages: Sequence[Stage], wanted: npt.NDArray[np.intp]) -> int:
+        """All resident slices that ``stages`` begins with, at once; returns how many."""
+        run = list(takewhile(lane.holds, stages))
+        clock = self._res.clock
+        weight = lane.joined(run)
+        with lane.ops.scope():
+            started = clock.begin(lane.resource)
+            self._project(lane, weight, run[0].first_row, wanted)
+            cost = None
+            if lane.card is not None:
+                nbytes = sum(stage.unit.nbytes for stage in run)
+                cost = lane.card.cost_s(nbytes, sum(stage.macs for stage in run), len(wanted))
+            self._mark = clock.end(lane.resource, "head", started, after=self._mark, cost_s=cost)
+        return len(run)
+
     def stage(self, lane: Lane, stage: Stage, wanted: npt.NDArray[np.intp]) -> None:
         """Compute one stage once its weights are there."""
-        clock, ops, config = self._res.clock, lane.ops, self._config
+        clock, ops = self._res.clock, lane.ops
         part, there, memory = lane.acquire(stage, self._check)
         ended: Mark = None
         try:
@@ -267,11 +290,7 @@ class _Run:
                 elif isinstance(part, GatedMlp):
                     self._x = ops.add(self._x, part(ops, self._x))
                 else:
-                    norm = self._res.norms[lane.resource]
-                    logits = ops.head(
-                        self._x, wanted, norm, config.norm_eps, part, config.final_softcap
-                    )
-                    self._slices.append((stage.first_row, logits))
+                    self._project(lane, part, stage.first_row, wanted)
                 cost = None
                 if lane.card is not None:
                     rows = len(wanted) if stage.kind == "head" else self._rows
@@ -282,6 +301,18 @@ class _Run:
             self._mark = ended
         finally:
             lane.release(stage, ended)
+
+    def _project(
+        self, lane: Lane, weight: Weight, first_row: int, wanted: npt.NDArray[np.intp]
+    ) -> None:
+        """Logits of a slice of the vocabulary."""
+        norm, eps, softcap = (
+            self._res.norms[lane.resource],
+            self._config.norm_eps,
+            self._config.final_softcap,
+        )
+        logits = lane.ops.head(self._x, wanted, norm, eps, weight, softcap)
+        self._slices.append((first_row, logits))
 
     def logits(self, rows: int) -> Logits:
         """The head's slices side by side."""

@@ -72,6 +72,7 @@ class Lane:
         self._memory: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._passing: dict[str, dict[int, Part]] = {}
+        self._joined: dict[tuple[str, ...], Weight] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -87,6 +88,7 @@ class Lane:
         """Make a unit resident whose bytes are ``memory``."""
         self.keep(stage.name, memory)
         self._parts[stage.name] = self._build(stage, memory)
+        self._joined.clear()
 
     def keep(self, name: str, memory: Any) -> None:
         """Hold a unit's bytes alone: its rows are taken one by one."""
@@ -99,6 +101,7 @@ class Lane:
     def drop(self, name: str) -> int:
         """Free a resident unit; returns its bytes."""
         self._parts.pop(name, None)
+        self._joined.clear()
         memory = self._memory.pop(name, None)
         if memory is None:
             return 0
@@ -110,6 +113,18 @@ class Lane:
         """RAM that the card copied a unit from is not needed any more; returns its bytes."""
         assert self.card is not None, "a card copies"
         return self.card.free_host(memory)
+
+    def holds(self, stage: Stage) -> bool:
+        """Whether the stage's unit is resident."""
+        return stage.name in self._parts
+
+    def joined(self, stages: Sequence[Stage]) -> Weight:
+        """Resident slices of the head that follow one another, as one matrix."""
+        key = tuple(stage.name for stage in stages)
+        if key not in self._joined:
+            slices = [(stage.unit, self._memory[stage.name]) for stage in stages]
+            self._joined = {key: self._builder.joined(slices)} | self._joined
+        return self._joined[key]
 
     def stream(self, stages: Sequence[Stage], ring: Ring | None = None) -> None:
         """Have these units pass through the ring, or a new one, from now on, in each pass."""

@@ -19,7 +19,7 @@ from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.offload.files import FileReader
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
-from localrt.quant.ops.protocol import Array, Ops, Pass
+from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
 
 __all__ = ["RowTable"]
 
@@ -62,6 +62,7 @@ class RowTable:
         self._files = files
         self._resident = resident
         self._stall_s = stall_s
+        self._table: tuple[Bytes, Weight] | None = None  # all of it, if it is resident
         self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="localrt-rows")
 
     def embed(
@@ -77,6 +78,8 @@ class RowTable:
         Raises:
             CheckpointError: the file fails, or the disk does not answer.
         """
+        if len(self._parts) == 1 and (data := self._resident(self._parts[0][1].name)) is not None:
+            return ops.embed(self._whole(ops, data), step, scale, tokens=tokens)
         tiles, where = np.unique(tokens // TILE_ROWS, return_inverse=True)
         data = np.empty(len(tiles) * self._tile, np.uint8)
         missing = [
@@ -92,6 +95,16 @@ class RowTable:
         table = ops.weight(shape, [TiledTensor(self._name, self._format, shape, data, self._scale)])
         local = where.reshape(-1) * TILE_ROWS + tokens % TILE_ROWS
         return ops.embed(table, step, scale, tokens=local)
+
+    def _whole(self, ops: Ops, data: Bytes) -> Weight:
+        """The table where it lies, all of it."""
+        if self._table is None or self._table[0] is not data:
+            _, _, tensor = self._parts[0]
+            shape = (tensor.shape[0], self._columns)
+            tiles = data[tensor.offset : tensor.offset + tensor.nbytes]
+            block = TiledTensor(self._name, self._format, shape, tiles, self._scale)
+            self._table = data, ops.weight(shape, [block])
+        return self._table[1]
 
     def close(self) -> None:
         """End the threads."""

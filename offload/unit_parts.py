@@ -135,6 +135,17 @@ class PartBuilder:
         shape = (tensor.shape[0], tensor.shape[1])
         return self._loader(unit, data).matrix(shape, tensor.name)
 
+    def joined(self, slices: Sequence[tuple[StoredUnit, Any]]) -> Weight:
+        """Consecutive slices of one matrix as one, where each of them lies."""
+        tensors = [unit.tensors[0] for unit, _ in slices]
+        shape = (sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1])
+        blocks = (
+            block
+            for unit, data in slices
+            for block in self._memory(unit, data).blocks(unit.tensors[0].name)
+        )
+        return self._ops.weight(shape, blocks)
+
     def final_norm(self, unit: StoredUnit, data: Bytes) -> Vector:
         """The norm before the head."""
         config = self._config
@@ -142,9 +153,11 @@ class PartBuilder:
         return weights.vector(config.hidden_size, "model.norm.weight", offset=config.norm_offset)
 
     def _loader(self, unit: StoredUnit, data: Any) -> WeightLoader:
+        return WeightLoader(self._memory(unit, data), self._ops)
+
+    def _memory(self, unit: StoredUnit, data: Any) -> UnitMemory:
         store, vectors = self._store, self._vectors.get(unit.name)
-        memory = UnitMemory(store.path, store.architecture, unit, data, vectors)
-        return WeightLoader(memory, self._ops)
+        return UnitMemory(store.path, store.architecture, unit, data, vectors)
 
 
 def verify_unit(path: Path, unit: StoredUnit, data: Bytes) -> None:

@@ -65,9 +65,7 @@ def grow(
     done = 0
     while batch:
         base = [0.0 if node == ROOT else scores[node] for node in batch]
-        asked = [
-            (n, -1, -1) if n == ROOT else (n, tokens[n], parents[n]) for n in batch
-        ]
+        asked = [(n, -1, -1) if n == ROOT else (n, tokens[n], parents[n]) for n in batch]
         least = [floor() - score - DECAY for score in base]
         for node, score, found in zip(batch, base, expand(asked, least), strict=True):
             level = 1 if node == ROOT else depths[node] + 1

@@ -14,8 +14,10 @@ from statistics import median
 __all__ = ["DraftCost", "PassCost"]
 
 _KEPT = 7
-# Before anything is known of larger passes, each row is taken to cost this share of a plain step.
-_UNKNOWN_ROW = 0.15
+# Before anything is known of larger passes, a row is taken to cost at most a plain step, or what a
+# prompt's row did and half as much again, for the logits; in hope, these shares of it.
+_LOGITS = 1.5
+_HOPED, _HOPED_UNKNOWN = 0.2, 0.04
 
 
 def _bucket(rows: int) -> int:
@@ -30,6 +32,7 @@ class PassCost:
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._curve: list[tuple[float, float]] = []  # rows and seconds, both rising
         self._row: float | None = None  # seconds per row of a prompt
+        self._prompt = 0  # and that prompt's rows: of short ones, a row costs more than it must
 
     def add(self, rows: int, seconds: float) -> None:
         """A pass of ``rows`` took ``seconds``."""
@@ -42,8 +45,8 @@ class PassCost:
 
     def add_prompt(self, rows: int, seconds: float) -> None:
         """A long pass without logits: says what a row costs at most."""
-        if rows >= 32:
-            self._row = seconds / rows
+        if rows >= 8 and 2 * rows >= self._prompt:
+            self._row, self._prompt = seconds / rows, rows
 
     @property
     def plain(self) -> float | None:
@@ -76,9 +79,11 @@ class PassCost:
             if at >= rows:
                 return value if at <= below else low + (value - low) * (rows - below) / (at - below)
             below, low = at, value
-        row = self._row if self._row is not None else _UNKNOWN_ROW * plain
-        if hopeful:
-            row = min(row, (low - plain) / (below - 1)) if below > 1 else row / 4
+        row = plain if self._row is None else min(plain, _LOGITS * self._row)
+        if hopeful and below > 1:
+            row = min(row, (low - plain) / (below - 1))
+        elif hopeful:
+            row *= _HOPED_UNKNOWN if self._row is None else _HOPED
         return low + (rows - below) * row
 
 
@@ -106,5 +111,5 @@ class DraftCost:
             return None
         nearest = min(self._levels, key=lambda b: abs(math.log(b / budget)))
         # More nodes in a level cost more, but less than as many passes.
-        wider = max(1.0, budget / nearest) ** 0.5
+        wider = math.sqrt(max(1.0, budget / nearest))
         return self._median[nearest] * wider * (depth + 1)

@@ -144,9 +144,7 @@ class DraftModelSource:
             part = missing[start : start + _PREFILL_ROWS]
             last = start + len(part) == len(missing)
             batch = Batch.extend([(cache, part)])
-            logits = self._decoder.forward(
-                batch, rows=[len(part) - 1] if last else [], check=check
-            )
+            logits = self._decoder.forward(batch, rows=[len(part) - 1] if last else [], check=check)
             self.passes += 1
             self._known += part
         first: npt.NDArray[np.float32] = logits[0]

@@ -31,9 +31,7 @@ class Archive:
         StorageError: the file cannot be read.
     """
 
-    def __init__(
-        self, vocab_size: int, path: Path | None = None, *, most: int = _MOST
-    ) -> None:
+    def __init__(self, vocab_size: int, path: Path | None = None, *, most: int = _MOST) -> None:
         self._vocab = vocab_size
         self._path = path
         self._most = most

@@ -42,7 +42,9 @@ def verify(tree: TokenTree, choose: Callable[[int, tuple[int, ...]], int]) -> Ve
 
     ``emitted`` are the tokens of this pass so far, which penalties depend on.
     """
-    node, tokens, path = ROOT, [], []
+    node = ROOT
+    tokens: list[int] = []
+    path: list[int] = []
     while True:
         token = choose(node, tuple(tokens))
         tokens.append(token)

@@ -172,7 +172,7 @@ def test_context_and_memory_are_checked_before_loading(tiny_folder: Path) -> Non
     with localrt.load(tiny_folder, ctx=1024) as model:
         assert model.info.ctx == 1024
         assert any("512" in note for note in model.info.notes)
-    with pytest.raises(localrt.MemoryBudgetError, match=r"needs .* of RAM"):
+    with pytest.raises(localrt.MemoryBudgetError, match=r"does not fit .* of RAM"):
         localrt.load(tiny_folder, ctx=1 << 40)
     with pytest.raises(localrt.MemoryBudgetError, match=r"1 kB"):
         localrt.load(tiny_folder, ram="1KB")

@@ -22,7 +22,7 @@ from localrt.speculative.policy import Fixed, Plan, Policy
 from localrt.speculative.said import Archive
 from localrt.speculative.source import DraftFailedError, DraftSource
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import Run, Tuner
+from localrt.speculative.tuner import Tuner
 from localrt.speculative.verify import follow
 
 __all__ = ["Speculation", "Stepper", "TreeSession"]
@@ -86,7 +86,12 @@ class Speculation:
         else:
             policy = self._tuner.start(limit, list(sources))
         return Stepper(
-            session, prompt, sources, policy, tuner=self._tuner, archive=self._archive,
+            session,
+            prompt,
+            sources,
+            policy,
+            tuner=self._tuner,
+            archive=self._archive,
             note=self._note,
         )
 

@@ -233,7 +233,7 @@ def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ri
     yield _Ring(0, 0)
     for slot in slots[-2:] if few else slots:
         # The reader fills what is free chunk by chunk: a little more than a unit is a ring.
-        extra = () if few else (2 << 20, 4 << 20, 8 << 20)
+        extra = () if few else (2 << 20, 4 << 20, 6 << 20, 10 << 20)
         times = (2, 6, 16) if few else (1.5, 2, 3, 4, 6)
         sizes = {slot, *(slot + more for more in extra), *(int(slot * each) for each in times)}
         for size in sorted(sizes):

@@ -17,6 +17,7 @@ __all__ = ["closest_subset", "solve_greedily"]
 # A subset's sum is exact to one step a unit: small beside the smallest, and not too many in all.
 _STEPS_OF_A_UNIT = 256
 _MOST_STEPS = 1 << 22
+_MOST_SHORT = 64  # steps that rounding down may take from a sum
 _PAGE = 4096
 
 
@@ -113,15 +114,36 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     beyond = reached[-1] >> goal
     if beyond == 0:  # only rounding keeps it from reaching the target
         return list(limits)
-    total = goal + (beyond & -beyond).bit_length() - 1
-    chosen = [0] * len(sizes)
+    most = goal + (beyond & -beyond).bit_length() - 1
+    # Sizes were rounded down: a sum a few steps short may well reach the target.
+    least = max(0, goal - min(sum(limits), _MOST_SHORT))
+    best: tuple[int, list[int]] | None = None
+    for total in range(least, most + 1):
+        if not reached[-1] >> total & 1:
+            continue
+        counts = _decoded(reached, items, floors, total)
+        if sum(size * n for size, n in zip(sizes, counts, strict=True)) < target:
+            continue
+        counts = _without_surplus(sizes, counts, target)
+        found = sum(size * n for size, n in zip(sizes, counts, strict=True))
+        if best is None or found < best[0]:
+            best = found, counts
+    assert best is not None, "the sum rounded down reaches it"
+    return best[1]
+
+
+def _decoded(
+    reached: Sequence[int], items: Sequence[tuple[int, int]], floors: Sequence[int], total: int
+) -> list[int]:
+    """The counts behind a sum of ``total`` steps."""
+    chosen = [0] * len(floors)
     for index in range(len(items) - 1, -1, -1):
         if reached[index] >> total & 1:
             continue
         number, count = items[index]
         chosen[number] += count
         total -= floors[number] * count
-    return _without_surplus(sizes, chosen, target)
+    return chosen
 
 
 def _without_surplus(sizes: Sequence[int], chosen: list[int], target: int) -> list[int]:

@@ -134,7 +134,7 @@ class KVCache(Protocol):
         """Forget every token from ``length`` on."""
 
     def select(self, first: int, rows: Sequence[int]) -> None:
-        """Keep token ``first + rows[i]`` as token ``first + i``; forget all others from ``first`` on.
+        """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on.
 
         ``rows`` ascend from 0: the accepted path of a tree whose rows begin at ``first``.
         """

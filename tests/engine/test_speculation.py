@@ -296,12 +296,12 @@ def test_what_was_said_before_is_guessed_again(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_tuner_changes_no_token(engine: NativeEngine, other: NativeEngine, sampling: str) -> None:
+def test_the_tuner_changes_no_token(
+    engine: NativeEngine, other: NativeEngine, sampling: str
+) -> None:
     """Whatever it decides, and it decides by time, which differs from run to run."""
     tuner = Tuner({"ngram": 0.0, "model": 0.2})
-    speculation = Speculation(
-        lambda _: {"ngram": NgramSource(), "model": drafting(other)}, tuner
-    )
+    speculation = Speculation(lambda _: {"ngram": NgramSource(), "model": drafting(other)}, tuner)
     chosen = SAMPLINGS[sampling]
     plain = ids(run(engine, None, sampling=chosen, max_tokens=90))
     for _ in range(3):

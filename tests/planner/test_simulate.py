@@ -67,7 +67,8 @@ def test_no_faster_than_the_busiest_and_no_slower_than_one_after_another(
     found = simulate(costs, placement, passes=passes, warm_up=0)
     assert found.total_seconds >= passes * found.bound * (1 - 1e-9)
     # The disk may have begun the next token's units before this one ended, never the reverse.
-    assert found.total_seconds <= passes * serial(found) * (1 + 1e-9)
+    waking = 1.5e-4 * len(costs.shape.units)  # of a pass that waits for each of its units
+    assert found.total_seconds <= passes * (serial(found) * 1.15 + waking)
     assert 0 < found.efficiency <= 1 + 1e-9
 
 

@@ -48,9 +48,7 @@ def test_the_tree_has_the_best_nodes_there_are(budget: int, round_nodes: int) ->
     exact = {}
     for length in range(1, depth + 1):
         for path in itertools.product(range(VOCAB), repeat=length):
-            exact[path] = sum(
-                log_softmax(model(path[:i]))[t] + DECAY for i, t in enumerate(path)
-            )
+            exact[path] = sum(log_softmax(model(path[:i]))[t] + DECAY for i, t in enumerate(path))
     best = sorted(exact.values(), reverse=True)[:budget]
     assert sorted(tree.scores.tolist(), reverse=True) == pytest.approx(best, abs=1e-5)
     for path, score in words(tree).items():
@@ -93,9 +91,7 @@ def test_scores_are_the_models_own(decoder: Any) -> None:
     assert len(tree) == 24
     for path, score in list(words(tree).items())[::3]:
         rows = decoder.forward(Batch.extend([(decoder.cache(64), [*history, *path])]))
-        exact = sum(
-            log_softmax(rows[len(history) - 1 + i])[t] + DECAY for i, t in enumerate(path)
-        )
+        exact = sum(log_softmax(rows[len(history) - 1 + i])[t] + DECAY for i, t in enumerate(path))
         assert score == pytest.approx(exact, abs=1e-3)
 
 
@@ -122,7 +118,7 @@ def test_the_end_of_the_draft_context(decoder: Any) -> None:
     small = source(decoder, capacity=32)
     assert len(small.propose(tokens(32), 8, 4)) == 0
     tree = small.propose(tokens(30), 16, 8)
-    assert 0 < len(tree)
+    assert len(tree) > 0
     assert tree.height <= 3
 
 

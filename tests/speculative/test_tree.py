@@ -19,7 +19,7 @@ def trees(draw: st.DrawFn, name: str = "a") -> TokenTree:
     for node in range(size):
         parent = draw(st.integers(-1, node - 1))
         taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
-        token = draw(st.integers(0, 40).filter(lambda t: t not in taken))
+        token = draw(st.integers(0, 40).filter(lambda t, taken=taken: t not in taken))
         above = 0.0 if parent == ROOT else scores[parent]
         tokens.append(token)
         parents.append(parent)

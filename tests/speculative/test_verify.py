@@ -96,9 +96,7 @@ def test_the_distribution_is_the_targets(name: str) -> None:
         exact = longer
     rng = np.random.default_rng(5)
     shapes = np.random.default_rng(6)
-    counts = Counter(
-        speculative(sampling, rng, lambda: random_tree(shapes)) for _ in range(seeds)
-    )
+    counts = Counter(speculative(sampling, rng, lambda: random_tree(shapes)) for _ in range(seeds))
     assert set(counts) <= set(exact)
     # Rare answers are counted together, as the test wants five of each at least.
     observed, expected = [0.0], [0.0]
@@ -120,7 +118,9 @@ def test_a_shared_seed_gives_the_same_tokens(name: str) -> None:
     for seed in range(100):
         shapes = np.random.default_rng(seed)
         ours = speculative(
-            sampling, np.random.default_rng(seed), lambda: random_tree(shapes)  # noqa: B023
+            sampling,
+            np.random.default_rng(seed),
+            lambda: random_tree(shapes),  # noqa: B023
         )
         assert ours == plain(sampling, np.random.default_rng(seed))
 

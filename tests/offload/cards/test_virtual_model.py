@@ -69,7 +69,7 @@ def test_the_cards_memory_can_be_held_back(tiny_folder: Path) -> None:
 
 def test_a_card_that_cannot_be_read_is_refused(tiny_folder: Path) -> None:
     for device in ("virtual:", "virtual:8GB", "virtual:8GB@fast,1GB/s,1TFLOPS", "virtual:Voodoo 2"):
-        with pytest.raises(OptionError, match="card|bandwidth"):
+        with pytest.raises(OptionError, match=r"card|bandwidth"):
             localrt.load(tiny_folder, device=device)
     with pytest.raises(MemoryBudgetError):
         localrt.load(tiny_folder, device=CARD, ram="1MB")
@@ -86,6 +86,7 @@ def test_the_commands_say_that_it_is_simulated(
     assert metrics["decode_tok_s"] > 0
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("card", ["30MB", "1GB"])
 def test_a_real_model_on_a_small_card(card: str) -> None:
     path = real_model("smollm2")
