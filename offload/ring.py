@@ -82,16 +82,17 @@ class Ring:
         if not self._live:
             self._next = 0
         at = self._next
-        fits = at + nbytes <= self.nbytes
-        # At the end of the ring where it does not fit: what is free there is filled at once.
-        offset = at if fits else self.nbytes - nbytes
-        lease = Lease(
-            offset, nbytes, _chunks(nbytes, self._chunk, first=0 if fits else at - offset)
-        )
+        end = self.nbytes - nbytes
+        # Where it does not fit, the place that is free sooner: the beginning, whose units are
+        # older, or the end, where what is free already is filled at once.
+        wraps = at > end and self._newest(0, nbytes) < self._newest(end, self.nbytes)
+        offset = 0 if wraps else min(at, end)
+        first = 0 if wraps else at - offset
+        lease = Lease(offset, nbytes, _chunks(nbytes, self._chunk, first=first))
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
         # Behind a unit that ends with the ring nothing is free: the next goes to its beginning.
-        self._next = at + nbytes if at + nbytes < self.nbytes else 0
+        self._next = offset + nbytes if offset + nbytes < self.nbytes else 0
         self._live.append(lease)
         return lease
 
@@ -125,6 +126,17 @@ class Ring:
             self._marks.append((lease.offset, lease.offset + lease.nbytes, mark))
         while self._live and self._live[0].released:
             self._live.popleft()
+
+    def _newest(self, start: int, stop: int) -> int:
+        """How many leases are as old as the newest that takes bytes of ``start`` to ``stop``."""
+        return max(
+            (
+                count
+                for count, lease in enumerate(self._live, 1)
+                if not lease.released and lease.overlaps(start, stop)
+            ),
+            default=0,
+        )
 
     def _is_free(self, lease: Lease, chunk: Chunk) -> bool:
         """Whether no older lease covers the bytes of ``chunk``."""

@@ -59,8 +59,8 @@ class RingModel:
                 clock = ready + size / bytes_s
         else:
             clock += nbytes / bytes_s
-        at = self._next
-        self._next = at + nbytes if at + nbytes < self.nbytes else 0
+        stop = slot.offset + nbytes
+        self._next = stop if stop < self.nbytes else 0
         self._live.append(slot)
         return slot, start, clock, idle
 
@@ -82,15 +82,23 @@ class RingModel:
         if not self._live:
             self._next = 0
         at = self._next
-        fits = at + nbytes <= self.nbytes
-        offset = at if fits else self.nbytes - nbytes
+        end = self.nbytes - nbytes
+        wraps = at > end and self._newest(0, nbytes) < self._newest(end, self.nbytes)
+        offset = 0 if wraps else min(at, end)
         slot = Slot(offset, nbytes)
         if not self._live or not self._touches(offset, offset + nbytes):
             return slot, [(0, nbytes)]
-        first = 0 if fits else at - offset
+        first = 0 if wraps else at - offset
         cuts = sorted({*range(0, nbytes, self._chunk), first, nbytes})
         chunks = [(a, b - a) for a, b in itertools.pairwise(cuts)]
         return slot, sorted(chunks, key=lambda chunk: (chunk[0] < first, chunk[0]))
+
+    def _newest(self, start: int, stop: int) -> int:
+        """How many slots are as old as the newest that takes bytes of ``start`` to ``stop``."""
+        return max(
+            (count for count, slot in enumerate(self._live, 1) if slot.overlaps(start, stop)),
+            default=0,
+        )
 
     def _touches(self, start: int, stop: int) -> bool:
         return any(slot.overlaps(start, stop) for slot in self._live)
