@@ -93,8 +93,8 @@ def first_plan(
     choice: ContextChoice,
     kv_format: str,
 ) -> Plan:
-    """For a short context, such that the whole one's caches will fit; or for all of it at once where
-    some of its keys and values live on the SSD.
+    """For a short context, such that the whole one's caches will fit; or for all of it at once
+    where some of its keys and values live on the SSD.
 
     Raises:
         MemoryBudgetError: the whole context does not fit.

@@ -200,7 +200,7 @@ class NativeEngine:
 
 
 class SsdRate:
-    """A disk's bytes per second while it is busy, as of late; a shared disk changes by the minute."""
+    """A disk's bytes per second while it is busy, as of late: shared ones change."""
 
     def __init__(self, bytes_s: float) -> None:
         self._bytes_s = bytes_s
