@@ -69,6 +69,7 @@ class Lane:
         self._builder = builder
         self._reader = reader
         self._verify = verify
+        self.resident_nbytes = 0  # bytes of resident units
         self._memory: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._passing: dict[str, dict[int, Part]] = {}
@@ -79,11 +80,6 @@ class Lane:
         """Bytes that came through the ring."""
         return 0 if self._reader is None else self._reader.bytes_read
 
-    @property
-    def resident_nbytes(self) -> int:
-        """Bytes of resident units."""
-        return sum(_nbytes(memory) for memory in self._memory.values())
-
     def put(self, stage: Stage, memory: Any) -> None:
         """Make a unit resident whose bytes are ``memory``."""
         self.keep(stage.name, memory)
@@ -93,6 +89,7 @@ class Lane:
     def keep(self, name: str, memory: Any) -> None:
         """Hold a unit's bytes alone: its rows are taken one by one."""
         self._memory[name] = memory
+        self.resident_nbytes += _nbytes(memory)
 
     def memory(self, name: str) -> Any | None:
         """A resident unit's bytes; None where it is not."""
@@ -105,6 +102,7 @@ class Lane:
         memory = self._memory.pop(name, None)
         if memory is None:
             return 0
+        self.resident_nbytes -= _nbytes(memory)
         if self.card is not None:
             self.card.free(memory)
         return _nbytes(memory)

@@ -176,6 +176,8 @@ class Residency:
     def _choose_adopted(self, caches: int) -> None:
         """Of what was given back, the latest first, as much as there is room for now."""
         self._adopting.clear()
+        if not self._given:
+            return
         taken = self._withheld + self._ring_growth + self.ram_nbytes + caches
         room = self._budget.nbytes - taken
         sizes = {stage.name: stage.unit.nbytes for stage in self.stages}

@@ -14,9 +14,10 @@ from statistics import median
 __all__ = ["DraftCost", "PassCost"]
 
 _KEPT = 7
-# Before anything is known of larger passes, a row is taken to cost at most a plain step, or what a
-# prompt's row did and half as much again, for the logits; in hope, these shares of it.
-_LOGITS = 1.5
+# Before anything is known of larger passes, a row is taken to cost at most this share of a plain
+# step (less where reading weights takes the time), or what a prompt's row did and half as much
+# again, for the logits; in hope, the other shares of it.
+_MOST, _MOST_STREAMED, _LOGITS = 0.5, 0.25, 1.5
 _HOPED, _HOPED_UNKNOWN = 0.2, 0.04
 
 
@@ -26,9 +27,10 @@ def _bucket(rows: int) -> int:
 
 
 class PassCost:
-    """Seconds of a target pass by its rows."""
+    """Seconds of a target pass by its rows. ``streamed``: the pass waits for weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, streamed: bool = False) -> None:
+        self._most = _MOST_STREAMED if streamed else _MOST
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._curve: list[tuple[float, float]] = []  # rows and seconds, both rising
         self._row: float | None = None  # seconds per row of a prompt
@@ -79,7 +81,9 @@ class PassCost:
             if at >= rows:
                 return value if at <= below else low + (value - low) * (rows - below) / (at - below)
             below, low = at, value
-        row = plain if self._row is None else min(plain, _LOGITS * self._row)
+        row = self._most * plain
+        if self._row is not None:
+            row = min(plain, _LOGITS * self._row)
         if hopeful and below > 1:
             row = min(row, (low - plain) / (below - 1))
         elif hopeful:

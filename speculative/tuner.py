@@ -83,13 +83,13 @@ class Tuner:
     """What a model's generations have in common. Thread-safe.
 
     ``sources`` are names, with the share of a plain step that a level of their draft is taken to
-    cost until one was made: 0 of lookups, which cost next to nothing. ``streamed`` is for the
-    reason alone.
+    cost until one was made: 0 of lookups, which cost next to nothing. ``streamed``: passes wait
+    for weights.
     """
 
     def __init__(self, sources: Mapping[str, float], *, streamed: bool = False) -> None:
         self.lock = threading.RLock()
-        self.cost = PassCost()
+        self.cost = PassCost(streamed=streamed)
         self.sources = {name: _Source(level == 0, level) for name, level in sources.items()}
         self.streamed = streamed
 
@@ -97,6 +97,11 @@ class Tuner:
         """A prompt of ``rows`` was computed."""
         with self.lock:
             self.cost.add_prompt(rows, seconds)
+
+    def passed(self, rows: int, seconds: float) -> None:
+        """A target pass of ``rows`` took ``seconds``, whoever asked for it."""
+        with self.lock:
+            self.cost.add(rows, seconds)
 
     def start(self, limit: int, sources: Sequence[str]) -> Run:
         """The policy of a generation of at most ``limit`` tokens that has these sources."""
@@ -166,7 +171,6 @@ class Run:
         tuner = self._tuner
         with tuner.lock:
             rows = 1 + len(tree)
-            tuner.cost.add(rows, seconds)
             emitted = 1 + len(path)
             spent = seconds + self._draft_s
             self._draft_s = 0.0

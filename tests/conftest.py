@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What tests pack and keep is neither looked for nor left in the user's own folders.
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="localrt-tests-")
+
+import atexit
 import json
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
 import localrt
+
+atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"

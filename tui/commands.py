@@ -59,6 +59,8 @@ OPTIONS = (
     "temperature",
     "top_k",
     "top_p",
+    "tree_budget",
+    "tree_depth",
     "typical_p",
 )
 

@@ -192,6 +192,7 @@ class Stepper:
         if tree is None:
             return
         self._session.keep([0, *(1 + node for node in self._path)])
+        self._tuner.passed(1 + len(tree), self._seconds)
         self._policy.verified(self._plan, tree, self._path, self._seconds)
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
@@ -209,7 +210,9 @@ class Stepper:
             first: Logits = logits[0]
         else:
             first = session.extend([token], check=check)
-            self._policy.verified(self._plan, tree, (), self._now() - started)
+            seconds = self._now() - started
+            self._tuner.passed(1, seconds)
+            self._policy.verified(self._plan, tree, (), seconds)
         self.passes += 1
         return first
 

@@ -64,6 +64,7 @@ def generation(world: World, run: Run, tokens: int) -> tuple[float, float]:
                 path.append(len(path))
         seconds = world.took(world.pass_s(1 + len(tree)))
         spent += seconds
+        run._tuner.passed(1 + len(tree), seconds)
         run.verified(plan, tree, path, seconds)
         emitted += 1 + len(path)
         plain_s += world.pass_s(1) * (1 + len(path))
