@@ -178,11 +178,11 @@ class PlacedDecoder:
         for index, stage in enumerate(self._residency.stages):
             if stage.kind == "head" and not len(wanted):
                 break
+            if check is not None:
+                check()
             if joined:
                 joined -= 1
                 continue
-            if check is not None:
-                check()
             lane = self._lane(stage)
             if lane is not at:
                 run.move(lane)
