@@ -45,7 +45,7 @@ class Size:
 
     config: Mapping[str, Any]
     vram: int
-    scratch: int  # activations, kernels' own
+    scratch: int  # activations, kernels' own, and what the allocator rounds up
     passes: int
     seconds: float
     peer_layers: int
@@ -67,7 +67,7 @@ LARGE = Size(
         "tie_word_embeddings": False,
     },
     vram=8_000_000_000,
-    scratch=300 << 20,
+    scratch=600 << 20,
     passes=20,
     seconds=60.0,
     peer_layers=6,

@@ -5,7 +5,7 @@
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``bench-...`` names a JSON
 file of ``localrt bench``, ``kernels`` and ``passes-...`` those of the benchmarks of that name;
 ``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``;
-``offload`` is made from ``offload.json``.
+``offload`` is made from ``offload.json``, ``gpu_check`` from ``gpu_check.json``.
 ``--check`` changes nothing and fails when a table is not what its JSON says.
 """
 
@@ -23,12 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
+from benchmarks.gpu_tables import gpu_tables  # noqa: E402
 from benchmarks.kernel_tables import kernels_table, passes_table  # noqa: E402
 from benchmarks.offload_tables import offload_table  # noqa: E402
 from benchmarks.quality_tables import claims_list, full_tables, short_table  # noqa: E402
 from localrt.formatting import format_bytes, format_rate, format_seconds  # noqa: E402
 
-PAGES = ("README.md", "docs/quality.md")
+PAGES = ("README.md", "docs/gpu.md", "docs/quality.md")
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _QUALITY = {"quality": short_table, "quality-full": full_tables, "quality-claims": claims_list}
 
@@ -69,6 +70,7 @@ _KINDS = {
     "kernels": kernels_table,
     "passes": passes_table,
     "offload": offload_table,
+    "gpu_check": gpu_tables,
 }
 
 

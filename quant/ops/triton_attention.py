@@ -88,7 +88,7 @@ def attend(
             compiled=triton_device.compiled(q),
             num_warps=4,
             num_stages=1,
-            enable_fp_fusion=True,
+            enable_fp_fusion=False,
         )
         _join_kernel[(rows * heads,)](
             partial,
@@ -104,7 +104,7 @@ def attend(
             run=_RUN,
             most=triton.next_power_of_2(runs),
             num_warps=1,
-            enable_fp_fusion=True,
+            enable_fp_fusion=False,
         )
     return out
 
@@ -201,7 +201,7 @@ def _runs_kernel(
         base = tl.where(top == float("-inf"), 0.0, top)
         share = tl.exp(score - base[:, None])
         decay = tl.exp(highest - base)
-        weight = weight * decay + tl.sum(share, 1)
+        weight = tl.fma(weight, decay, tl.sum(share, 1))
         acc = acc * decay[:, None]
         if compiled:
             acc = tl.dot(share.to(tl.bfloat16), values, acc)

@@ -167,7 +167,7 @@ def tiled_linear(
         compiled=triton_device.compiled(x),
         num_warps=_WARPS,
         num_stages=cut.stages,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
 
 
@@ -204,7 +204,7 @@ def dense_linear(
         compiled=triton_device.compiled(x),
         num_warps=_WARPS,
         num_stages=cut.stages,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
     )
 
 
@@ -388,8 +388,8 @@ def _tiled_kernel(
                 live3 = scale_live[:, :, None]
                 v = tl.arange(0, 4)[None, None, :]
                 words = tl.load(w32 + at3 // 4 + 16 * v + row3, mask=live3, other=0)
-                h0 = high_words(w, w32, at3, row3, v, 0, bits, live3)
-                h1 = high_words(w, w32, at3, row3, v, 1, bits, live3)
+                h0 = high_words(w32, at3, row3, v, 0, bits, live3)
+                h1 = high_words(w32, at3, row3, v, 1, bits, live3)
                 a0 = wide_words(words, h0, zero, compiled)
                 a1 = wide_words(words >> 4, h1, zero, compiled)
                 a0 = tl.reshape(a0, (16, tiles * 16, 16))
@@ -405,20 +405,21 @@ def _tiled_kernel(
             if minimum:
                 ones = ones_like(a0, compiled)
             if halves:
-                acc += product * scale[:, :, None]
+                acc = tl.fma(product, scale[:, :, None], acc)
                 if minimum:
-                    acc += tl.dot(ones, x0) * offset[:, :, None]
+                    acc = tl.fma(tl.dot(ones, x0), offset[:, :, None], acc)
                 scale, offset = _scales(
                     w16, w32, heads, heads4, row, step[:, None], scale_live, live4,
                     1, tiles * 16, bits, scales, minimum, halves, span_steps,
                 )  # fmt: skip
-                acc += tl.dot(a1, x1) * scale[:, :, None]
+                acc = tl.fma(tl.dot(a1, x1), scale[:, :, None], acc)
                 if minimum:
-                    acc += tl.dot(ones, x1) * offset[:, :, None]
+                    acc = tl.fma(tl.dot(ones, x1), offset[:, :, None], acc)
             else:
-                acc += tl.dot(a1, x1, product) * scale[:, :, None]
+                acc = tl.fma(tl.dot(a1, x1, product), scale[:, :, None], acc)
                 if minimum:
-                    acc += tl.dot(ones, x1, tl.dot(ones, x0)) * offset[:, :, None]
+                    sums = tl.dot(ones, x1, tl.dot(ones, x0))
+                    acc = tl.fma(sums, offset[:, :, None], acc)
 
     total = _folded(acc, tiles * 16, columns)
     if factor is not None:

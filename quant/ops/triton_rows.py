@@ -167,10 +167,8 @@ def _rows_kernel(
         v = tl.arange(0, 4)[None, None, :]
         at3 = at[:, :, None]
         words = tl.load(w32 + at3 // 4 + 16 * v + row3, mask=live3, other=0)
-        low = wide_words(words, high_words(w, w32, at3, row3, v, 0, bits, live3), zero, compiled)
-        high = wide_words(
-            words >> 4, high_words(w, w32, at3, row3, v, 1, bits, live3), zero, compiled
-        )
+        low = wide_words(words, high_words(w32, at3, row3, v, 0, bits, live3), zero, compiled)
+        high = wide_words(words >> 4, high_words(w32, at3, row3, v, 1, bits, live3), zero, compiled)
         low = tl.reshape(low, (block_rows, block_steps, 16))
         high = tl.reshape(high, (block_rows, block_steps, 16))
     scale, offset = _scales(

@@ -231,14 +231,15 @@ def _words_by(asm: tl.constexpr, words):
 
 
 @triton.jit
-def high_words(w, w32, at, row, v, half: tl.constexpr, bits: tl.constexpr, mask):
+def high_words(w32, at, row, v, half: tl.constexpr, bits: tl.constexpr, mask):
     """Bits 4 and up of the codes of column 16 * half + 4v to 4v + 3, in the bytes of a word.
 
-    ``at`` is where the step begins, ``row`` the row in its tile: tensors that broadcast.
+    ``at`` is where the step begins, ``row`` the row in its tile: tensors that broadcast. Words are
+    read whole, as copies to shared memory need.
     """
-    if bits == 5:
-        byte = tl.load(w + at + (256 + 32 * half) + 8 * v + row // 2, mask=mask, other=0)
-        four = (byte.to(tl.int32) >> (4 * (row % 2))) & 15
+    if bits == 5:  # four bits a row, eight rows to a word
+        word = tl.load(w32 + (at + (256 + 32 * half)) // 4 + 2 * v + row // 8, mask=mask, other=0)
+        four = (word >> (4 * (row % 8))) & 15
         words = (four * 0x02040810) & 0x10101010  # bit i to bit 4 of byte i
     else:
         word = tl.load(w32 + (at + (256 + 64 * half)) // 4 + row, mask=mask, other=0)
