@@ -111,7 +111,7 @@ def all_rows() -> Iterator[Row]:
         yield Row(
             name=f"{STREAMERS_LIMIT // MB} MB {engine}",
             engines=(engine,),
-            workload=Workload(prompt_tokens=8, tokens=tokens, runs=2),
+            workload=Workload(prompt_tokens=8, tokens=tokens, runs=5),
             memory_limit=STREAMERS_LIMIT,
         )
 
