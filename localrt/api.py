@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localrt.batching import BatchMethods
 from localrt.draft_loading import draft_loader, load_beside
 from localrt.drafting import Drafts
-from localrt.engine.loop import Request, generate
+from localrt.engine.loop import generate
 from localrt.engine.options import Options, read_options
 from localrt.engine.pool import SessionPool
+from localrt.engine.request import Request
 from localrt.engine.types import Chunk, ProgressCallback, TokenLogprob
 from localrt.errors import ContextOverflowError, OptionError, TokenizerError
 from localrt.loading import LoadedModel, LoadOptions, load_parts

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
 
 from localrt.engine.batch import BatchLimits, Item, check_request, generate_batch, kv_room
-from localrt.engine.loop import Request
 from localrt.engine.options import Options, read_options
+from localrt.engine.request import Request
 from localrt.engine.types import Chunk, ProgressCallback
 from localrt.errors import LocalrtError, OptionError, TokenizerError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from localrt.errors import OptionError
 
-__all__ = ["BUILTIN", "builtin_text", "read_text"]
+__all__ = ["BUILTIN", "builtin_text", "read_file", "read_text"]
 
 BUILTIN = "Python's language reference"
 
@@ -37,19 +37,28 @@ def read_text(path: Path) -> str:
         OptionError: no such file, not UTF-8, or no text in the folder.
     """
     if path.is_file():
-        data = path.read_bytes()
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise OptionError(
-                f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
-            ) from error
+        return read_file(path)
     if not path.is_dir():
         raise OptionError(f"there is no calibration text at {path}")
     texts = list(_texts(path))
     if not texts:
         raise OptionError(f"{path} holds no UTF-8 text to calibrate with")
     return "\n\n".join(texts)
+
+
+def read_file(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        OptionError: it is not UTF-8.
+    """
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
+        ) from error
 
 
 def _texts(folder: Path) -> Iterator[str]:

@@ -12,6 +12,7 @@ clock. Who gives bytes back may leave one, and who fills them next finds the lat
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from localrt.quant.ops.aligned import aligned_buffer
 
-__all__ = ["PAGE", "Chunk", "Lease", "Mark", "Ring"]
+__all__ = ["PAGE", "Chunk", "Lease", "Mark", "Ring", "chunks", "place"]
 
 PAGE = 4096
 Bytes = npt.NDArray[np.uint8]
@@ -81,14 +82,8 @@ class Ring:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        at = self._next
-        end = self.nbytes - nbytes
-        # Where it does not fit, the place that is free sooner: the beginning, whose units are
-        # older, or the end, where what is free already is filled at once.
-        wraps = at > end and self._newest(0, nbytes) < self._newest(end, self.nbytes)
-        offset = 0 if wraps else min(at, end)
-        first = 0 if wraps else at - offset
-        lease = Lease(offset, nbytes, _chunks(nbytes, self._chunk, first=first))
+        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
+        lease = Lease(offset, nbytes, deque(chunks(nbytes, self._chunk, first=first)))
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
         # Behind a unit that ends with the ring nothing is free: the next goes to its beginning.
@@ -149,8 +144,24 @@ class Ring:
         return True
 
 
-def _chunks(nbytes: int, size: int, *, first: int) -> deque[Chunk]:
+def place(nbytes: int, ring: int, *, at: int, newest: Callable[[int, int], int]) -> tuple[int, int]:
+    """Where a unit goes in a ring of ``ring`` bytes whose free bytes begin ``at``.
+
+    Returns its offset, and which of its bytes to read first. ``newest`` (start, stop) ranks, from
+    old to new, the newest unit that takes any of these bytes.
+    """
+    end = ring - nbytes
+    if at <= end:
+        return at, 0
+    # It does not fit there. The place that is free sooner: the beginning, whose units are older,
+    # or the end, where what is free already is filled at once.
+    if newest(0, nbytes) < newest(end, ring):
+        return 0, 0
+    return end, at - end
+
+
+def chunks(nbytes: int, size: int, *, first: int) -> list[Chunk]:
     """A unit's chunks; those from byte ``first`` on come before the others."""
-    cuts = sorted({*range(0, nbytes, size), first} | {nbytes})
-    chunks = [Chunk(a, b - a) for a, b in pairwise(cuts)]
-    return deque(sorted(chunks, key=lambda chunk: (chunk.start < first, chunk.start)))
+    cuts = sorted({*range(0, nbytes, size), first, nbytes})
+    pieces = [Chunk(a, b - a) for a, b in pairwise(cuts)]
+    return sorted(pieces, key=lambda chunk: (chunk.start < first, chunk.start))

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localrt.calibration_text import read_file
 from localrt.cli.model_options import DEMO_MODEL, add_load_arguments, load_options
-from localrt.errors import OptionError
 from localrt.formatting import format_rate
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate and print."""
     from localrt.evaluate import evaluate
 
-    text = _read(args.text)
+    text = read_file(args.text)
     with ExitStack() as models:
         model = models.enter_context(_load(args.model, load_options(args)))
         against = None
@@ -80,16 +80,6 @@ def run(args: argparse.Namespace) -> int:
                 sys.stderr.write("\r\x1b[K")
     print(json.dumps(found.to_dict(), indent=2) if args.json else _describe(found))
     return 0
-
-
-def _read(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
-        ) from error
 
 
 def _load(name: str, options: dict[str, Any]) -> Model:

@@ -18,10 +18,10 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from localrt.engine.answer import Answer
 from localrt.engine.base import Check, Engine, EngineInfo, EngineSession, Logits
-
-# The parts of one generation: sharing them is what makes a batch's answers the same.
-from localrt.engine.loop import Request, _choose, _Meter, _Text, common_prefix, generate
+from localrt.engine.loop import common_prefix, generate
+from localrt.engine.request import Request
 from localrt.engine.types import Chunk, FinishReason, Metrics, Progress, ProgressCallback
 from localrt.errors import (
     CancelledError,
@@ -173,64 +173,44 @@ class _Sequence:
         room = ctx - len(request.prompt)
         self._limit = room if request.max_tokens is None else min(request.max_tokens, room)
         self.capacity = min(ctx, grown_capacity(len(request.prompt) + self._limit))
-        self.generated: list[int] = []
         self.pending: Sequence[int] = ()
         self.done = False
-        self._said: _Answer | None = None
+        self._answer: Answer | None = None
+        self._held = 0
 
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
         """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
-        tokens = [*self.request.prompt, *self.generated]
+        said = [] if self._answer is None else self._answer.generated
+        tokens = [*self.request.prompt, *said]
         # The last token runs in any case: its logits are what we need.
         held = min(common_prefix(session.tokens, tokens), len(tokens) - 1)
         session.trim(held)
         self.pending = tokens[held:]
-        if self._said is None:
-            self._said = _Answer(self.request, session, tokenizer, held)
+        if self._answer is None:
+            self._answer, self._held = Answer(self.request, session, tokenizer), held
 
     def accept(self, logits: Logits) -> list[Chunk]:
         """The chunks that follow from the logits (vocab,) after all pending tokens."""
-        said, request = self._said, self.request
-        assert said is not None, "it has started"
-        if not self.generated:
-            said.meter.prefilled(said.held)
-        token, logprob = _choose(logits, self.generated, request, said.rng, said.tokenizer)
-        if token in request.eos_ids:
+        answer = self._answer
+        assert answer is not None, "it has started"
+        if not answer.generated:
+            answer.meter.prefilled(self._held)
+        chunk = answer.accept(logits)
+        if chunk is None:
             return [self.end("stop")]
-        self.generated.append(token)
-        self.pending = (token,)
-        piece = said.text.push(token)
-        said.meter.token()
-        if said.text.stopped:
-            self.done = True
-            return [Chunk(piece, (token,), said.meter.snapshot(final=True), "stop", logprob)]
-        chunk = Chunk(piece, (token,), said.meter.snapshot(), None, logprob)
-        return [chunk] if len(self.generated) < self._limit else [chunk, self.end("length")]
+        self.pending = chunk.token_ids
+        self.done = chunk.finish_reason is not None
+        alone = self.done or len(answer.generated) < self._limit
+        return [chunk] if alone else [chunk, self.end("length")]
 
     def end(self, reason: FinishReason) -> Chunk:
         """The last chunk, with the text that was held back."""
         self.done = True
-        said, request = self._said, self.request
-        if said is None:
-            metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
-            return Chunk("", (), metrics, reason)
-        rest = said.text.flush()
-        if said.text.stopped:
-            reason = "stop"
-        return Chunk(rest, (), said.meter.snapshot(final=True), reason)
-
-
-class _Answer:
-    """The state of an answer: text, clock and random numbers, from when its prompt is begun."""
-
-    def __init__(
-        self, request: Request, session: EngineSession, tokenizer: Tokenizer | None, held: int
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.held = held
-        self.text = _Text(tokenizer, request.stop)
-        self.meter = _Meter(request, session)
-        self.rng = np.random.default_rng(request.sampling.seed)
+        if self._answer is not None:
+            return self._answer.end(reason)
+        request = self.request
+        metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
+        return Chunk("", (), metrics, reason)
 
 
 class _Schedule:

@@ -1,15 +1,14 @@
 """The pipeline's ring of slots as the simulation sees it: when the bytes of a unit are free.
 
-It follows ``offload/ring.py``: units lie contiguously, first in, first out; one that does not fit
-at the end lies against it, and what is free there is filled at once. Here time is a number, and
-nothing is allocated.
+Units lie where ``offload/ring.py`` would put them. Here time is a number, and nothing is allocated.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from dataclasses import dataclass
+
+from localrt.offload.ring import Chunk, chunks, place
 
 __all__ = ["RingModel", "Slot"]
 
@@ -42,21 +41,21 @@ class RingModel:
         ``idle`` is the time that the resource waited for room.
         """
         self._forget(free)
-        slot, chunks = self._place(nbytes)
-        if self._live and (ready := self._ready(slot, *chunks[0])) > free:
+        slot, pieces = self._place(nbytes)
+        if self._live and (ready := self._ready(slot, pieces[0])) > free:
             # Whoever waits until the ring is empty begins at its beginning.
             if ready >= self._live[-1].release:
                 self._live.clear()
-                slot, chunks = self._place(nbytes)
+                slot, pieces = self._place(nbytes)
             start = ready
         else:
             start = free
         idle, clock = start - free, start
         if self._live:
-            for at, size in chunks:
-                ready = max(clock, self._ready(slot, at, size))
+            for chunk in pieces:
+                ready = max(clock, self._ready(slot, chunk))
                 idle += ready - clock
-                clock = ready + size / bytes_s
+                clock = ready + chunk.nbytes / bytes_s
         else:
             clock += nbytes / bytes_s
         stop = slot.offset + nbytes
@@ -76,22 +75,16 @@ class RingModel:
         while self._live and self._live[0].release <= now:
             self._live.popleft()
 
-    def _place(self, nbytes: int) -> tuple[Slot, list[tuple[int, int]]]:
+    def _place(self, nbytes: int) -> tuple[Slot, list[Chunk]]:
         if nbytes > self.nbytes:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        at = self._next
-        end = self.nbytes - nbytes
-        wraps = at > end and self._newest(0, nbytes) < self._newest(end, self.nbytes)
-        offset = 0 if wraps else min(at, end)
+        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
         slot = Slot(offset, nbytes)
         if not self._live or not self._touches(offset, offset + nbytes):
-            return slot, [(0, nbytes)]
-        first = 0 if wraps else at - offset
-        cuts = sorted({*range(0, nbytes, self._chunk), first, nbytes})
-        chunks = [(a, b - a) for a, b in itertools.pairwise(cuts)]
-        return slot, sorted(chunks, key=lambda chunk: (chunk[0] < first, chunk[0]))
+            return slot, [Chunk(0, nbytes)]
+        return slot, chunks(nbytes, self._chunk, first=first)
 
     def _newest(self, start: int, stop: int) -> int:
         """How many slots are as old as the newest that takes bytes of ``start`` to ``stop``."""
@@ -103,10 +96,10 @@ class RingModel:
     def _touches(self, start: int, stop: int) -> bool:
         return any(slot.overlaps(start, stop) for slot in self._live)
 
-    def _ready(self, slot: Slot, at: int, size: int) -> float:
+    def _ready(self, slot: Slot, chunk: Chunk) -> float:
         """When the bytes of a piece are free."""
-        start = slot.offset + at
+        start = slot.offset + chunk.start
+        stop = start + chunk.nbytes
         return max(
-            (other.release for other in self._live if other.overlaps(start, start + size)),
-            default=0.0,
+            (other.release for other in self._live if other.overlaps(start, stop)), default=0.0
         )

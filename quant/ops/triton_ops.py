@@ -28,8 +28,8 @@ from localrt.quant.ops.protocol import (
     Rope,
     Span,
 )
+from localrt.quant.ops.torch_attention import attend_rows, visible_keys
 from localrt.quant.ops.torch_kv import TorchKVCache
-from localrt.quant.ops.torch_ops import _attend, _visible
 from localrt.quant.ops.triton_attention import attend
 from localrt.quant.ops.triton_linear import MOST_ROWS, Tiles, dense_linear, tiled_linear
 from localrt.quant.ops.triton_pass import Numbers, Recording, Stream, TritonPass
@@ -206,7 +206,7 @@ class TritonOps:
             rows = q[first:stop]
             if span.rows > MOST_ROWS:
                 mask = self._mask(index, span, spec.window, step)
-                outputs.append(_attend(rows, _cache(span), layer, mask, spec))
+                outputs.append(attend_rows(rows, _cache(span), layer, mask, spec))
                 continue
             k, v = _cache(span).view(layer, span.rows)
             outputs.append(
@@ -325,7 +325,7 @@ class TritonOps:
         key = (index, window)
         if key not in step.masks:
             held = span.cache.length
-            step.masks[key] = _visible(held, span, window, step.positions, index, step.spans)
+            step.masks[key] = visible_keys(held, span, window, step.positions, index, step.spans)
         return step.masks[key]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localrt.engine.base import EngineInfo
 from localrt.engine.batch import BatchEngine, BatchLimits, check_request, generate_batch, kv_room
-from localrt.engine.loop import Request
+from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk, Progress
 from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError

@@ -11,8 +11,9 @@ import pytest
 
 from localrt.engine.base import EngineInfo
 from localrt.engine.batch import BatchLimits, generate_batch
-from localrt.engine.loop import Request, generate
+from localrt.engine.loop import generate
 from localrt.engine.native import NativeEngine
+from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config

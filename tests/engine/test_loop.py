@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from localrt.engine.loop import Request, common_prefix, generate
+from localrt.engine.loop import common_prefix, generate
+from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk, Progress
 from localrt.errors import ContextOverflowError, OptionError

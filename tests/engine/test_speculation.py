@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from localrt.engine.base import EngineInfo
-from localrt.engine.loop import Request, generate
+from localrt.engine.loop import generate
 from localrt.engine.native import NativeEngine
+from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk

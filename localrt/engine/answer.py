@@ -1,0 +1,175 @@
+"""One answer as it grows: logits to a token, tokens to text that may be shown, times and counts.
+
+A single generation and a batch share it: that makes what they say the same. It does not compute
+logits, and does not know where they come from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from localrt.engine.base import EngineSession, Logits
+from localrt.engine.request import Request
+from localrt.engine.sampling import adjust_logits, distribution, draw, log_probabilities
+from localrt.engine.speculation import Stepper
+from localrt.engine.stops import StopMatcher
+from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
+from localrt.models.tokenizers.base import Detokenizer, Tokenizer
+from localrt.offload.memory import peak_rss
+
+__all__ = ["Answer", "Meter"]
+
+
+class Answer:
+    """What a request has said so far: ``generated`` are its tokens, ``meter`` its clock."""
+
+    def __init__(
+        self, request: Request, session: EngineSession, tokenizer: Tokenizer | None
+    ) -> None:
+        self.generated: list[int] = []
+        self.meter = Meter(request, session)
+        self._request = request
+        self._tokenizer = tokenizer
+        self._text = _Text(tokenizer, request.stop)
+        self._rng = np.random.default_rng(request.sampling.seed)
+
+    def accept(self, logits: Logits) -> Chunk | None:
+        """The chunk of the token that follows ``logits`` (vocab,); None where the model ends here.
+
+        It has a finish reason where its text has met a stop string.
+        """
+        token, logprob = _choose(logits, self.generated, self._request, self._rng, self._tokenizer)
+        if token in self._request.eos_ids:
+            return None
+        self.generated.append(token)
+        piece = self._text.push(token)
+        self.meter.token()
+        stopped = self._text.stopped
+        metrics = self.meter.snapshot(final=stopped)
+        return Chunk(piece, (token,), metrics, "stop" if stopped else None, logprob)
+
+    def end(self, reason: FinishReason) -> Chunk:
+        """The last chunk, with the text that was held back."""
+        rest = self._text.flush()
+        if self._text.stopped:
+            reason = "stop"
+        return Chunk(rest, (), self.meter.snapshot(final=True), reason)
+
+
+def _choose(
+    logits: Logits,
+    generated: Sequence[int],
+    request: Request,
+    rng: np.random.Generator,
+    tokenizer: Tokenizer | None,
+) -> tuple[int, tuple[TokenLogprob, ...]]:
+    sampling = request.sampling
+    adjusted = adjust_logits(logits, request.prompt, generated, sampling)
+    candidates = distribution(adjusted, sampling)
+    token = int(candidates.tokens[0]) if sampling.greedy else draw(candidates, rng.random())
+    if request.logprobs is None:
+        return token, ()
+
+    def spelled(token_id: int) -> str:
+        return tokenizer.token_text(token_id) if tokenizer is not None else ""
+
+    value, best = log_probabilities(logits, token, request.logprobs)
+    top = tuple((i, spelled(i), p) for i, p in best)
+    return token, (TokenLogprob(token, spelled(token), value, top),)
+
+
+class _Text:
+    """Tokens to text that may be shown."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+        self._detokenizer: Detokenizer | None = tokenizer.detokenizer() if tokenizer else None
+        self._matcher = StopMatcher(stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self._matcher.stopped
+
+    def push(self, token: int) -> str:
+        if self._detokenizer is None:
+            return ""
+        return self._matcher.push(self._detokenizer.push(token))
+
+    def flush(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+
+
+class Meter:
+    """Times and counts. A snapshot is the caller's own."""
+
+    def __init__(self, request: Request, session: EngineSession) -> None:
+        self._session = session
+        self._start = self._now()
+        self._first: float | None = None
+        self.steps: Stepper | None = None
+        self.cached = 0
+        self._before = self._decoding = session.counts()
+        self._forecast = session.forecast  # made before what it is compared with
+        self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
+
+    def _now(self) -> float:
+        """Seconds on the clock that the session runs on: a virtual card has its own."""
+        counts = self._session.counts()
+        return time.perf_counter() if counts is None else counts.clock_s
+
+    def prefilled(self, cached: int) -> None:
+        """The prompt has been computed, but for the ``cached`` tokens that were there."""
+        m = self._metrics
+        m.cached_tokens = self.cached = cached
+        elapsed = self._now() - self._start
+        m.prefill_tok_s = (m.prompt_tokens - cached) / elapsed if elapsed > 0 else None
+
+    def token(self) -> None:
+        """One more token has been chosen."""
+        m, now = self._metrics, self._now()
+        m.completion_tokens += 1
+        if self._first is None:
+            self._first, m.ttft_s = now, now - self._start
+            self._decoding = self._session.counts()
+        else:
+            self._guessing()
+            m.tpot_s = (now - self._first) / (m.completion_tokens - 1)
+            m.decode_tok_s = 1 / m.tpot_s if m.tpot_s > 0 else None
+
+    def _guessing(self) -> None:
+        m, steps = self._metrics, self.steps
+        if steps is not None and steps.passes:
+            m.accepted_per_pass = steps.emitted / steps.passes
+
+    def snapshot(self, *, final: bool = False) -> Metrics:
+        """The metrics so far; what is costly to find only where they are ``final``."""
+        if self.steps is not None:
+            self._metrics.speculation = self.steps.reason
+            self._metrics.accepted_by_source = self.steps.acceptance()
+        if final:
+            self._metrics.peak_ram_bytes = peak_rss()
+            self._pipeline()
+        return replace(self._metrics)
+
+    def _pipeline(self) -> None:
+        """What streaming cost; efficiency is that of decoding, from the first token on."""
+        m, now, counts = self._metrics, self._now(), self._session.counts()
+        forecast = self._forecast
+        if forecast is not None:
+            m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s
+            m.simulated = forecast.simulated
+        if counts is None or self._before is None or self._decoding is None:
+            return
+        m.ssd_read_bytes = counts.ssd_read_bytes - self._before.ssd_read_bytes
+        m.link_bytes = counts.link_bytes - self._before.link_bytes
+        if self._first is not None and m.completion_tokens > 1:
+            busy = (
+                seconds - self._decoding.busy_s.get(resource, 0.0)
+                for resource, seconds in counts.busy_s.items()
+            )
+            m.pipeline_efficiency = min(1.0, max(busy, default=0.0) / (now - self._first))

@@ -1,0 +1,29 @@
+"""What a generation is asked for, fully spelled out: tokens, sampling, limits, who hears of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from localrt.engine.sampling import Sampling
+from localrt.engine.speculation import Speculation
+from localrt.engine.types import ProgressCallback
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation. ``max_tokens=None`` runs to the end of the context."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None  # alternatives per token; None records nothing
+    exactness: str | None = None
+    speculation: Speculation | None = None
+    cancel: threading.Event = field(default_factory=threading.Event)
+    on_progress: ProgressCallback | None = None
