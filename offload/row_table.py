@@ -1,6 +1,7 @@
 """The embedding table: the rows that a pass asks for, from RAM where they are, else from the SSD.
 
-A table's tiles hold 16 rows; those with a wanted row are taken, each once. It knows one matrix of a
+A table's tiles hold 16 rows; those with a wanted row are taken, each once. The latest that came
+from the SSD are kept: text repeats its words, and a read is waited for. It knows one matrix of a
 store, not tokens' meaning.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -21,9 +23,12 @@ from localrt.offload.files import FileReader
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
 
-__all__ = ["RowTable"]
+__all__ = ["KEPT_BYTES", "RowTable"]
 
 Bytes = npt.NDArray[np.uint8]
+
+KEPT_BYTES = 1 << 20
+"""Of tiles that were read, at most."""
 
 _PARALLEL = 8  # reads of a few kilobytes wait for the disk, not for a core
 _POLL_S = 0.05  # how soon a waiting pass notices that it was cancelled
@@ -63,6 +68,7 @@ class RowTable:
         self._resident = resident
         self._stall_s = stall_s
         self._table: tuple[Bytes, Weight] | None = None  # all of it, if it is resident
+        self._kept: OrderedDict[int, Bytes] = OrderedDict()  # tiles, the latest last
         self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="localrt-rows")
 
     def embed(
@@ -91,6 +97,7 @@ class RowTable:
 
         if missing:
             self._wait([self._pool.submit(read, index) for index in missing], check)
+            self._keep({int(tiles[index]): self._at(data, index) for index in missing})
         shape = (len(tiles) * TILE_ROWS, self._columns)
         table = ops.weight(shape, [TiledTensor(self._name, self._format, shape, data, self._scale)])
         local = where.reshape(-1) * TILE_ROWS + tokens % TILE_ROWS
@@ -144,7 +151,20 @@ class RowTable:
         first, _, tensor = self._parts[part]
         return part, tensor.offset + (row - first) // TILE_ROWS * self._tile
 
+    def _keep(self, read: Mapping[int, Bytes]) -> None:
+        """Copies of the tiles that were read, in the place of the oldest."""
+        room = KEPT_BYTES // self._tile
+        for tile, data in list(read.items())[:room]:
+            self._kept[tile] = data.copy()
+        while len(self._kept) > room:
+            self._kept.popitem(last=False)
+
     def _copy(self, tile: int, out: Bytes) -> bool:
+        kept = self._kept.get(tile)
+        if kept is not None:
+            self._kept.move_to_end(tile)
+            out[:] = kept
+            return True
         part, start = self._locate(tile)
         data = self._resident(self._parts[part][1].name)
         if data is None:

@@ -46,7 +46,7 @@ class Budgets:
     vram: int = 0
     process: int | None = None
     cuda_context: int | None = None
-    scratch: int = 4 << 20
+    scratch: int = 5 << 20
 
     def __post_init__(self) -> None:
         for name in ("ram", "vram", "scratch"):
