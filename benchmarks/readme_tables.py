@@ -4,8 +4,9 @@
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``bench-...`` names a JSON
 file of ``localrt bench``, ``kernels`` and ``passes-...`` those of the benchmarks of that name;
-``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``;
-``offload`` is made from ``offload.json``, ``gpu_check`` from ``gpu_check.json``.
+``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``,
+``speculation`` and ``speculation-short`` from ``speculation.json``, ``offload`` from
+``offload.json``, ``gpu_check`` from ``gpu_check.json``.
 ``--check`` changes nothing and fails when a table is not what its JSON says.
 """
 
@@ -27,11 +28,16 @@ from benchmarks.gpu_tables import gpu_tables  # noqa: E402
 from benchmarks.kernel_tables import kernels_table, passes_table  # noqa: E402
 from benchmarks.offload_tables import offload_table  # noqa: E402
 from benchmarks.quality_tables import claims_list, full_tables, short_table  # noqa: E402
+from benchmarks.speculation_tables import speculation_short, speculation_table  # noqa: E402
 from localrt.formatting import format_bytes, format_rate, format_seconds  # noqa: E402
 
-PAGES = ("README.md", "docs/gpu.md", "docs/quality.md")
+PAGES = ("README.md", "docs/gpu.md", "docs/quality.md", "docs/speculation.md")
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_QUALITY = {"quality": short_table, "quality-full": full_tables, "quality-claims": claims_list}
+# Several tables of one JSON file, which is that of the benchmark of its name.
+_OF_FILE = {
+    "quality": {"quality": short_table, "quality-full": full_tables, "quality-claims": claims_list},
+    "speculation": {"speculation": speculation_table, "speculation-short": speculation_short},
+}
 
 
 def bench_table(record: dict[str, Any]) -> str:
@@ -83,11 +89,13 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
-        path = ROOT / "benchmarks/results" / f"{'quality' if name in _QUALITY else name}.json"
-        if name in _QUALITY and not path.exists():
-            return f"{match[1]}Not measured yet: run benchmarks/quality.py.\n{match[3]}"
+        kind = name.partition("-")[0]
+        tables = _OF_FILE.get(kind, {})
+        path = ROOT / "benchmarks/results" / f"{kind if name in tables else name}.json"
+        if name in tables and not path.exists():
+            return f"{match[1]}Not measured yet: run benchmarks/{kind}.py.\n{match[3]}"
         record = json.loads(path.read_text(encoding="utf-8"))
-        make = _QUALITY.get(name) or _KINDS[name.partition("-")[0]]
+        make = tables.get(name) or _KINDS[kind]
         return f"{match[1]}{make(record)}\n{match[3]}"
 
     return _TABLE.sub(fill, text)

@@ -1,259 +1,229 @@
-"""Speculation in numbers: tokens per pass, the curve over K, and speed against plain decoding.
+"""Speculation in numbers: every row of its table by one command.
 
-    .venv/bin/python benchmarks/speculation.py --target T.gguf --draft D.gguf \
-        --prompts humaneval.jsonl --out benchmarks/results/speculation.json
+    .venv/bin/python benchmarks/speculation.py --humaneval FILE --mtbench FILE \
+        [--head FOLDER] [--only WORDS] [--again WORDS]
 
-Prompts are raw, greedy and at temperature 0.7, 128 tokens each; every generation is compared with
-plain decoding token by token. Parts: ``passes`` (K = 16, 64, 128 at depth 16), ``curve`` (K from 1
-to 512, with a plot), ``auto`` (resident, the tuner decides), ``ngram`` (edits and summaries, whose
-answers repeat their prompts), ``streamed`` (the target under --ram beside its draft), ``llamacpp``
-(its own prompt lookup and plain decoding).
+Rows are written to ``benchmarks/results/speculation.json`` as they are done, and a row that is
+there is not measured again unless ``--again`` names it. Rows under a memory limit need a memory
+control group (root, or a delegated one). Every generation is compared with plain decoding, token by
+token. ``benchmarks/readme_tables.py`` makes the tables; the curve over K is drawn beside the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
 import localrt  # noqa: E402
+from benchmarks import speculation_limited as limited  # noqa: E402
+from benchmarks import speculation_rows as resident  # noqa: E402
+from benchmarks.offload import load_record, save_record  # noqa: E402
 from benchmarks.speculation_plot import draw_curve  # noqa: E402
+from benchmarks.speculation_run import Setup  # noqa: E402
+from benchmarks.speculation_tables import speculation_table  # noqa: E402
+from localrt import hardware  # noqa: E402
+from localrt.errors import LocalrtError  # noqa: E402
+from localrt.settings import Settings  # noqa: E402
 
-TOKENS = 128
-GREEDY: dict[str, Any] = {"temperature": 0.0}
-WARM: dict[str, Any] = {"temperature": 0.7, "seed": 1}
-CURVE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-PARTS = ("passes", "curve", "auto", "ngram", "streamed", "llamacpp")
+RESULTS = ROOT / "benchmarks/results/speculation.json"
+HEADS = ("heads", "speculative", "localrt")  # where a trained head may lie
+PACKAGES = ("localrt", "llama-cpp-python", "numpy")
+
+# An 8 GB card beside a target of 16 GB, scaled to this one: half of it, and the draft just fits.
+# Its rates are those of a real card: bytes take as long, there are fewer.
+CARD = "virtual:560MB@12GB/s,256GB/s,20TFLOPS"
 
 
-def main() -> int:
-    args = _arguments()
-    prompts = _prompts(args.prompts, args.count)
-    result: dict[str, Any] = {"command": " ".join(sys.argv), "tokens": TOKENS, "parts": {}}
-    parts: dict[str, Callable[[], Any]] = {
-        "passes": lambda: passes(args, prompts),
-        "curve": lambda: curve(args, prompts[:4]),
-        "auto": lambda: auto(args, prompts),
-        "ngram": lambda: repeats(args),
-        "streamed": lambda: streamed(args, prompts[:6]),
-        "llamacpp": lambda: llamacpp(args, prompts),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement: how it is made, of how many prompts and tokens, and how often each."""
+
+    name: str
+    measure: Callable[[Setup, int, int, int], dict[str, Any]]
+    prompts: int
+    tokens: int = 128
+    rounds: int = 1
+
+
+ROWS = (
+    Row(name="tokens per pass", measure=resident.tokens_per_pass, prompts=6),
+    Row(name="resident, 0.5B draft", measure=resident.resident_draft, prompts=8, rounds=3),
+    Row(name="resident, trained head", measure=resident.resident_head, prompts=10, rounds=3),
+    Row(name="n-gram, repeated text", measure=resident.ngram, prompts=24, tokens=160),
+    Row(name="llama.cpp, resident", measure=resident.llamacpp_resident, prompts=4),
+    Row(name="850 MB, draft besides", measure=limited.own_limit, prompts=4),
+    Row(name="1000 MB in all", measure=limited.in_all, prompts=4),
+    Row(name="draft in load bubbles", measure=limited.bubbles, prompts=3, rounds=2),
+    Row(name="virtual card", measure=resident.card_draft, prompts=4, tokens=64),
+    Row(name="K from 1 to 512", measure=resident.curve, prompts=3),
+)
+
+
+def measure(row: Row, setup: Setup) -> dict[str, Any]:
+    """Run a row; what could not be done stands in ``skipped``."""
+    sizes = {
+        "prompts": setup.prompts or row.prompts,
+        "tokens": setup.tokens or row.tokens,
+        "rounds": setup.rounds or row.rounds,
     }
-    for name in args.parts:
-        result["parts"][name] = parts[name]()
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1))
-    if "curve" in result["parts"]:
-        args.out.with_suffix(".svg").write_text(draw_curve(result["parts"]["curve"]))
+    started = time.perf_counter()
+    try:
+        measured = row.measure(setup, **sizes)
+    except LocalrtError as error:
+        measured = {"results": [], "skipped": str(error)}
+    seconds = round(time.perf_counter() - started, 1)
+    made = {"name": row.name, **sizes, "seconds": seconds, "skipped": None, **measured}
+    cleaned: dict[str, Any] = without_folders(made, setup)
+    return cleaned
+
+
+def without_folders(value: Any, setup: Setup) -> Any:
+    """``value`` with models named by their files alone: messages have what was given to load."""
+    if isinstance(value, dict):
+        return {key: without_folders(each, setup) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_folders(each, setup) for each in value]
+    if isinstance(value, str):
+        heads = [] if setup.head is None else [Path(setup.head)]
+        for path in (setup.target, setup.draft, setup.small, *heads):
+            value = value.replace(str(path), path.name)
+    return value
+
+
+def pending(record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]) -> list[Row]:
+    """Rows to measure: without results yet, or named by ``again``; of those named by ``only``."""
+    done = {row["name"] for row in record["rows"] if row["results"]}
+
+    def named(row: Row, words: Sequence[str]) -> bool:
+        return any(word in row.name for word in words)
+
+    wanted = [row for row in ROWS if not only or named(row, only)]
+    return [row for row in wanted if row.name not in done or named(row, again)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _arguments(arguments)
+    setup = _setup(args)
+    machine = hardware.probe().to_dict()
+    record = load_record(args.json)
+    todo = pending(record, args.only, args.again)
+    for number, row in enumerate(todo, 1):
+        print(f"{row.name} ({number} of {len(todo)})", flush=True)
+        made = measure(row, setup)
+        print(_summary(made), flush=True)
+        both = {old["name"]: old for old in record["rows"]} | {row.name: made}
+        record = {
+            "command": _command(args, setup),
+            "target": setup.target.name,
+            "draft": setup.draft.name,
+            "small": setup.small.name,
+            "machine": machine,
+            "versions": dict(_versions()),
+            "rows": [both[row.name] for row in ROWS if row.name in both],
+        }
+        save_record(args.json, record)
+    for done in record["rows"]:
+        if "points" in done:
+            args.json.with_suffix(".svg").write_text(draw_curve(done["points"]), encoding="utf-8")
+    if record["rows"]:
+        print(speculation_table(record))
     return 0
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft", required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a prompt each")
-    parser.add_argument("--texts", type=Path, help="MT-bench turns, for the n-gram set")
-    parser.add_argument("--count", type=int, default=24, help="prompts taken, evenly spread")
-    parser.add_argument("--ram", help="budget of the streamed part, such as 1350MB")
-    parser.add_argument("--ctx", type=int, default=2048)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["passes", "curve", "auto"])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/speculation.json")
-    return parser.parse_args()
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="qwen1.5b", metavar="MODEL")
+    parser.add_argument("--draft", default="qwen0.5b", metavar="MODEL")
+    parser.add_argument("--small", default="smollm2", metavar="MODEL", help="the head's target")
+    parser.add_argument("--head", metavar="FOLDER", help="a head trained for it")
+    parser.add_argument("--humaneval", type=Path, required=True, help="JSON lines with a prompt")
+    parser.add_argument("--mtbench", type=Path, required=True, help="JSON lines with turns")
+    parser.add_argument("--card", default=CARD, help="the virtual card")
+    parser.add_argument("--only", action="append", default=[], help="rows whose name has this")
+    parser.add_argument("--again", action="append", default=[], help="measure these anew")
+    parser.add_argument("--threads", type=int, default=2)
+    sizes = parser.add_argument_group("sizes", "for trying it: each row has its own")
+    for name in ("prompts", "tokens", "rounds"):
+        sizes.add_argument(f"--{name}", type=int, metavar="N")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
 
 
-def _prompts(path: Path, count: int) -> list[str]:
-    found = [json.loads(line)["prompt"] for line in path.read_text().splitlines() if line.strip()]
-    step = max(1, len(found) // count)
-    return found[::step][:count]
-
-
-def passes(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Tokens per target pass at fixed budgets."""
-    rows = []
-    with _load(args, args.draft) as model:
-        for sampling in (GREEDY, WARM):
-            plain = [_run(model, prompt, draft="off", **sampling) for prompt in prompts]
-            for budget in (16, 64, 128):
-                ours = [_run(model, p, tree_budget=budget, **sampling) for p in prompts]
-                rows.append({"tree_budget": budget, **sampling, **_compared(ours, plain)})
-                print(rows[-1], file=sys.stderr)
-    return rows
-
-
-def curve(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Tokens per pass, seconds of a pass and tokens per second over K."""
-    rows = []
-    with _load(args, args.draft) as model:
-        plain = [_run(model, prompt, draft="off", **GREEDY) for prompt in prompts]
-        for budget in CURVE:
-            ours = [_run(model, p, tree_budget=budget, **GREEDY) for p in prompts]
-            rows.append(
-                {
-                    "tree_budget": budget,
-                    "verify_s": _verify_seconds(model, prompts[0], budget),
-                    **_compared(ours, plain),
-                }
-            )
-            print(rows[-1], file=sys.stderr)
-    return rows
-
-
-def _verify_seconds(model: localrt.Model, prompt: str, budget: int) -> float:
-    """Seconds of one target pass over a tree of ``budget`` nodes, the median of five."""
-    from localrt.speculative.tree import TokenTree
-
-    session: Any = model.new_session()
-    session.extend(model.tokenize(prompt))
-    chain = TokenTree.of(
-        [5 + i for i in range(budget)], [i // 2 - 1 for i in range(budget)], [0.0] * budget, "x"
+def _setup(args: argparse.Namespace) -> Setup:
+    return Setup(
+        target=_source(args.target),
+        draft=_source(args.draft),
+        small=_source(args.small),
+        head=args.head or _packaged_head(),
+        humaneval=args.humaneval,
+        mtbench=args.mtbench,
+        card=args.card,
+        threads=args.threads,
+        prompts=args.prompts,
+        tokens=args.tokens,
+        rounds=args.rounds,
     )
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        session.extend_tree(5, chain)
-        times.append(time.perf_counter() - start)
-        session.keep([])
-    session.close()
-    return statistics.median(times)
 
 
-def auto(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Resident: plain against what the tuner makes of the draft, prompt by prompt, interleaved."""
-    rows = []
-    with _load(args, args.draft) as model:
-        _run(model, prompts[0], draft="off", **GREEDY)
-        for prompt in prompts:
-            plain = _run(model, prompt, draft="off", **GREEDY)
-            ours = _run(model, prompt, **GREEDY)
-            again = _run(model, prompt, draft="off", **GREEDY)
-            base = statistics.mean([plain.tok_s, again.tok_s])
-            rows.append(
-                {
-                    "plain_tok_s": base,
-                    "tok_s": ours.tok_s,
-                    "speed": ours.tok_s / base,
-                    "same": ours.ids == plain.ids,
-                    "why": ours.why,
-                }
-            )
-            print(rows[-1], file=sys.stderr)
-    return rows
+def _source(name: str) -> Path:
+    """The file of a test model's short name, or of any MODEL."""
+    from localrt.hub import resolve
+    from tests.real_models import FILES, find_real_model
+
+    found = find_real_model(name) if name in FILES else None
+    return found or resolve(name, settings=Settings.from_environment()).path
 
 
-def repeats(args: argparse.Namespace) -> dict[str, Any]:
-    """Prompts whose answers repeat them, with guesses from the prompt alone."""
-    prompts = [*_edits(), *(_summaries(args.texts) if args.texts else [])]
-    with _load(args, "off") as model:
-        plain, ours = [], []
-        for prompt in prompts:
-            plain.append(_run(model, prompt, draft="off", raw=False, **GREEDY))
-            ours.append(_run(model, prompt, draft="ngram", raw=False, **GREEDY))
-    return _compared(ours, plain)
+def _packaged_head() -> str | None:
+    """The head that comes with localrt for the small model, or that was trained on this machine."""
+    places = [ROOT / name for name in HEADS] + [Settings.from_environment().data_dir / "heads"]
+    found = (file for place in places for file in sorted(place.rglob("dgf.json")))
+    return next((str(file.parent) for file in found), None)
 
 
-def _edits(count: int = 12) -> list[str]:
-    """Functions of the standard library, with a small change asked for."""
-    found = []
-    for name in ("textwrap", "shlex", "bisect", "heapq", "statistics", "fnmatch", "string"):
-        source = Path(__import__(name).__file__).read_text()
-        for node in ast.parse(source).body:
-            code = ast.get_source_segment(source, node)
-            if isinstance(node, ast.FunctionDef) and code and 300 < len(code) < 1200:
-                found.append(
-                    f"Rename the function {node.name} to {node.name}_2 and write out the whole "
-                    f"function again, otherwise unchanged:\n\n```python\n{code}\n```"
-                )
-    return found[:count]
+def _command(args: argparse.Namespace, setup: Setup) -> str:
+    """What was run, with the names of files alone: results are made to be passed on."""
+    parts = [
+        f"benchmarks/speculation.py --target {setup.target.name} --draft {setup.draft.name}",
+        f"--small {setup.small.name}",
+        *([f"--head {Path(setup.head).name}"] if setup.head else []),
+        f"--humaneval {args.humaneval.name} --mtbench {args.mtbench.name}",
+        f"--threads {args.threads}",
+    ]
+    for name in ("prompts", "tokens", "rounds"):
+        if getattr(args, name) is not None:
+            parts.append(f"--{name} {getattr(args, name)}")
+    return " ".join(parts)
 
 
-def _summaries(path: Path, count: int = 8) -> list[str]:
-    turns = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    texts: Iterable[str] = (str(t.get("prompt") or t["turns"][0]) for t in turns)
-    long = [text for text in texts if len(text) > 300][:count]
-    return [f"Repeat this text with every spelling mistake corrected:\n\n{t}" for t in long]
+def _summary(made: Mapping[str, Any]) -> str:
+    lines = [
+        f"  {r['what']}: {r['value']:.3g} {r['unit']}"
+        + ("" if r["asked"] is None else f" (asked: {r['asked']:g})")
+        for r in made["results"]
+    ]
+    if made["skipped"]:
+        lines.append(f"  skipped: {made['skipped']}")
+    return "\n".join([*lines, f"  {made.get('checked', '')} in {made['seconds']} s"])
 
 
-def streamed(args: argparse.Namespace, prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """The target under a budget, beside its draft: plain and tuned."""
-    rows = []
-    with localrt.load(args.target, draft=args.draft, ram=args.ram, ctx=args.ctx) as model:
-        for prompt in prompts:
-            plain = _run(model, prompt, draft="off", **GREEDY)
-            ours = _run(model, prompt, **GREEDY)
-            rows.append({"speed": ours.tok_s / plain.tok_s, **_compared([ours], [plain])})
-            print(rows[-1], ours.why, file=sys.stderr)
-    return rows
-
-
-def llamacpp(args: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
-    """llama.cpp: plain, and with its prompt lookup. Its Python API drafts with no model."""
-    import llama_cpp
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-
-    result = {}
-    for name, draft in (
-        ("plain", None),
-        ("prompt lookup", LlamaPromptLookupDecoding(num_pred_tokens=4)),
-    ):
-        model = llama_cpp.Llama(
-            args.target,
-            n_ctx=args.ctx,
-            draft_model=draft,
-            verbose=False,
-            logits_all=draft is not None,
-        )
-        speeds = []
-        for prompt in prompts:
-            start, count = None, 0
-            for _ in model(prompt, max_tokens=TOKENS, temperature=0.0, stream=True):
-                start = start or time.perf_counter()
-                count += 1
-            assert start is not None
-            speeds.append((count - 1) / (time.perf_counter() - start))
-        result[name] = {"tok_s": statistics.median(speeds), "of_each": speeds}
-        model.close()
-    return result
-
-
-class _Outcome:
-    """One generation."""
-
-    def __init__(self, chunk: localrt.Chunk) -> None:
-        m = chunk.metrics
-        self.ids = chunk.token_ids
-        self.tok_s = m.decode_tok_s or 0.0
-        self.per_pass = m.accepted_per_pass
-        self.why = m.speculation
-
-
-def _load(args: argparse.Namespace, draft: str) -> localrt.Model:
-    return localrt.load(args.target, draft=draft, ctx=args.ctx)
-
-
-def _run(model: localrt.Model, prompt: str, *, raw: bool = True, **options: Any) -> _Outcome:
-    return _Outcome(model.generate(prompt, raw=raw, max_tokens=TOKENS, **options))
-
-
-def _compared(ours: Sequence[_Outcome], plain: Sequence[_Outcome]) -> dict[str, Any]:
-    each = [o.per_pass for o in ours if o.per_pass is not None]
-    return {
-        "tokens_per_pass": statistics.mean(each) if each else None,
-        "tokens_per_pass_of_each": each,
-        "tok_s": statistics.median(o.tok_s for o in ours),
-        "plain_tok_s": statistics.median(o.tok_s for o in plain),
-        "same_tokens": sum(o.ids == p.ids for o, p in zip(ours, plain, strict=True)),
-        "prompts": len(ours),
-    }
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, localrt.__version__ if package == "localrt" else version(package)
+        except PackageNotFoundError:
+            continue
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
