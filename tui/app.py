@@ -245,6 +245,8 @@ class ChatApp(App[None]):
                 phase=Phase.GENERATING,
                 percent=None,
                 rate=metrics.decode_tok_s,
+                per_pass=metrics.accepted_per_pass,
+                sources=metrics.accepted_by_source,
                 used=metrics.prompt_tokens + metrics.completion_tokens,
             )
         elif news.prefill is not None and news.prefill.total:
@@ -273,7 +275,7 @@ class ChatApp(App[None]):
 
     def _send_next(self) -> None:
         if self._session is not None and self._turns.send_next(self._session.chat):
-            self._update_status(phase=Phase.PREFILL, percent=None, rate=None)
+            self._update_status(phase=Phase.PREFILL, percent=None, rate=None, sources=None)
             self._ticker.resume()
 
     def _cut_off(self) -> str:

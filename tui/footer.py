@@ -5,7 +5,7 @@ On a narrow terminal the less important parts go first. Knows numbers, not where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,7 +49,10 @@ _COLORS = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the footer shows. Percent of the prefill, tokens per second, tokens of the context."""
+    """What the footer shows. Percent of the prefill, tokens per second, tokens of the context.
+
+    ``per_pass`` are tokens of a target pass, ``sources`` the share that each source guessed.
+    """
 
     model: str = ""
     engine: str = ""
@@ -58,6 +61,17 @@ class Status:
     rate: float | None = None
     used: int = 0
     ctx: int | None = None
+    per_pass: float | None = None
+    sources: Mapping[str, float] | None = None
+
+    @property
+    def guesses(self) -> str:
+        """``2.4 a pass, ngram 58 %``; empty where no guess came true."""
+        found = {name: share for name, share in (self.sources or {}).items() if share >= 0.005}
+        if self.per_pass is None or not found:
+            return ""
+        shares = (f"{name} {share:.0%}".replace("%", " %") for name, share in found.items())
+        return f"{self.per_pass:.1f} a pass, {', '.join(shares)}"
 
     @property
     def state(self) -> str:
@@ -95,6 +109,7 @@ def footer_line(status: Status, width: int) -> Content:
             _Part(status.state, _COLORS[status.phase], 0),
         ],
         [
+            _Part(status.guesses, _FAINT, 6),
             _Part(rate, "$foreground", 2),
             _Part(context, _FAINT, 3),
             _Part(_KEYS[status.phase], _FAINT, 5),

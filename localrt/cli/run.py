@@ -21,7 +21,7 @@ from localrt.cli.model_options import (
     sampling_options,
 )
 from localrt.errors import OptionError, StorageError
-from localrt.formatting import format_rate, format_seconds
+from localrt.formatting import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from localrt.api import Model
@@ -146,11 +146,23 @@ def _print(args: argparse.Namespace, model: Model, stream: Iterator[Chunk]) -> i
 
 def _stats(m: Metrics) -> str:
     cached = f", {m.cached_tokens} kept" if m.cached_tokens else ""
-    return (
+    clock = " (simulated)" if m.simulated else ""
+    lines = [
         f"prompt {m.prompt_tokens} tokens{cached}, first token after {format_seconds(m.ttft_s)}, "
         f"prefill {format_rate(m.prefill_tok_s)} tok/s; answer {m.completion_tokens} tokens, "
-        f"{format_rate(m.decode_tok_s)} tok/s"
-    )
+        f"{format_rate(m.decode_tok_s)} tok/s{clock}"
+    ]
+    if m.predicted_tok_s is not None and m.pipeline_efficiency is not None:
+        lines.append(
+            f"streamed: {format_bytes(m.ssd_read_bytes or 0)} read, pipeline busy "
+            f"{m.pipeline_efficiency:.0%}, {format_rate(m.predicted_tok_s)} tok/s predicted "
+            "without guesses"
+        )
+    if m.speculation is not None:
+        came_true = {k: v for k, v in (m.accepted_by_source or {}).items() if v}
+        shares = "".join(f", {share:.0%} of the tokens by {k}" for k, share in came_true.items())
+        lines.append(m.speculation + shares)
+    return "\n".join(lines)
 
 
 def read_prompt(prompt: str | None) -> str:

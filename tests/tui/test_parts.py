@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,15 @@ def test_the_footer_drops_the_less_important(
     assert all(part in line for part in shown)
     assert not any(part in line for part in dropped)
     assert len(line) <= max(width, len(" generating "))
+
+
+def test_the_footer_says_how_guesses_fare() -> None:
+    guessing = replace(STATUS, per_pass=2.43, sources={"model": 0.41, "ngram": 0.18, "said": 0.0})
+    wide = footer_line(guessing, 130).plain
+    assert "2.4 a pass, model 41 %, ngram 18 % · 41.2 tok/s" in wide
+    assert footer_line(guessing, 90).plain == footer_line(STATUS, 90).plain, "it goes first"
+    none_came_true = replace(STATUS, per_pass=1.0, sources={"ngram": 0.0})
+    assert footer_line(none_came_true, 130).plain == footer_line(STATUS, 130).plain
 
 
 @pytest.mark.parametrize("width", [30, 60, 100])
