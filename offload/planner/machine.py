@@ -44,6 +44,10 @@ class KernelRate:
                 return before + (after - before) * (rows - low) / (high - low)
         return self.seconds[-1] * rows / self.rows[-1]
 
+    def slower(self, times: float) -> KernelRate:
+        """With ``times`` the seconds."""
+        return KernelRate(self.rows, tuple(times * s for s in self.seconds))
+
     def scaled(self, bits: float) -> KernelRate:
         """For weights of ``bits`` times the bits: few rows wait for memory, many for arithmetic."""
         return KernelRate(
@@ -114,6 +118,12 @@ class MachineProfile:
         wanted = _bits(format)
         nearest = min(self.kernels, key=lambda name: abs(math.log(_bits(name) / wanted)))
         return self.kernels[nearest].scaled(wanted / _bits(nearest))
+
+    def with_cpu(self, times: float) -> MachineProfile:
+        """The same where computing on the CPU takes ``times`` as long."""
+        kernels = {name: rate.slower(times) for name, rate in self.kernels.items()}
+        attention, call_s = self.attention.slower(times), self.call_s * times
+        return replace(self, kernels=kernels, attention=attention, call_s=call_s)
 
     def without_gpu(self) -> MachineProfile:
         """The same with nothing but its processor."""

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from localrt.errors import OptionError
+from localrt.offload.budget import format_bytes
 from localrt.offload.placement import Placement
 from localrt.offload.planner.budgets import (
     KV_BUFFER_BYTES,
@@ -106,6 +107,11 @@ class PlanRequest:
     def uses_gpu(self) -> bool:
         """Whether there is a card, and memory of it to use."""
         return self.machine.gpu is not None and self.budgets.vram > 0
+
+    def without_gpu(self) -> PlanRequest:
+        """The same with nothing but the processor."""
+        budgets = replace(self.budgets, vram=0)
+        return replace(self, machine=self.machine.without_gpu(), budgets=budgets)
 
     def costs(self, *, rows: int | None = None, held: int | None = None) -> Costs:
         """Seconds of a pass."""
@@ -242,6 +248,8 @@ def context_plans(request: PlanRequest, *, exact: bool = False) -> Iterator[tupl
 
 def fits(request: PlanRequest) -> bool:
     """Whether there is a plan; sooner known than found."""
+    if request.uses_gpu and fits(request.without_gpu()):
+        return True
     request, rooms, _ = _prepare(request)
     if can_place(request.costs(), rooms):
         return True
@@ -271,9 +279,15 @@ def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
     notes: list[str] = list(request.shape.notes)
     request, rooms, prefill_rows = _prepare(request)
     best = _search(request, rooms, prefill_rows, exact, notes)
-    if best is None:
+    if best is not None:
+        return _finish(request, best, notes)
+    if not request.uses_gpu:
         return None
-    return _finish(request, best, notes)
+    plan = find_plan(request.without_gpu(), exact=exact)
+    if plan is None:
+        return None
+    note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _search(

@@ -22,7 +22,7 @@ from localrt.offload.store.pack import fingerprint, pack_store
 from localrt.offload.store.tiling import Tiler
 from localrt.offload.store.writer import ProgressFunction
 
-__all__ = ["cached_store", "store_folder"]
+__all__ = ["cached_store", "discard_store", "store_folder"]
 
 _POLL_S = 0.1
 
@@ -63,8 +63,15 @@ def cached_store(
             except (CheckpointError, UnsupportedModelError):
                 # A copy of what we still have, damaged or of another version: make it again.
                 shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():  # discarded
+            shutil.rmtree(folder, ignore_errors=True)
         pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
     return StoreCheckpoint(folder, verify=False)  # the bytes were summed a moment ago
+
+
+def discard_store(folder: Path) -> None:
+    """Make the packed form in ``folder`` again when it is next asked for."""
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
 
 
 @contextmanager

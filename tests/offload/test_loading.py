@@ -220,6 +220,25 @@ def test_the_context_follows_the_budget(place: Place) -> None:
     assert any("to fit in memory" in note for note in small["notes"])
 
 
+def test_a_damaged_copy_is_made_again(place: Place) -> None:
+    """Where loading finds the damage, at once; where a pass does, on the next loading."""
+    ram = f"{place.least(ctx=512) + 4}MB"
+    whole = place.run(ram=ram, ctx=512)
+    layers = (place.home / "data" / "localrt" / "stores").glob("*/layer-*.safetensors")
+    for layer in layers:  # some of it stays in memory, some does not
+        data = bytearray(layer.read_bytes())
+        data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+        layer.write_bytes(data)
+    small = place.run(ram=ram, ctx=512)
+    if "error" in small:
+        assert re.search("is damaged: load the model again, which packs it anew", small["text"])
+        small = place.run(ram=ram, ctx=512)
+    else:
+        assert any("made again" in note for note in small["notes"])
+    assert "pack" in small["steps"]
+    assert small["answers"][0]["tokens"] == whole["answers"][0]["tokens"]
+
+
 def test_loading_again_and_again_leaves_nothing(place: Place) -> None:
     ram = place.least(ctx=512) + 10
     held = place.run(cycles=12, ctx=512, ram=f"{ram}MB")["held"]

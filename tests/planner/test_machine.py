@@ -35,6 +35,15 @@ def test_a_format_that_was_not_measured_follows_from_its_bits() -> None:
     assert profile.kernel("nf4").at(512) == pytest.approx(profile.kernel("q4_k").at(512))
 
 
+def test_a_slower_processor_takes_so_many_times_as_long() -> None:
+    before = typical_machine()
+    after = before.with_cpu(1.5)
+    for name in before.kernels:
+        assert after.kernel(name).at(7) == pytest.approx(1.5 * before.kernel(name).at(7))
+    assert after.attention.at(1) == pytest.approx(1.5 * before.attention.at(1))
+    assert after.ssd_bytes_s == before.ssd_bytes_s
+
+
 @pytest.mark.parametrize("profile", [machine(), machine(gpu=True), typical_machine()])
 def test_a_profile_goes_through_json(profile: MachineProfile) -> None:
     assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile

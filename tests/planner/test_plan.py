@@ -123,6 +123,17 @@ def test_a_card_takes_what_it_can_and_the_rest_is_shared() -> None:
     assert plan.prediction.tok_s > 0.85 * plan.prediction.ceiling_tok_s
 
 
+@pytest.mark.parametrize("vram", [1, 1000])
+def test_a_card_that_is_too_small_is_left_out(vram: int) -> None:
+    model = shape(layers=3)
+    budgets = Budgets(ram=90 * MB, vram=vram, process=8 * MB, cuda_context=0, scratch=0)
+    plan = make_plan(model, machine(gpu=True), budgets, ctx=128, solver="greedy")
+    alone = make_plan(model, machine(), replace(budgets, vram=0), ctx=128, solver="greedy")
+    assert plan.placement == alone.placement
+    assert plan.prediction == alone.prediction
+    assert any("too little to be of use" in note for note in plan.notes)
+
+
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3"])
 def test_large_mixtures_are_planned_in_seconds(name: str) -> None:
     model = shape_from_config(CONFIGS[name], name=name)
