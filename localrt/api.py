@@ -126,11 +126,17 @@ def load(
         cancel=cancel,
     )
     with load_beside(
-        draft, options, settings, offline=offline, progress=progress, cancel=cancel
+        draft,
+        options,
+        settings,
+        target=resolved.path,
+        offline=offline,
+        progress=progress,
+        cancel=cancel,
     ) as beside:
         parts = beside.target(
-            lambda: load_parts(
-                resolved.path, options, settings=settings, progress=progress, cancel=cancel
+            lambda own: load_parts(
+                resolved.path, own, settings=settings, progress=progress, cancel=cancel
             )
         )
         drafts = Drafts(parts, draft_loader(options, settings, offline=offline))

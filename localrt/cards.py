@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from localrt.offload.planner.machine import GpuProfile, MachineProfile
     from localrt.quant.ops.protocol import Ops
 
-__all__ = ["OpenCard", "open_card"]
+__all__ = ["CUDA_CONTEXT", "OpenCard", "open_card"]
 
 # Of a real card: what the driver, other programs and the allocator's rounding may still take.
 _SPARE_VRAM = 300 << 20
 # What a process takes of a card before it has allocated anything: CUDA's context and kernels' code.
-_CUDA_CONTEXT = 400 << 20
+CUDA_CONTEXT = 400 << 20
 # Reads and writes of a copy within the card's memory reach about what reading alone does.
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any card since 2018
 
@@ -72,7 +72,7 @@ def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> Ope
     name = device.removeprefix("virtual:")
     card = parse_card(device if "@" in name else name)
     profile, clock = card.profile, VirtualClock(trace)
-    capacity = min(card.vram_bytes, gpu_memory or card.vram_bytes)
+    capacity = card.vram_bytes if gpu_memory is None else min(card.vram_bytes, gpu_memory)
     accelerator = VirtualAccelerator(
         clock,
         ops,
@@ -103,7 +103,7 @@ def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -
     copies = CudaCopies(ops.device)
     link, memory = copies.measure()
     free = ops.free_memory() or 0
-    asked = free if gpu_memory is None else gpu_memory - _CUDA_CONTEXT
+    asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT
     capacity = max(0, min(free - _SPARE_VRAM, asked))
     clock = WallClock(trace)
     profile = GpuProfile(

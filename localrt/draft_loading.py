@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localrt.draft_head import beside_head, is_draft_head
+from localrt.draft_placement import PlacedBeside, place_draft
 from localrt.drafting import PLUS_NGRAM, Drafts
 from localrt.errors import MemoryBudgetError
 from localrt.loading import LoadedModel, LoadOptions, load_parts
@@ -25,8 +27,10 @@ __all__ = ["Beside", "draft_loader", "is_draft_model", "load_beside", "load_draf
 
 
 def is_draft_model(draft: str) -> bool:
-    """Whether a ``draft`` option names a model."""
-    return draft not in ("auto", "off", "ngram")  # checked to be a string that is not empty
+    """Whether a ``draft`` option names a model: neither a way of guessing nor a draft head."""
+    if draft in ("auto", "off", "ngram"):  # checked to be a string that is not empty
+        return False
+    return not is_draft_head(draft.removesuffix(PLUS_NGRAM))
 
 
 def draft_loader(
@@ -61,7 +65,9 @@ def load_draft(
     from localrt.hub import resolve
 
     resolved = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
-    own = replace(options, engine="native", kv_format=None)
+    own = replace(options, engine="native", kv_format=None, pass_rows=1)
+    if options.device.startswith("virtual:"):  # the card is the target's
+        own = replace(own, device="cpu", gpu_memory=None)
     own = replace(own, ctx=_fitting_context(resolved.path, own))
     return load_parts(resolved.path, own, settings=settings, progress=progress, cancel=cancel)
 
@@ -104,22 +110,28 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
 class Beside:
     """A draft that was loaded before its target, so that the target's plan leaves it its room."""
 
-    def __init__(self, name: str, parts: LoadedModel | None, note: str) -> None:
+    def __init__(
+        self, name: str, parts: LoadedModel | None, note: str, options: LoadOptions
+    ) -> None:
         self._name = name
+        self._options = options  # the target's
         self._parts = parts
         self._note = note
 
-    def target(self, load: Callable[[], LoadedModel]) -> LoadedModel:
+    def target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
         """Load the target; where it does not fit beside the draft, without the draft."""
         try:
-            return load()
+            return self._noted(load(self._options))
         except MemoryBudgetError as error:
             if self._parts is None:
                 raise
             self.close()
             self._note = f"draft {self._name} is not used: beside it, {error}"
         gc.collect()
-        return load()
+        return self._noted(load(self._options))
+
+    def _noted(self, target: LoadedModel) -> LoadedModel:
+        return replace(target, notes=(*target.notes, self._note)) if self._note else target
 
     def hand_over(self, drafts: Drafts) -> None:
         """Give the draft to those of the target.
@@ -144,21 +156,39 @@ def load_beside(
     options: LoadOptions,
     settings: Settings,
     *,
+    target: Path,
     offline: bool | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
-) -> Iterator[Beside]:
-    """The draft of a ``draft`` option, if that names a model."""
+) -> Iterator[Beside | PlacedBeside]:
+    """The draft of a ``draft`` option, if that names a model, for the model at ``target``.
+
+    Where there is a card, both are planned for before either is loaded.
+    """
+    from localrt.hub import resolve
+
     name = draft.removesuffix(PLUS_NGRAM)
-    beside = Beside(name, None, "")
+    if is_draft_head(name):
+        options = beside_head(Path(name), options)
+    beside: Beside | PlacedBeside = Beside(name, None, "", options)
     if is_draft_model(draft):
-        try:
-            parts = load_draft(
-                name, options, settings, offline=offline, progress=progress, cancel=cancel
+
+        def load(own: LoadOptions) -> LoadedModel:
+            return load_draft(
+                name, own, settings, offline=offline, progress=progress, cancel=cancel
             )
-            beside = Beside(name, parts, "")
-        except MemoryBudgetError as error:
-            beside = Beside(name, None, f"draft {name} is not used: {error}")
+
+        path = resolve(
+            name, settings=settings, offline=offline, progress=progress, cancel=cancel
+        ).path
+        place = place_draft(target, path, name, options, settings)
+        if place is not None:
+            beside = PlacedBeside(name, place, load)
+        else:
+            try:
+                beside = Beside(name, load(options), "", options)
+            except MemoryBudgetError as error:
+                beside = Beside(name, None, f"draft {name} is not used: {error}", options)
     try:
         yield beside
     finally:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localrt.draft_head import DraftHead, find_head, is_draft_head
+from localrt.draft_placement import source_of
 from localrt.engine.speculation import Speculation
-from localrt.errors import MemoryBudgetError, OptionError
-from localrt.speculative.draft_model import DraftModelSource
+from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.speculative.draft_model import DraftDecoder, DraftModelSource
 from localrt.speculative.merged import MergedSource
 from localrt.speculative.ngram import NgramSource
 from localrt.speculative.policy import DEPTH, MOST_NODES, Plan
@@ -22,6 +26,7 @@ from localrt.speculative.source import DraftSource
 from localrt.speculative.tuner import Tuner
 
 if TYPE_CHECKING:
+    from localrt.draft_placement import DraftPlace
     from localrt.engine.base import EngineSession
     from localrt.engine.native import NativeEngine
     from localrt.engine.options import Options
@@ -36,6 +41,7 @@ LoadDraft = Callable[[str], "LoadedModel"]
 PLUS_NGRAM = "+ngram"
 _LOOKUP = "ngram"
 _MODEL = "model"
+_HEAD = "dgf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class _Draft:
 
     parts: LoadedModel | None
     note: str = ""
+    place: DraftPlace | None = None
 
 
 class Drafts:
@@ -58,6 +65,7 @@ class Drafts:
         self._load = load
         self._lock = threading.Lock()
         self._drafts: dict[str, _Draft] = {}
+        self._heads: dict[str, DraftHead] = {}
         self._tuners: dict[str, Tuner] = {}
         self._made: dict[tuple[str, int | None, int | None, float], Speculation] = {}
         self._archive = Archive(target.engine.info.vocab_size)
@@ -83,7 +91,7 @@ class Drafts:
             # Elsewhere a row's bits depend on how many are computed together, and so may a token.
             if engine.ops_name != "native":
                 return None
-            name = family_draft(self._target) or _LOOKUP
+            name = self._family or self._trained or _LOOKUP
         with self._lock:
             key = (name, options.tree_budget, options.tree_depth, options.sampling.temperature)
             known = self._made.get(key)
@@ -91,8 +99,14 @@ class Drafts:
                 known = self._made[key] = self._make(name, engine, options)
             return known
 
-    def add(self, name: str, parts: LoadedModel | None, note: str = "") -> None:
-        """A draft model that was loaded already, or could not be."""
+    def add(
+        self,
+        name: str,
+        parts: LoadedModel | None,
+        note: str = "",
+        place: DraftPlace | None = None,
+    ) -> None:
+        """A draft model that was loaded already, or could not be; ``place`` is what was planned."""
         if parts is not None:
             try:
                 self._check(name, parts)
@@ -100,18 +114,41 @@ class Drafts:
                 parts.engine.close()
                 raise
         with self._lock:
-            self._drafts[name] = _Draft(parts, note)
+            self._drafts[name] = _Draft(parts, note, place)
 
     def close(self) -> None:
         """Free the draft models."""
         with self._lock:
             drafts, self._drafts = self._drafts, {}
+            heads, self._heads = self._heads, {}
             self._made.clear()
+        for head in heads.values():
+            head.close()
         for draft in drafts.values():
             if draft.parts is not None:
                 draft.parts.engine.close()
 
     # -- parts -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _family(self) -> str | None:
+        """What ``auto`` drafts with beside lookups."""
+        return family_draft(self._target)
+
+    @cached_property
+    def _trained(self) -> str | None:
+        """A draft head for the target that is on this machine."""
+        from localrt.settings import Settings
+
+        found, engine = find_head(self._target, Settings.from_environment()), self._engine()
+        if found is None or engine is None:
+            return None
+        try:
+            with self._lock:
+                self._head(str(found), engine)
+        except LocalrtError:  # nobody asked for it
+            return None
+        return str(found)
 
     def _engine(self) -> NativeEngine | None:
         from localrt.engine.native import NativeEngine
@@ -121,25 +158,31 @@ class Drafts:
 
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
         model = name.removesuffix(PLUS_NGRAM)
-        draft = _Draft(None) if model == _LOOKUP else self._draft(model)
+        head = self._head(model, engine) if is_draft_head(model) else None
+        draft = _Draft(None) if model == _LOOKUP or head else self._draft(model, options)
+        guesser = _HEAD if head else _MODEL if draft.parts is not None else ""
         explicit = options.draft != "auto" and options.tree_budget is not None
-        lookup = draft.parts is None or name != model or not explicit
+        lookup = not guesser or name != model or not explicit
 
         def make(session: EngineSession) -> Mapping[str, DraftSource]:
             sources: dict[str, DraftSource] = {}
             if lookup:
                 sources[_LOOKUP] = MergedSource([NgramSource(), SaidSource(self._archive)])
-            if draft.parts is not None:
-                sources[_MODEL] = self._model_source(draft.parts, session, options)
+            if head is not None:
+                sources[_HEAD] = head.source(session, options)
+            elif draft.parts is not None:
+                sources[_MODEL] = self._model_source(draft, session, options)
             if len(sources) > 1 and explicit:
                 return {name: MergedSource(list(sources.values()))}
             return sources
 
-        names = [n for n in (_LOOKUP, _MODEL) if n != _MODEL or draft.parts is not None]
+        levels = {_LOOKUP: 0.0}
+        if guesser:
+            levels[guesser] = head.level_share if head else self._level(draft)
         tuner = self._tuners.setdefault(
             model,
             Tuner(
-                {n: 0.0 if n == _LOOKUP else self._level(draft) for n in names},
+                levels,
                 streamed=engine.counts() is not None,
             ),
         )
@@ -147,8 +190,8 @@ class Drafts:
         if explicit:
             assert options.tree_budget is not None
             source = _LOOKUP
-            if draft.parts is not None:
-                source = name if lookup else _MODEL
+            if guesser:
+                source = name if lookup else guesser
             fixed = Plan(source, options.tree_budget, options.tree_depth or DEPTH)
         return Speculation(
             make,
@@ -158,27 +201,44 @@ class Drafts:
             note=draft.note,
         )
 
+    def _head(self, name: str, engine: NativeEngine) -> DraftHead:
+        known = self._heads.get(name)
+        if known is None:
+            known = self._heads[name] = DraftHead(Path(name), self._target, engine)
+        return known
+
     def _level(self, draft: _Draft) -> float:
-        """The share of a target's step that a level of the draft may cost: by their weights."""
+        """The share of a target's step that a level may cost: as planned, or by the weights."""
         assert draft.parts is not None, "there is a draft"
+        if draft.place is not None and draft.place.level_share is not None:
+            return min(1.0, draft.place.level_share)
         ours, theirs = (p.engine.info.weight_bytes for p in (self._target, draft.parts))
         return min(1.0, 1.5 * theirs / max(ours, 1))
 
-    def _draft(self, name: str) -> _Draft:
+    def _draft(self, name: str, options: Options) -> _Draft:
         known = self._drafts.get(name)
         if known is not None:
             return known
+        found = options.draft == "auto"  # nobody asked for it: that it is of no use is no error
         try:
             parts = self._load(name)
         except MemoryBudgetError as error:
+            hint = "; named as the draft when loading, it would be given room" if found else ""
+            draft = _Draft(None, f"draft {name} is not used: {error}{hint}")
+        except LocalrtError as error:
+            if not found:
+                raise
             draft = _Draft(None, f"draft {name} is not used: {error}")
         else:
             try:
                 self._check(name, parts)
-            except OptionError:
+            except OptionError as error:
                 parts.engine.close()
-                raise
-            draft = _Draft(parts)
+                if not found:
+                    raise
+                draft = _Draft(None, str(error))
+            else:
+                draft = _Draft(parts, f"draft {name} was found on this machine" if found else "")
         self._drafts[name] = draft
         return draft
 
@@ -195,20 +255,27 @@ class Drafts:
         if problem:
             raise OptionError(f"draft {name} has another vocabulary: {problem}")
 
-    def _model_source(
-        self, parts: LoadedModel, session: EngineSession, options: Options
-    ) -> DraftSource:
+    def _model_source(self, draft: _Draft, session: EngineSession, options: Options) -> DraftSource:
         from localrt.engine.native import NativeEngine
 
+        parts, target = draft.parts, self._engine()
+        assert parts is not None, "there is a draft"
+        assert target is not None, "it was checked"
         engine = parts.engine
         assert isinstance(engine, NativeEngine), "it was checked"
         most = options.tree_budget or MOST_NODES
-        return DraftModelSource(
-            _EngineDecoder(engine),
-            capacity=min(session.capacity + most, parts.ctx),
-            vocab_size=min(engine.info.vocab_size, self._target.engine.info.vocab_size),
-            temperature=options.sampling.temperature,
-            held_rows=engine.ops_name in ("torch", "native"),
+
+        def make(decoder: DraftDecoder) -> DraftSource:
+            return DraftModelSource(
+                decoder,
+                capacity=min(session.capacity + most, parts.ctx),
+                vocab_size=min(engine.info.vocab_size, self._target.engine.info.vocab_size),
+                temperature=options.sampling.temperature,
+                held_rows=engine.ops_name in ("torch", "native"),
+            )
+
+        return source_of(
+            make, _EngineDecoder(engine), draft=engine, target=target, place=draft.place
         )
 
 
@@ -221,12 +288,18 @@ class _EngineDecoder:
 
 
 def family_draft(target: LoadedModel) -> str | None:
-    """A small model of the target's family among those on this machine, to draft with.
+    """A small model of the target's family among those on this machine, to draft with unasked.
 
-    None so far: which local models are of a family is not recorded.
+    Only where weights are streamed: where all is resident, a second model in memory would be a
+    surprise, and its guesses cost a CPU about what they save.
     """
-    del target
-    return None
+    from localrt.draft_family import find_family_draft
+    from localrt.settings import Settings
+
+    if not target.engine.info.streamed:
+        return None
+    found = find_family_draft(target.path, Settings.from_environment())
+    return None if found is None else found.name
 
 
 def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str:

@@ -37,7 +37,11 @@ KV_FORMATS = (None, "bf16", "int8", "int4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options of ``localrt.load``, sizes in bytes."""
+    """The options of ``localrt.load``, sizes in bytes.
+
+    ``pass_rows`` are the rows of a usual pass, which a placement is made for: more than one where
+    guesses are verified. A ``gpu_memory`` of 0 leaves all to the CPU.
+    """
 
     engine: str = "auto"
     format: str | None = None
@@ -47,6 +51,7 @@ class LoadOptions:
     ctx: int | None = None
     kv_format: str | None = None
     threads: int | None = None
+    pass_rows: int = 1
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:

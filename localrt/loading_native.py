@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from localrt.models.decoder import DecoderConfig
     from localrt.quant.ops.protocol import Ops
 
-__all__ = ["load_native"]
+__all__ = ["load_native", "resident_nbytes"]
 
 # Activations, scratch of one prefill pass, the interpreter and its libraries, with torch.
 _SCRATCH_BYTES = 256 << 20
@@ -91,6 +91,7 @@ def load_native(
             ram=options.ram,
             ctx=options.ctx,
             kv_format=options.kv_format or "bf16",
+            pass_rows=options.pass_rows,
             settings=settings,
             notes=notes,
             progress=progress,
@@ -183,6 +184,15 @@ def _budget(ops: Ops, options: LoadOptions) -> tuple[int, str]:
         return ram_budget(options.ram) - current_rss(), "RAM"
     available = memory_state().available
     return min(available, options.ram or available), "RAM"
+
+
+def resident_nbytes(checkpoint: Checkpoint, ops: Ops, ctx: int) -> int:
+    """Bytes that the whole model takes on ``ops`` with a context of ``ctx`` tokens."""
+    from localrt.models.registry import read_config
+
+    config = read_config(checkpoint)
+    kv = ops.kv_nbytes(config.attention, ctx)
+    return _weight_bytes(checkpoint, ops) + kv + _scratch(config, ops)
 
 
 def _scratch(config: DecoderConfig, ops: Ops) -> int:

@@ -6,7 +6,7 @@ neither files nor threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,9 +92,13 @@ def first_plan(
     limits: Budgets,
     choice: ContextChoice,
     kv_format: str,
+    *,
+    rows: int = 1,
 ) -> Plan:
     """For a short context, such that the whole one's caches will fit; or for all of it at once
     where some of its keys and values live on the SSD.
+
+    ``rows`` are those of the passes to place for: more than one where guesses are verified.
 
     Raises:
         MemoryBudgetError: the whole context does not fit.
@@ -113,9 +117,17 @@ def first_plan(
         )
     first = min(ctx, _FIRST_CONTEXT)
     while True:
-        plan = make_plan(shape, machine, limits, ctx=first, kv_format=kv_format)  # type: ignore[arg-type]
+        plan = make_plan(
+            shape,
+            machine,
+            limits,
+            ctx=first,
+            rows=rows,
+            kv_format=kv_format,  # type: ignore[arg-type]
+        )
         if first >= ctx or _can_grow(plan, ctx):
-            return plan
+            # What is forecast from now on are plain passes.
+            return replace(plan, request=replace(plan.request, rows=1))
         first = min(ctx, 2 * first)
 
 

@@ -27,7 +27,7 @@ from localrt.placement_choice import (
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
-    from localrt.models.checkpoints import Checkpoint
+    from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
     from localrt.models.decoder import DecoderConfig
     from localrt.offload.decoder import PlacedDecoder
     from localrt.offload.kv.tier import KvTier
@@ -68,6 +68,7 @@ def open_placed(
     ram: int | None,
     ctx: int | None,
     kv_format: str,
+    pass_rows: int = 1,
     settings: Settings,
     notes: list[str],
     progress: ProgressCallback | None = None,
@@ -79,6 +80,7 @@ def open_placed(
     ``device`` is a card for the part of the work that it is better at: the one that ``ops``
     computes on, of whose memory ``gpu_memory`` bytes may be used, or ``virtual:CARD``.
     Without ``ctx`` the context is the model's own, or what fits with all weights streamed.
+    ``pass_rows`` are the rows of a usual pass: more than one where guesses are verified.
     ``count_bytes`` makes a counter for a number of bytes to load.
 
     Raises:
@@ -87,10 +89,11 @@ def open_placed(
     """
     from localrt.measuring import machine_profile
     from localrt.models.registry import read_config
+    from localrt.offload.lane import StoreDiscardedError
     from localrt.offload.pipeline import open_pipeline
     from localrt.offload.planner import Budgets, shape_from_checkpoint
     from localrt.offload.planner.machine import typical_machine
-    from localrt.offload.store.cached import cached_store
+    from localrt.offload.store.cached import cached_store, discard_store
     from localrt.quant.ops.native_ops import NativeOps
 
     def packed(done: int, total: int, file: str) -> None:
@@ -115,32 +118,42 @@ def open_placed(
     )
     ctx = choice.ctx
     config = read_config(checkpoint, context=ctx)
-    store = cached_store(checkpoint, settings.data_dir / "stores", progress=packed, cancel=cancel)
+    stores = settings.data_dir / "stores"
+    store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
     disk, machine = machine_profile(
         store.path, settings, formats={unit.format for unit in shape.units}
     )
     machine = card.on(machine)
-    plan = first_plan(shape, machine, budgets(choice.buffers), choice, kv_format)
-    kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
-    if kv_tier is not None and isinstance(ops, NativeOps):
-        ops.kv_maker = kv_tier
+    plan = first_plan(shape, machine, budgets(choice.buffers), choice, kv_format, rows=pass_rows)
     notes += plan.notes
     resident = sum(u.nbytes for u in shape.units if not plan.placement.where[u.name].read)
-    decoder = open_pipeline(
-        store,
-        ops,
-        config,
-        plan.placement,
-        mode=disk.mode,
-        budget=for_weights_and_caches(plan),
-        card=card.accelerator,
-        clock=card.clock,
-        trace=trace,
-        kv_tier=kv_tier,
-        shortage=MemoryPressure(free_vram=card.free_memory),
-        on_bytes=count_bytes(resident),
-    )
+
+    def opened(store: StoreCheckpoint) -> PlacedDecoder:
+        kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
+        if kv_tier is not None and isinstance(ops, NativeOps):
+            ops.kv_maker = kv_tier
+        return open_pipeline(
+            store,
+            ops,
+            config,
+            plan.placement,
+            mode=disk.mode,
+            budget=for_weights_and_caches(plan),
+            card=card.accelerator,
+            clock=card.clock,
+            trace=trace,
+            discard=None if store is checkpoint else lambda: discard_store(store.path),
+            kv_tier=kv_tier,
+            shortage=MemoryPressure(free_vram=card.free_memory),
+            on_bytes=count_bytes(resident),
+        )
+
+    try:
+        decoder = opened(store)
+    except StoreDiscardedError:
+        notes.append("the packed copy was damaged and has been made again")
+        decoder = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
     rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
     return PlacedModel(decoder, plan, _forecaster(plan, decoder.simulated), rate, ctx)
 
@@ -173,12 +186,17 @@ def _kv_tier(
 
 
 def _forecaster(plan: Plan, simulated: bool) -> Forecaster:
-    """The plan's prediction for the rate that the disk has now, in bytes per second."""
+    """The plan's prediction for the rates that disk and CPU have now."""
     from localrt.offload.planner.simulate import simulate
 
-    def forecast(ssd_bytes_s: float) -> Forecast:
+    def forecast(ssd_bytes_s: float, cpu_s: float | None) -> Forecast:
         machine = replace(plan.request.machine, ssd_bytes_s=ssd_bytes_s)
-        steady = simulate(replace(plan.request, machine=machine).costs(), plan.placement)
+        costs = replace(plan.request, machine=machine).costs()
+        steady = simulate(costs, plan.placement)
+        planned = steady.busy["cpu"] - costs.per_pass()  # what no stage does was not measured
+        if cpu_s is not None and planned > 0:
+            machine = machine.with_cpu(cpu_s / planned)
+            steady = simulate(replace(plan.request, machine=machine).costs(), plan.placement)
         return Forecast(1 / steady.seconds, 1 / steady.bound, simulated)
 
     return forecast

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import (
     Array,
     AttentionSpec,
@@ -200,11 +201,13 @@ class Decoder:
         *,
         rows: Sequence[int] | None = None,
         check: Callable[[], None] | None = None,
+        features: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Logits of the chosen ``rows`` (default: all), shape (rows, vocab), float32.
 
         Keys and values of the batch are in the caches afterwards and count as held. ``check`` runs
-        before every layer; when it raises, the caches are as they were.
+        before every layer; when it raises, the caches are as they were. ``features`` (R, D) is
+        filled with the residual stream of all rows after the last block, before the final norm.
         """
         ops = self.ops
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
@@ -215,6 +218,8 @@ class Decoder:
                 if check is not None:
                     check()
                 x = block(ops, x, step)
+            if features is not None:
+                copy_to_host(x, features)
             logits = ops.head(
                 x, wanted, self.norm, self.config.norm_eps, self.head, self.config.final_softcap
             )

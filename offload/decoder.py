@@ -25,6 +25,7 @@ from localrt.offload.row_table import RowTable
 from localrt.offload.split_cache import SplitCache, grown_length, split_batch
 from localrt.offload.stages import Stage
 from localrt.offload.trace import PipelineCounts, Trace
+from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector, Weight
 
 __all__ = ["PlacedDecoder", "Resources"]
@@ -72,7 +73,8 @@ class PlacedDecoder:
         self._on_card = frozenset(on_card)
         self._host_specs = [s for n, s in enumerate(config.attention) if n not in on_card]
         self._caches: WeakSet[KVCache] = WeakSet()
-        self._passes = 0
+        self._passes = self._decode_passes = 0
+        self._decode_cpu_s = 0.0
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -83,6 +85,11 @@ class PlacedDecoder:
     def trace(self) -> Trace:
         """What the pipeline did."""
         return self._res.trace
+
+    @property
+    def clock(self) -> Clock:
+        """What its passes are timed by."""
+        return self._res.clock
 
     @property
     def simulated(self) -> bool:
@@ -99,6 +106,8 @@ class PlacedDecoder:
             busy_s=res.trace.busy(),
             passes=self._passes,
             clock_s=res.clock.now(),
+            decode_passes=self._decode_passes,
+            decode_cpu_s=self._decode_cpu_s,
         )
 
     def cache(self, capacity: int) -> KVCache:
@@ -118,6 +127,7 @@ class PlacedDecoder:
         *,
         rows: Sequence[int] | None = None,
         check: Check | None = None,
+        features: Logits | None = None,
     ) -> Logits:
         """See ``Decoder.forward``: logits of the chosen ``rows``, (rows, vocab) float32.
 
@@ -127,19 +137,23 @@ class PlacedDecoder:
         """
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         self._res.before_pass()
+        if any(lane.failed for lane in self._lanes):
+            self._abandon()  # read ahead, some time ago: the disk may have come back
         self._make_room(batch, len(wanted))
         if not len(wanted):
             self._skip_head()
+        before = self._res.trace.busy().get("cpu", 0.0)
         try:
-            logits = self._run(batch, wanted, check)
+            logits = self._run(batch, wanted, check, features)
         except BaseException:
-            self._res.abandon()
-            for lane in self._lanes:  # the CPU's first: a card's copies ask it for what they need
-                lane.rewind()
+            self._abandon()
             raise
         for span in batch.spans:
             span.cache.advance(span.rows)
         self._passes += 1
+        if len(batch.tokens) == 1 and len(wanted):
+            self._decode_passes += 1
+            self._decode_cpu_s += self._res.trace.busy().get("cpu", 0.0) - before
         self._residency.settle()
         return logits
 
@@ -171,11 +185,26 @@ class PlacedDecoder:
             return self._card
         return self._cpu
 
-    def _run(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> Logits:
+    def _abandon(self) -> None:
+        """Drop what is on its way; the next pass begins with the first unit."""
+        self._res.abandon()
+        for lane in self._lanes:  # the CPU's first: a card's copies ask it for what they need
+            lane.rewind()
+
+    def _run(
+        self,
+        batch: Batch,
+        wanted: npt.NDArray[np.intp],
+        check: Check | None,
+        features: Logits | None,
+    ) -> Logits:
         run = _Run(self._res, self.config, batch, check)
         at = self._cpu
         joined = 0  # slices of the head that were computed with one before them
         for index, stage in enumerate(self._residency.stages):
+            if stage.kind == "head" and features is not None:
+                run.features(features)
+                features = None
             if stage.kind == "head" and not len(wanted):
                 break
             if check is not None:
@@ -258,6 +287,13 @@ class _Run:
         change = card.to_card if lane.card is not None else card.to_host
         self._x, self._mark = change(self._x, self._mark)
         self._at = lane
+
+    def features(self, out: Logits) -> None:
+        """The activations as they are now, to the host."""
+        x, card = self._x, self._at.card
+        if card is not None:
+            x, self._mark = card.to_host(x, self._mark)
+        copy_to_host(x, out)
 
     def head(self, lane: Lane, stages: Sequence[Stage], wanted: npt.NDArray[np.intp]) -> int:
         """All resident slices that ``stages`` begins with, at once; returns how many."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import Attention, GatedMlp
 from localrt.offload.accelerator import Accelerator
@@ -24,7 +25,7 @@ from localrt.offload.unit_parts import PartBuilder, verify_unit
 from localrt.offload.unit_reader import UnitReader
 from localrt.quant.ops.protocol import Ops, Weight
 
-__all__ = ["Lane", "Part", "Verifier"]
+__all__ = ["Lane", "Part", "StoreDiscardedError", "Verifier"]
 
 Bytes = npt.NDArray[np.uint8]
 Part = Attention | GatedMlp | Weight
@@ -33,18 +34,37 @@ Check = Callable[[], None]
 _KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept
 
 
-class Verifier:
-    """Compares each unit of the store at ``path`` with its SHA-256, once."""
+class StoreDiscardedError(CheckpointError):
+    """A packed copy was damaged, and is made anew when the model is loaded again."""
 
-    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+
+class Verifier:
+    """Compares each unit of the store at ``path`` with its SHA-256, once.
+
+    ``discard`` forgets a store that is damaged and can be made again.
+    """
+
+    def __init__(
+        self, path: Path, *, enabled: bool = True, discard: Callable[[], None] | None = None
+    ) -> None:
         self._path = path
         self._enabled = enabled
+        self._discard = discard
         self._seen: set[str] = set()
 
     def __call__(self, unit: StoredUnit, data: Bytes) -> None:
         """Raises CheckpointError when the unit is damaged."""
         if self._enabled and unit.name not in self._seen:
-            verify_unit(self._path, unit, data)
+            try:
+                verify_unit(self._path, unit, data)
+            except CheckpointError as error:
+                if self._discard is None:
+                    raise
+                self._discard()
+                raise StoreDiscardedError(
+                    f"{self._path}: unit {unit.name} in {unit.file} is damaged: load the model "
+                    "again, which packs it anew"
+                ) from error
             self._seen.add(unit.name)
 
 
@@ -162,6 +182,11 @@ class Lane:
             assert self._reader is not None, "see acquire"
             mark = ended if self.card is None else self.card.mark(ended)
             self._reader.release(stage.name, mark)
+
+    @property
+    def failed(self) -> bool:
+        """Whether what was read ahead of the next pass has failed."""
+        return self._reader is not None and self._reader.failed
 
     def rewind(self) -> None:
         """The pass was abandoned: the next one begins at the first unit."""

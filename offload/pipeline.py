@@ -60,6 +60,7 @@ def open_pipeline(
     files: FileReader | None = None,
     trace: Trace | None = None,
     verify: bool = True,
+    discard: Callable[[], None] | None = None,
     stall_s: float = 60.0,
     kv_tier: KvTier | None = None,
     shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
@@ -71,10 +72,11 @@ def open_pipeline(
     what the placement puts on a GPU, ``clock`` times it. ``files`` stands in for the store's own.
     ``kv_tier`` makes the caches of ``ops``, some of whose layers are on the SSD. ``shortage`` is
     asked before each pass for bytes of RAM and VRAM to give back. ``on_bytes`` gets the bytes of
-    resident units as they are read, and may raise.
+    resident units as they are read, and may raise. ``discard`` forgets a ``store`` that is damaged
+    and can be made again.
 
     Raises:
-        CheckpointError: a file is truncated or damaged.
+        CheckpointError: a file is truncated or damaged; StoreDiscardedError after ``discard``.
         MemoryBudgetError: the card's memory is too small for the placement.
     """
     trace = trace or Trace()
@@ -82,7 +84,7 @@ def open_pipeline(
     if kv_tier is not None:
         maker.held.callback(kv_tier.close)
     try:
-        maker.make_lanes(Verifier(store.path, enabled=verify), stall_s)
+        maker.make_lanes(Verifier(store.path, enabled=verify, discard=discard), stall_s)
         load_s = maker.load(on_bytes)
         resources = Resources(
             cpu=maker.cpu,

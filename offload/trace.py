@@ -23,7 +23,8 @@ _MOST_TASKS = 200_000
 class PipelineCounts:
     """What a pipeline has done since it was made: bytes, and seconds by resource.
 
-    ``clock_s`` is the time now, on the clock that these seconds are of.
+    ``clock_s`` is the time now, on the clock that these seconds are of. ``decode_passes`` counts
+    the passes of one row, ``decode_cpu_s`` are the CPU's busy seconds in them.
     """
 
     ssd_read_bytes: int
@@ -31,6 +32,8 @@ class PipelineCounts:
     busy_s: Mapping[str, float]
     passes: int
     clock_s: float
+    decode_passes: int = 0
+    decode_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.offload.ring import Chunk, Lease, Mark, Ring
+from localrt.offload.waiting import waiting
 
 __all__ = ["Source", "UnitReader"]
 
@@ -115,6 +116,12 @@ class UnitReader:
         with self._changed:
             return self._state.fetched
 
+    @property
+    def failed(self) -> bool:
+        """Whether a unit that nobody has asked for yet could not be fetched."""
+        with self._changed:
+            return any(load.error is not None for load in self._state.loads)
+
     def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
         """Fetch ``units`` from now on, again and again, from the first; drop what was fetched.
 
@@ -154,7 +161,7 @@ class UnitReader:
     def acquire(self, name: str, check: Check | None = None) -> tuple[Any, Mark]:
         """The bytes of unit ``name`` once they have arrived, and their mark.
 
-        ``check`` is called while waiting, and may raise to give up.
+        ``check`` is called while waiting, and may raise to give up. A ``Waiter`` is told of it.
 
         Raises:
             CheckpointError: the file is truncated or fails, or the disk does not answer.
@@ -162,22 +169,23 @@ class UnitReader:
         """
         started = time.perf_counter()
         with self._changed:
-            while True:
-                load = self._find(name)
-                if load is not None and load.done:
-                    if load.error is not None:
-                        raise load.error
-                    load.used = True
-                    return self._ring.view(load.lease), load.mark
-                self._changed.wait(_POLL_S)
-                silent = time.perf_counter() - max(started, self._state.last_arrival)
-                if silent > self._stall_s:
-                    raise CheckpointError(
-                        f"the disk has not answered for {silent:.0f} seconds (reading {name}): "
-                        "check the drive that the model is on"
-                    )
-                if check is not None:
-                    check()
+            found = self._take(name)
+            if found is not None:
+                return found
+            with waiting(check):
+                while True:
+                    self._changed.wait(_POLL_S)
+                    silent = time.perf_counter() - max(started, self._state.last_arrival)
+                    if silent > self._stall_s:
+                        raise CheckpointError(
+                            f"the disk has not answered for {silent:.0f} seconds (reading {name}): "
+                            "check the drive that the model is on"
+                        )
+                    if check is not None:
+                        check()
+                    found = self._take(name)
+                    if found is not None:
+                        return found
 
     def release(self, name: str, mark: Mark = None) -> None:
         """Give the memory of ``name`` to the units that follow, once ``mark`` has happened."""
@@ -199,6 +207,16 @@ class UnitReader:
             thread.join(timeout=max(0.0, end - time.perf_counter()))
 
     # -- under the lock --------------------------------------------------------------------------
+
+    def _take(self, name: str) -> tuple[Any, Mark] | None:
+        """The unit if it has arrived; it is in use from then on."""
+        load = self._find(name)
+        if load is None or not load.done:
+            return None
+        if load.error is not None:
+            raise load.error
+        load.used = True
+        return self._ring.view(load.lease), load.mark
 
     def _find(self, name: str) -> _Load | None:
         """The oldest load of ``name`` that is to be used; None while there is none."""

@@ -3,7 +3,8 @@
 Each round expands the best unexpanded nodes among the K best so far, all in one batch; a child's
 score is its parent's plus its log-probability plus log 0.95, so that depth costs a little. It ends
 when every node among the K best has been expanded: no new one could be better (Svirschevski et al.
-2024, algorithm 1). What expanding a node means is the caller's business.
+2024, algorithm 1). A tree stays open: it may be grown further, and what lies below one of its nodes
+is a tree again. What expanding a node means is the caller's business.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import numpy.typing as npt
 
 from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["CHILDREN", "DECAY", "Children", "Expand", "grow", "likeliest"]
+__all__ = ["CHILDREN", "DECAY", "Children", "Expand", "Growth", "grow", "likeliest"]
 
 DECAY = math.log(0.95)
 CHILDREN = 32
 _ROUND = 128  # nodes expanded at once
+# Children with a log-probability above this are kept even where the tree has better nodes: once it
+# begins further down, there are fewer of these.
+_KEPT = -7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,58 +42,191 @@ class Children:
 Expand = Callable[[Sequence[tuple[int, int, int]], Sequence[float]], Sequence[Children]]
 
 
+class Growth:
+    """A tree in the making, ``source``'s. Where ``expand`` raises, the tree is as before."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        self._scores: list[float] = []
+        self._at: dict[tuple[int, int], int] = {}  # a node by its parent and its token
+        self._children: dict[int, Children] = {}  # of what was expanded
+        # Heaps, best first: nodes to expand, and the best child of each that is no node yet.
+        self._open: list[tuple[float, int]] = [(0.0, ROOT)]
+        self._rest: list[tuple[float, int, int]] = []
+
+    def grow(
+        self, expand: Expand, *, budget: int, depth: int, round_nodes: int = _ROUND
+    ) -> TokenTree:
+        """The tree of the ``budget`` best nodes, at most ``depth`` deep."""
+        while True:
+            floor = self._admit(budget, depth)
+            batch = self._take(round_nodes, depth, floor)
+            if not batch:
+                return TokenTree.of(self._tokens, self._parents, self._scores, self._source).trim(
+                    budget, depth
+                )
+            self._expand(expand, batch, floor)
+
+    def reach(self, expand: Expand, *, nodes: int, depth: int) -> int:
+        """One round beyond any budget: expand the best ``nodes`` of at most ``depth`` - 1.
+
+        Returns how many there were.
+        """
+        batch: list[int] = []
+        deep: list[tuple[float, int]] = []
+        while len(batch) < nodes and (self._open or self._rest):
+            if self._rest and (not self._open or self._rest[0] < self._open[0]):
+                self._add(heapq.heappop(self._rest))
+                continue
+            entry = heapq.heappop(self._open)
+            if self._level(entry[1]) < depth:
+                batch.append(entry[1])
+            else:
+                deep.append(entry)
+        for entry in deep:
+            heapq.heappush(self._open, entry)
+        if batch:
+            self._expand(expand, batch, -math.inf)
+        return len(batch)
+
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes of the longest beginning of ``tokens`` that is in the tree."""
+        nodes: list[int] = []
+        parent = ROOT
+        for token in tokens:
+            node = self._at.get((parent, token))
+            if node is None:
+                break
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    def below(self, top: int) -> tuple[Growth, dict[int, int]]:
+        """The tree behind ``top``, as if that were the last known token.
+
+        With the new number of each node that it has.
+        """
+        new = Growth(self._source)
+        number = {top: ROOT}
+        base = self._score(top)
+        level = self._level(top)
+        for node in range(top + 1, len(self._tokens)):
+            parent = number.get(self._parents[node])
+            if parent is None:
+                continue
+            number[node] = len(new._tokens)
+            new._at[parent, self._tokens[node]] = number[node]
+            new._tokens.append(self._tokens[node])
+            new._parents.append(parent)
+            new._depths.append(self._depths[node] - level)
+            new._scores.append(min(self._scores[node] - base, 0.0))
+        new._children = {number[n]: found for n, found in self._children.items() if n in number}
+        new._open = [(value + base, number[n]) for value, n in self._open if n in number]
+        new._rest = [(value + base, number[n], i) for value, n, i in self._rest if n in number]
+        heapq.heapify(new._open)
+        heapq.heapify(new._rest)
+        del number[top]
+        return new, number
+
+    def levels(self, top: int = ROOT) -> int:
+        """How many nodes of the likeliest path from ``top`` on were expanded, itself included."""
+        node, count = top, 0
+        while (found := self._children.get(node)) is not None and len(found.tokens):
+            count += 1
+            following = self._at.get((node, int(found.tokens[0])))
+            if following is None:
+                break
+            node = following
+        return count
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _score(self, node: int) -> float:
+        return 0.0 if node == ROOT else self._scores[node]
+
+    def _level(self, node: int) -> int:
+        return 0 if node == ROOT else self._depths[node]
+
+    def _admit(self, budget: int, depth: int) -> float:
+        """Make nodes of the children that are among the best; the score below which none is."""
+        levels = zip(self._scores, self._depths, strict=True)
+        best = heapq.nlargest(budget, (score for score, level in levels if level <= depth))
+        heapq.heapify(best)
+        deep: list[tuple[float, int, int]] = []
+        while self._rest:
+            entry = heapq.heappop(self._rest)
+            if len(best) >= budget and -entry[0] <= best[0]:
+                deep.append(entry)
+                break
+            if self._level(entry[1]) >= depth:
+                deep.append(entry)
+                continue
+            self._add(entry)
+            (heapq.heapreplace if len(best) >= budget else heapq.heappush)(best, -entry[0])
+        for entry in deep:
+            heapq.heappush(self._rest, entry)
+        return best[0] if len(best) >= budget else -math.inf
+
+    def _add(self, entry: tuple[float, int, int]) -> None:
+        """Make a node of a child, and let its next sibling take its place."""
+        value, parent, index = entry
+        node = len(self._tokens)
+        token = int(self._children[parent].tokens[index])
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._depths.append(self._level(parent) + 1)
+        self._scores.append(-value)
+        self._at[parent, token] = node
+        heapq.heappush(self._open, (value, node))
+        self._offer(parent, index + 1)
+
+    def _offer(self, parent: int, index: int) -> None:
+        logprobs = self._children[parent].logprobs
+        if index < len(logprobs):
+            value = self._score(parent) + min(float(logprobs[index]), 0.0) + DECAY
+            heapq.heappush(self._rest, (-value, parent, index))
+
+    def _take(self, count: int, depth: int, floor: float) -> list[int]:
+        """The best nodes that may be expanded."""
+        batch: list[int] = []
+        deep: list[tuple[float, int]] = []
+        while self._open and len(batch) < count and -self._open[0][0] >= floor:
+            entry = heapq.heappop(self._open)
+            if self._level(entry[1]) < depth:
+                batch.append(entry[1])
+            else:
+                deep.append(entry)
+        for entry in deep:
+            heapq.heappush(self._open, entry)
+        return batch
+
+    def _expand(self, expand: Expand, batch: Sequence[int], floor: float) -> None:
+        asked = [
+            (n, ROOT, ROOT) if n == ROOT else (n, self._tokens[n], self._parents[n]) for n in batch
+        ]
+        least = [min(floor - self._score(node) - DECAY, _KEPT) for node in batch]
+        try:
+            found = expand(asked, least)
+        except BaseException:
+            for node in batch:
+                heapq.heappush(self._open, (-self._score(node), node))
+            raise
+        for node, children in zip(batch, found, strict=True):
+            self._children[node] = children
+            self._offer(node, 0)
+
+
 def grow(
-    expand: Expand,
-    *,
-    budget: int,
-    depth: int,
-    source: str,
-    round_nodes: int = _ROUND,
-    rounds: int | None = None,
+    expand: Expand, *, budget: int, depth: int, source: str, round_nodes: int = _ROUND
 ) -> TokenTree:
     """The tree of the ``budget`` best nodes, at most ``depth`` deep.
 
-    ``expand`` is called with the root alone first. ``rounds`` ends early.
+    ``expand`` is called with the root alone first.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    depths: list[int] = []
-    scores: list[float] = []
-    best: list[float] = []  # the scores of the K best, a heap with the K-th on top
-    waiting: list[tuple[float, int]] = []  # unexpanded, best first
-
-    def floor() -> float:
-        return best[0] if len(best) >= budget else -math.inf
-
-    batch = [ROOT]
-    done = 0
-    while batch:
-        base = [0.0 if node == ROOT else scores[node] for node in batch]
-        asked = [(n, -1, -1) if n == ROOT else (n, tokens[n], parents[n]) for n in batch]
-        least = [floor() - score - DECAY for score in base]
-        for node, score, found in zip(batch, base, expand(asked, least), strict=True):
-            level = 1 if node == ROOT else depths[node] + 1
-            for token, logprob in zip(found.tokens.tolist(), found.logprobs.tolist(), strict=True):
-                value = score + min(logprob, 0.0) + DECAY
-                if value <= floor():
-                    break  # best first: those behind are no better
-                if len(best) >= budget:
-                    heapq.heapreplace(best, value)
-                else:
-                    heapq.heappush(best, value)
-                if level < depth:
-                    heapq.heappush(waiting, (-value, len(tokens)))
-                tokens.append(token)
-                parents.append(node)
-                depths.append(level)
-                scores.append(value)
-        done += 1
-        batch = []
-        if rounds is not None and done >= rounds:
-            break
-        while waiting and len(batch) < round_nodes and -waiting[0][0] >= floor():
-            batch.append(heapq.heappop(waiting)[1])
-    return TokenTree.of(tokens, parents, scores, source).trim(budget)
+    return Growth(source).grow(expand, budget=budget, depth=depth, round_nodes=round_nodes)
 
 
 def likeliest(

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from statistics import median
 
-__all__ = ["DraftCost", "PassCost"]
+__all__ = ["DraftCost", "GapWorth", "PassCost"]
 
 _KEPT = 7
 # Before anything is known of larger passes, a row is taken to cost at most this share of a plain
@@ -19,6 +19,8 @@ _KEPT = 7
 # again, for the logits; in hope, the other shares of it.
 _MOST, _MOST_STREAMED, _LOGITS = 0.5, 0.25, 1.5
 _HOPED, _HOPED_UNKNOWN = 0.2, 0.04
+_BLEND = 0.2  # of a new measurement in a running mean
+_TRIES, _REST = 8, 64  # passes before drafting ahead is judged, and after it has not paid
 
 
 def _bucket(rows: int) -> int:
@@ -99,7 +101,7 @@ class DraftCost:
         self._levels: dict[int, deque[float]] = {}  # by budget: seconds per level
 
     def add(self, budget: int, levels: int, seconds: float) -> None:
-        """A tree of ``levels`` took ``seconds``."""
+        """A tree of ``levels`` took ``seconds``; of levels that were there, none."""
         kept = self._levels.setdefault(budget, deque(maxlen=_KEPT))
         kept.append(seconds / (levels + 1))
         self._median[budget] = median(kept)
@@ -117,3 +119,40 @@ class DraftCost:
         # More nodes in a level cost more, but less than as many passes.
         wider = math.sqrt(max(1.0, budget / nearest))
         return self._median[nearest] * wider * (depth + 1)
+
+
+class GapWorth:
+    """Whether drafting while passes wait is worth it: what the gaps are, and what came of them."""
+
+    def __init__(self) -> None:
+        self._waited: dict[int, deque[float]] = {}  # seconds, by rows
+        self._saved = 0.0  # seconds of drafting that a pass's gaps have spared, in the mean
+        self._lost = 0.0  # and that it has shared its processor for
+        self._tries = 0
+        self._rest = 0  # passes without, before it is tried again
+
+    def passed(self, rows: int, waited: float, shared: float, ahead: bool) -> None:
+        """A pass of ``rows`` waited, and shared the processor, for so many seconds."""
+        self._waited.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(waited)
+        self._rest -= 1
+        if ahead:
+            self._lost += _BLEND * (shared - self._lost)
+
+    def spared(self, seconds: float) -> None:
+        """The gaps of the pass before have made this much of the next draft unnecessary."""
+        self._saved += _BLEND * (seconds - self._saved)
+        self._tries += 1
+        if self._tries >= _TRIES and self._saved < self._lost:
+            self._tries, self._rest = 0, _REST
+
+    def waited(self, rows: int) -> float:
+        """Seconds that a pass of about ``rows`` is expected to wait; 0 before any was seen."""
+        if not self._waited:
+            return 0.0
+        key = _bucket(rows)
+        return median(self._waited[min(self._waited, key=lambda k: abs(k - key))])
+
+    @property
+    def pays(self) -> bool:
+        """Whether it has not turned out to cost more than it saves, of late."""
+        return self._rest <= 0

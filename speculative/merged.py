@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from localrt.speculative.source import Check, DraftFailedError, DraftSource
+from localrt.speculative.source import (
+    AheadSource,
+    Check,
+    DraftFailedError,
+    DraftSource,
+    Outcome,
+)
 from localrt.speculative.tree import TokenTree, merge
 
 __all__ = ["MergedSource"]
@@ -41,6 +47,25 @@ class MergedSource:
         if not self._sources:
             raise DraftFailedError("; ".join(self.failures) or "there is no source to draft with")
         return merge(trees, budget)
+
+    @property
+    def prepares(self) -> bool:
+        """See ``AheadSource``."""
+        return any(True for _ in self._preparing())
+
+    def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
+        """See ``AheadSource``; one that fails will say so again when it is asked to propose."""
+        for source in self._preparing():
+            source.ahead(history, nodes, check=check, outcome=outcome)
+
+    def ready(self, history: Sequence[int]) -> int:
+        """See ``AheadSource``."""
+        return max((source.ready(history) for source in self._preparing()), default=0)
+
+    def _preparing(self) -> Iterator[AheadSource]:
+        for source in self._sources:
+            if isinstance(source, AheadSource) and source.prepares:
+                yield source
 
     def close(self) -> None:
         """Close all."""

@@ -7,15 +7,17 @@ nothing has to be told that a guess was right. It knows no target and no text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from localrt.errors import LocalrtError
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["Check", "DraftFailedError", "DraftSource"]
+__all__ = ["AheadSource", "Check", "DraftFailedError", "DraftSource", "Outcome"]
 
 # Called now and then while a source works; raises CancelledError to abandon it.
 Check = Callable[[], None]
+# The tokens that came true of the guesses, and the next one, once that is known.
+Outcome = Callable[[], Sequence[int] | None]
 
 
 class DraftFailedError(LocalrtError):
@@ -45,3 +47,26 @@ class DraftSource(Protocol):
 
     def close(self) -> None:
         """Free what it holds."""
+
+
+@runtime_checkable
+class AheadSource(DraftSource, Protocol):
+    """A source that can go on while its guesses are verified. Still one thread at a time."""
+
+    @property
+    def prepares(self) -> bool:
+        """Whether there is anything that it could prepare."""
+
+    def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
+        """Prepare what ``propose`` will be asked for next, by at most ``nodes`` steps of work.
+
+        ``history`` is that of the last proposal, or goes on from it. Once there is an ``outcome``,
+        nothing is begun, and what is at work ends as soon as it is seen to be of no use.
+
+        Raises:
+            DraftFailedError: the source is of no use any more.
+            CancelledError: ``check`` raised it, or the outcome is another.
+        """
+
+    def ready(self, history: Sequence[int]) -> int:
+        """The levels of a tree behind ``history`` that were prepared; computes nothing."""

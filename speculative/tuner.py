@@ -2,9 +2,9 @@
 
 A ``Tuner`` belongs to a model and learns the seconds of a pass by its rows, a draft's seconds, and
 how often each source's guesses come true. A ``Run`` is one generation: it takes the plan with the
-most tokens per second, keeps of a drafted tree the nodes that pay for their rows, and never risks
-more time than ``TOLERANCE`` of plain decoding beyond what it has gained in the same generation. It
-knows no model: seconds in, plans out.
+most tokens per second, keeps of what all sources guessed the nodes that pay for their rows, lets a
+draft go on while passes wait for weights, and never risks more time than ``TOLERANCE`` of plain
+decoding beyond what it has gained in the same generation. It knows no model: seconds in, plans out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost, PassCost
-from localrt.speculative.policy import Plan
+from localrt.speculative.costs import DraftCost, GapWorth, PassCost
+from localrt.speculative.mixed import MixedTree
+from localrt.speculative.policy import AHEAD_S, Ahead, Gaps, Plan
 from localrt.speculative.tree import TokenTree
 
 __all__ = ["TOLERANCE", "Run", "Tuner"]
@@ -90,6 +91,7 @@ class Tuner:
     def __init__(self, sources: Mapping[str, float], *, streamed: bool = False) -> None:
         self.lock = threading.RLock()
         self.cost = PassCost(streamed=streamed)
+        self.gaps = GapWorth()
         self.sources = {name: _Source(level == 0, level) for name, level in sources.items()}
         self.streamed = streamed
 
@@ -103,16 +105,22 @@ class Tuner:
         with self.lock:
             self.cost.add(rows, seconds)
 
-    def start(self, limit: int, sources: Sequence[str]) -> Run:
-        """The policy of a generation of at most ``limit`` tokens that has these sources."""
-        return Run(self, limit, tuple(sources))
+    def start(self, limit: int, sources: Sequence[str], *, in_gaps: bool = True) -> Run:
+        """The policy of a generation of at most ``limit`` tokens that has these sources.
+
+        ``in_gaps`` False: nothing is drafted while passes run.
+        """
+        return Run(self, limit, tuple(sources), in_gaps=in_gaps)
 
 
 class Run:
     """See ``Policy``."""
 
-    def __init__(self, tuner: Tuner, limit: int, sources: tuple[str, ...]) -> None:
+    def __init__(
+        self, tuner: Tuner, limit: int, sources: tuple[str, ...], *, in_gaps: bool = True
+    ) -> None:
         self._tuner = tuner
+        self._in_gaps = in_gaps
         self._names = sources
         self._limit = limit
         self._tokens = 0  # emitted by passes
@@ -123,16 +131,23 @@ class Run:
         self._guessed = 0  # passes with guesses
         self._came_true = 0
         self._forced = False
-        self._tried: set[str] = set()  # lookups that had nothing worthwhile for the pass to come
+        self._tried: set[str] = set()  # lookups that were asked for the pass to come
+        self._mixed = MixedTree()  # what was proposed for it
+        self._room = 0
+        self._ready: Mapping[str, int] = {}
+        self._went_ahead = ""  # the source that did so during the pass before
+        self._ahead = 0  # passes during which one did
         self._failures: dict[str, str] = {}
 
     # -- the policy ------------------------------------------------------------------------------
 
-    def plan(self, room: int) -> Plan | None:
+    def plan(self, room: int, ready: Mapping[str, int] = {}) -> Plan | None:
         """See ``Policy``."""
         with self._tuner.lock:
             plain = self._tuner.cost.plain
             self._forced = False
+            self._room, self._ready = room, ready
+            self._judge_gaps()
             if plain is None or self._tuner.cost.plain_count < _PLAIN_FIRST or room < 1:
                 return None
             if self._since_plain >= _REFRESH:
@@ -150,19 +165,41 @@ class Run:
             source = tuner.sources[plan.source]
             self._draft_s += seconds
             if not source.cheap:
-                source.cost.add(plan.budget, max(tree.height, 1), seconds)
+                # Of a tree that was begun before, one level less: it knows what it begins with.
+                levels = max(tree.height, 1) - plan.ready - (plan.ready > 0)
+                if levels >= 0:
+                    source.cost.add(plan.budget, levels, seconds)
             if len(tree):
                 source.note_tree(tree, plan)
-            worth, rate = self._worthwhile(source, tree)
+            self._mixed.add(plan.source, tree, source.calibration)
             if source.cheap:
                 self._tried.add(plan.source)
-                waiting = any(n not in self._tried for n in self._usable() if self._cheap(n))
-                if waiting and not len(worth):
+                if any(n not in self._tried for n in self._usable() if self._cheap(n)):
                     return None
-                other, better = self._model_plan(plan.budget)
+            worth, rate = self._worthwhile(source, self._mixed.tree(self._room))
+            if source.cheap:
+                other, better = self._model_plan(self._room)
                 if other is not None and (better > rate or self._forced):
                     return None
             return worth
+
+    def ahead(self, plan: Plan | None, tree: TokenTree) -> Ahead | None:
+        """See ``Policy``."""
+        with self._tuner.lock:
+            self._went_ahead = ""
+            gaps = self._tuner.gaps
+            if plan is None or not self._in_gaps or not gaps.pays or self._cheap(plan.source):
+                return None
+            if not len(tree) or gaps.waited(1 + len(tree)) < AHEAD_S:
+                return None
+            self._went_ahead = plan.source
+            self._ahead += 1
+            return Ahead(plan.source, 2 * plan.budget + plan.depth)
+
+    def passed(self, gaps: Gaps) -> None:
+        """See ``Policy``."""
+        with self._tuner.lock:
+            self._tuner.gaps.passed(gaps.rows, gaps.waited_s, gaps.shared_s, gaps.ahead)
 
     def verified(
         self, plan: Plan | None, tree: TokenTree, path: Sequence[int], seconds: float
@@ -175,6 +212,9 @@ class Run:
             spent = seconds + self._draft_s
             self._draft_s = 0.0
             self._tried.clear()
+            if rows > 1:
+                self._mixed.learn(tree, tuple(path))
+            self._mixed.clear()
             plain = tuner.cost.plain or seconds
             self._passes += 1
             self._tokens += emitted
@@ -187,7 +227,6 @@ class Run:
             self._guessed += 1
             self._came_true += len(path)
             source = tuner.sources[plan.source]
-            source.calibration.learn(tree, path)
             if spent < emitted * plain:
                 source.next_wait = _FIRST_WAIT
                 source.wait = 0
@@ -216,6 +255,17 @@ class Run:
     def _affordable(self, seconds: float, plain: float) -> bool:
         """Whether a pass of ``seconds`` that brings one token would lose more than is allowed."""
         return self._lost + seconds - plain <= self._allowed(plain)
+
+    def _judge_gaps(self) -> None:
+        """What the pass before has prepared, in the seconds that it would take now."""
+        name, self._went_ahead = self._went_ahead, ""
+        if not name or name in self._failures:
+            return
+        levels = self._ready.get(name, 0)
+        spared = 0.0
+        if levels:
+            spared = self._tuner.sources[name].cost.seconds(1, levels - 1) or 0.0
+        self._tuner.gaps.spared(spared)
 
     def _usable(self) -> list[str]:
         return [name for name in self._names if name not in self._failures]
@@ -253,12 +303,12 @@ class Run:
             for depth in _DEPTHS:
                 if depth > budget:
                     break
-                draft = self._draft_seconds(source, budget, depth)
+                draft = self._draft_seconds(name, source, budget, depth)
                 if not self._affordable(draft + most, plain):
                     continue
                 rate = (1 + source.gain(budget, depth)) / (draft + least)
                 if rate > best_rate:
-                    best, best_rate = Plan(name, budget, depth), rate
+                    best, best_rate = Plan(name, budget, depth, self._ready.get(name, 0)), rate
         return best, best_rate
 
     def _attempt(self, name: str, source: _Source, room: int) -> Plan | None:
@@ -267,29 +317,35 @@ class Run:
         plain = cost.plain
         assert plain is not None, "a plan needs a plain step"
         for budget, depth in ((8, 4), (4, 2), (2, 1)):
-            draft = self._draft_seconds(source, budget, depth)
+            draft = self._draft_seconds(name, source, budget, depth)
             if budget <= room and self._affordable(draft + cost.seconds(1 + budget), plain):
                 self._forced = True
-                return Plan(name, budget, depth)
+                return Plan(name, budget, depth, self._ready.get(name, 0))
         return None
 
-    def _draft_seconds(self, source: _Source, budget: int, depth: int) -> float:
-        known = source.cost.seconds(budget, depth)
+    def _draft_seconds(self, name: str, source: _Source, budget: int, depth: int) -> float:
+        """Of a tree of that budget and depth, some levels of which may be there already."""
+        levels, ready = depth, self._ready.get(name, 0)
+        if ready:
+            levels = depth - ready - 1
+            if levels < 0:
+                return 0.0
+        known = source.cost.seconds(budget, levels)
         if known is not None:
             return known
         plain = self._tuner.cost.plain
         assert plain is not None, "a draft needs a plain step"
-        return source.level * plain * (depth + 1)
+        return source.level * plain * (levels + 1)
 
     def _worthwhile(self, source: _Source, tree: TokenTree) -> tuple[TokenTree, float]:
-        """The best nodes of a tree, as many as bring more tokens than their rows cost time.
+        """The best nodes of a mixed tree, as many as bring more tokens than their rows cost time.
 
-        With the tokens per second of their pass.
+        With the tokens per second of their pass. ``source`` proposed the last of them.
         """
         cost = self._tuner.cost
         plain = cost.plain
         assert plain is not None, "a draft needs a plain step"
-        chances = source.calibration.probabilities(tree)
+        chances = np.exp(tree.scores)
         order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.scores))
         sums = np.cumsum(chances[order])
         best, best_value = 0, 0.0
@@ -329,7 +385,10 @@ class Run:
             spent = self._lost + plain * self._tokens
             speed = plain * self._tokens / spent if spent > 0 else 1.0
             each = 1 + self._came_true / self._guessed
-            return f"{names}, {each:.1f} tokens a pass with guesses, {speed:.2f}x plain decoding"
+            when = ", drafted while weights load" if 2 * self._ahead > self._guessed else ""
+            return (
+                f"{names}, {each:.1f} tokens a pass with guesses, {speed:.2f}x plain decoding{when}"
+            )
         sources = [self._tuner.sources[n] for n in self._names if n not in self._failures]
         if all(source.cheap and not source.gains for source in sources):
             return f"waiting, {names} has nothing to guess from yet"

@@ -24,6 +24,7 @@ COMMANDS = (
     "list",
     "rm",
     "quantize",
+    "draft",
     "plan",
     "bench",
     "eval",

@@ -14,11 +14,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localrt.cli.plan_draft import add_draft_arguments, check_draft_arguments, plan_draft
 from localrt.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
     from localrt.cli.plan_inputs import Inputs
     from localrt.offload.planner import Plan
+    from localrt.offload.planner.pair import PairPlan
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-on-ssd", action="store_true", help="let keys and values that do not fit be read"
     )
+    add_draft_arguments(parser)
     group = parser.add_argument_group("hardware", "this machine's where nothing is given")
     group.add_argument("--ram", metavar="SIZE", help="RAM to use, like 32GB")
     group.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory to use, like 8GB")
@@ -70,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name} must be at least 1, is {value}")
+    check_draft_arguments(args)
     inputs = read_inputs(args)
     ctx = args.ctx or min(_DEFAULT_CTX, inputs.shape.context_length)
     plan = make_plan(
@@ -82,18 +86,21 @@ def run(args: argparse.Namespace) -> int:
         kv_on_ssd=args.kv_on_ssd,
         advise=True,
     )
+    pair = None if args.draft is None else plan_draft(args, plan)
     if args.svg is not None:
         _write(args.svg, to_svg(plan))
     if args.html is not None:
         _write(args.html, to_html(plan))
     if args.json:
-        print(json.dumps(_report(plan, inputs), indent=2))
+        print(json.dumps(_report(plan, inputs, pair), indent=2))
     else:
         if inputs.hypothetical:
             print(f"What if: {_label(inputs)}\n")
         for note in inputs.notes:
             print(f"localrt: {note}", file=sys.stderr)
         print(explain(plan))
+        if pair is not None:
+            print("\n" + "\n".join(pair.table()))
     return 0
 
 
@@ -102,7 +109,7 @@ def _label(inputs: Inputs) -> str:
     return f"this is not this machine ({flags}); what was not given is this machine's or the card's"
 
 
-def _report(plan: Plan, inputs: Inputs) -> dict[str, Any]:
+def _report(plan: Plan, inputs: Inputs, pair: PairPlan | None) -> dict[str, Any]:
     prediction = plan.prediction
     return {
         "command": shlex.join(["localrt", *sys.argv[1:]]),
@@ -112,6 +119,7 @@ def _report(plan: Plan, inputs: Inputs) -> dict[str, Any]:
         "ceiling_tok_s": prediction.ceiling_tok_s,
         **plan.to_dict(),
         "notes": [*inputs.notes, *plan.notes],
+        **({} if pair is None else {"pair": pair.to_dict()}),
     }
 
 

@@ -23,7 +23,7 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.offload.planner import Budgets, MachineProfile, ModelShape
 
-__all__ = ["Inputs", "read_inputs"]
+__all__ = ["Inputs", "read_draft", "read_inputs"]
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".gguf")
@@ -63,6 +63,16 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     budgets, more = _budgets(args, machine, vram)
     given = ("--ssd",) if ssd is not None else ()
     return Inputs(shape, machine, budgets, (*given, *imagined, *more), tuple(notes))
+
+
+def read_draft(args: argparse.Namespace) -> ModelShape:
+    """The shape of the draft of a command line, as it was published.
+
+    Raises:
+        LocalrtError: no such model, or one that cannot be planned.
+    """
+    settings = Settings.from_environment()
+    return _shape(_find(args.draft, settings, args), None)
 
 
 # -- the model -----------------------------------------------------------------------------------

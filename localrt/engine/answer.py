@@ -18,6 +18,7 @@ from localrt.engine.sampling import adjust_logits, distribution, draw, log_proba
 from localrt.engine.speculation import Stepper
 from localrt.engine.stops import StopMatcher
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
+from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Detokenizer, Tokenizer
 from localrt.offload.memory import peak_rss
 
@@ -41,7 +42,12 @@ class Answer:
         """The chunk of the token that follows ``logits`` (vocab,); None where the model ends here.
 
         It has a finish reason where its text has met a stop string.
+
+        Raises:
+            LocalrtError: these are no numbers.
         """
+        if not np.isfinite(logits.max()):
+            raise LocalrtError("the model computes no numbers: its files may be damaged")
         token, logprob = _choose(logits, self.generated, self._request, self._rng, self._tokenizer)
         if token in self._request.eos_ids:
             return None

@@ -53,8 +53,9 @@ class Forecast:
     simulated: bool = False
 
 
-Forecaster = Callable[[float], Forecast]
-"""A forecast for a rate of the disk in bytes per second."""
+Forecaster = Callable[[float, float | None], Forecast]
+"""A forecast for a rate of the disk in bytes per second, and the CPU's seconds of computing in a
+pass of one row, None before one was made."""
 
 
 class EngineSession(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,13 +22,15 @@ from localrt.engine.base import (
     Forecaster,
     Logits,
 )
+from localrt.engine.features import FeatureRows
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.models.decoder import Decoder
 from localrt.offload.trace import PipelineCounts, Task
-from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
+    from localrt.offload.clock import Clock
     from localrt.offload.decoder import PlacedDecoder
 
 __all__ = ["NativeEngine", "NativeSession"]
@@ -39,6 +42,7 @@ _PREFILL_ROWS = 512
 # Rows whose logits are made at once where all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
 _RATE_SAMPLE = 256 << 20  # bytes of reading that tell a disk's speed
+_PASSES_SAMPLE = 16  # passes that tell the CPU's
 
 
 class NativeEngine:
@@ -63,7 +67,7 @@ class NativeEngine:
         self._pipeline = pipeline
         self.pass_rows = pass_rows
         self._forecaster = forecaster
-        self._rate = SsdRate(ssd_bytes_s)
+        self._rates = _Rates(ssd_bytes_s)
         # An implementation may know a quicker way through the same pass (CUDA graphs).
         graphed = getattr(decoder.ops, "graphed", None)
         self._forward: Forward | None = graphed(decoder.forward) if graphed else decoder.forward
@@ -87,12 +91,18 @@ class NativeEngine:
         return None if pipeline is None else pipeline.counts()
 
     @property
+    def virtual_clock(self) -> Clock | None:
+        """The clock of a virtual card; None where time is the wall's."""
+        pipeline = self._pipeline
+        return pipeline.clock if pipeline is not None and pipeline.simulated else None
+
+    @property
     def forecast(self) -> Forecast | None:
         """What was planned, for the disk as it has been lately; None where all is resident."""
         counts = self.counts()
         if self._forecaster is None or counts is None:
             return None
-        return self._forecaster(self._rate.now(counts))
+        return self._forecaster(*self._rates.now(counts))
 
     def trace(self, keep: int | None = None) -> list[Task]:
         """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
@@ -104,13 +114,22 @@ class NativeEngine:
         return pipeline.trace.tasks()
 
     def forward(
-        self, cache: KVCache, tokens: Sequence[int], check: Check | None, *, want_logits: bool
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        check: Check | None,
+        *,
+        want_logits: bool,
+        features: Logits | None = None,
     ) -> Logits | None:
-        """One pass that appends ``tokens``; logits (vocab,) of the last row where wanted."""
+        """One pass that appends ``tokens``; logits (vocab,) of the last row where wanted.
+
+        ``features``: see ``Decoder.forward``.
+        """
         with self._turn:
             rows = [len(tokens) - 1] if want_logits else []
             batch = Batch.extend([(cache, tokens)])
-            logits = self._pass(batch, rows=rows, check=check)
+            logits = self._pass(batch, rows=rows, check=check, features=features)
             return logits[0] if want_logits else None
 
     # -- trees and drafts (``localrt.engine.speculation``) -----------------------------------------
@@ -120,16 +139,32 @@ class NativeEngine:
         """The implementation that computes."""
         return self._loaded().ops.name
 
+    @property
+    def hidden_size(self) -> int:
+        """Columns of the features."""
+        return self._loaded().config.hidden_size
+
+    @contextmanager
+    def alone(self) -> Iterator[Ops]:
+        """The implementation, for whoever computes with it himself: no pass runs meanwhile."""
+        with self._turn:
+            yield self._loaded().ops
+
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache, for whoever makes passes of his own."""
         return self._loaded().cache(capacity)
 
     def run(
-        self, batch: Batch, *, rows: Sequence[int] | None = None, check: Check | None = None
+        self,
+        batch: Batch,
+        *,
+        rows: Sequence[int] | None = None,
+        check: Check | None = None,
+        features: Logits | None = None,
     ) -> Logits:
         """One pass; logits (rows, vocab) of the chosen rows, the caller's own."""
         with self._turn:
-            return self._pass(batch, rows=rows, check=check)
+            return self._pass(batch, rows=rows, check=check, features=features)
 
     # -- many sequences in one pass (``localrt.engine.batch``) -----------------------------------
 
@@ -160,12 +195,19 @@ class NativeEngine:
             assert session._cache is not None, "the session is open"
             sequences.append((session._cache, tokens))
         ends = list(accumulate(len(tokens) for _, tokens in parts))
+        features: Logits | None = None
+        if any(isinstance(s, NativeSession) and s._features is not None for s, _ in parts):
+            features = np.empty((ends[-1], self.hidden_size), np.float32)
         with self._turn:
             rows = [ends[part] - 1 for part in wanted]
-            logits = self._pass(Batch.extend(sequences), rows=rows, check=check)
-        for session, tokens in parts:
+            batch = Batch.extend(sequences)
+            logits = self._pass(batch, rows=rows, check=check, features=features)
+        for (session, tokens), end in zip(parts, ends, strict=True):
             assert isinstance(session, NativeSession)
             session._tokens += tokens
+            if session._features is not None and features is not None:
+                session._features.room(len(tokens))[:] = features[end - len(tokens) : end]
+                session._features.advance(len(tokens))
         return logits
 
     def logits(
@@ -187,8 +229,10 @@ class NativeEngine:
                 piece = self._pass(batch, check=check)
             yield piece
 
-    def _pass(self, batch: Batch, **options: Any) -> Logits:
-        self._loaded()
+    def _pass(self, batch: Batch, *, features: Logits | None = None, **options: Any) -> Logits:
+        decoder = self._loaded()
+        if features is not None:  # what is recorded as a graph gives logits only
+            return decoder.forward(batch, features=features, **options)
         assert self._forward is not None, "there is one as long as there is a decoder"
         logits: Logits = self._forward(batch, **options)
         return logits
@@ -199,20 +243,26 @@ class NativeEngine:
         return self._decoder
 
 
-class SsdRate:
-    """A disk's bytes per second while it is busy, as of late: shared ones change."""
+class _Rates:
+    """What disk and CPU have reached of late: others use them too."""
 
-    def __init__(self, bytes_s: float) -> None:
-        self._bytes_s = bytes_s
-        self._seen = (0, 0.0)  # bytes and busy seconds
+    def __init__(self, ssd_bytes_s: float) -> None:
+        self._ssd_bytes_s = ssd_bytes_s
+        self._read = (0, 0.0)  # bytes and busy seconds
+        self._cpu_s: float | None = None
+        self._decoded = (0, 0.0)  # passes and busy seconds
 
-    def now(self, counts: PipelineCounts) -> float:
-        """The rate since the call before, if that was long enough to tell."""
-        total = counts.ssd_read_bytes, counts.busy_s.get("ssd", 0.0)
-        nbytes, seconds = (new - old for new, old in zip(total, self._seen, strict=True))
+    def now(self, counts: PipelineCounts) -> tuple[float, float | None]:
+        """For a ``Forecaster``: since the call before, if that was long enough to tell."""
+        read = counts.ssd_read_bytes, counts.busy_s.get("ssd", 0.0)
+        nbytes, seconds = (new - old for new, old in zip(read, self._read, strict=True))
         if nbytes > _RATE_SAMPLE and seconds > 0:
-            self._bytes_s, self._seen = nbytes / seconds, total
-        return self._bytes_s
+            self._ssd_bytes_s, self._read = nbytes / seconds, read
+        decoded = counts.decode_passes, counts.decode_cpu_s
+        passes, seconds = (new - old for new, old in zip(decoded, self._decoded, strict=True))
+        if passes >= _PASSES_SAMPLE and seconds > 0:
+            self._cpu_s, self._decoded = seconds / passes, decoded
+        return self._ssd_bytes_s, self._cpu_s
 
 
 class NativeSession:
@@ -223,7 +273,14 @@ class NativeSession:
         self._cache: KVCache | None = cache
         self._tokens: list[int] = []
         self._open: list[int] = []  # the tokens of a tree's rows, until some are kept
+        self._features: FeatureRows | None = None
         self.capacity = cache.capacity
+
+    def record_features(self) -> FeatureRows:
+        """From now on, the hidden states of the tokens that are computed; the same in each call."""
+        if self._features is None:
+            self._features = FeatureRows(len(self._tokens), self._engine.hidden_size)
+        return self._features
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -259,8 +316,13 @@ class NativeSession:
         for start in range(0, len(tokens), most):
             chunk = list(tokens[start : start + most])
             last = start + len(chunk) == len(tokens)
-            logits = self._engine.forward(self._cache, chunk, check, want_logits=last)
+            features = None if self._features is None else self._features.room(len(chunk))
+            logits = self._engine.forward(
+                self._cache, chunk, check, want_logits=last, features=features
+            )
             self._tokens += chunk
+            if self._features is not None:
+                self._features.advance(len(chunk))
             if on_progress is not None:
                 on_progress(start + len(chunk))
         assert logits is not None, "the last chunk asks for logits"
@@ -275,7 +337,8 @@ class NativeSession:
         tokens = np.concatenate([[token], tree.tokens])
         positions = np.concatenate([[held], tree.positions(held)])
         span = Span(self._cache, rows, tree.pass_mask())
-        logits = self._engine.run(Batch(tokens, positions, (span,)), check=check)
+        features = None if self._features is None else self._features.open(rows)
+        logits = self._engine.run(Batch(tokens, positions, (span,)), check=check, features=features)
         self._open = tokens.tolist()
         return logits
 
@@ -284,6 +347,8 @@ class NativeSession:
         if self._cache is None:
             raise LocalrtError("the session is closed")
         self._cache.select(len(self._tokens), rows)
+        if self._features is not None:
+            self._features.keep(rows)
         self._tokens += [self._open[row] for row in rows]
         self._open = []
 
@@ -300,9 +365,11 @@ class NativeSession:
         """Forget everything after the first ``length`` tokens."""
         if self._cache is not None:
             self._cache.trim(length)
+        if self._features is not None:
+            self._features.trim(length)
         del self._tokens[length:]
 
     def close(self) -> None:
         """Free the cache."""
-        self._cache = None
+        self._cache = self._features = None
         self._tokens = []

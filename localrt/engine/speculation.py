@@ -17,10 +17,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from localrt.engine.base import Check, EngineSession, Logits
-from localrt.errors import LocalrtError
-from localrt.speculative.policy import Fixed, Plan, Policy
+from localrt.errors import CancelledError, LocalrtError
+from localrt.speculative.meanwhile import Meanwhile, Work
+from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan, Policy
 from localrt.speculative.said import Archive
-from localrt.speculative.source import DraftFailedError, DraftSource
+from localrt.speculative.source import AheadSource, DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from localrt.speculative.verify import follow
@@ -50,7 +51,8 @@ class Speculation:
 
     ``make`` makes the sources of a sequence, by name, which stay with its session. ``fixed`` is a
     plan to obey; without, the ``tuner`` decides. ``archive`` remembers answers. ``note`` says why
-    something asked for is not done.
+    something asked for is not done. ``in_gaps`` may be set to False for the generations to come:
+    sources then work between passes only, to measure what the gaps are worth.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Speculation:
         self._fixed = fixed
         self._archive = archive
         self._note = note
+        self.in_gaps = True
         self._sources: WeakKeyDictionary[EngineSession, Mapping[str, DraftSource]] = (
             WeakKeyDictionary()
         )
@@ -82,9 +85,10 @@ class Speculation:
             source.begin(prompt)
         policy: Policy
         if self._fixed is not None:
-            policy = Fixed(self._fixed.source, self._fixed.budget, self._fixed.depth)
+            fixed = self._fixed
+            policy = Fixed(fixed.source, fixed.budget, fixed.depth, in_gaps=self.in_gaps)
         else:
-            policy = self._tuner.start(limit, list(sources))
+            policy = self._tuner.start(limit, list(sources), in_gaps=self.in_gaps)
         return Stepper(
             session,
             prompt,
@@ -202,34 +206,82 @@ class Stepper:
         self._plan = None
         tree = self._draft(room, left - 1, check) if left > 1 else TokenTree.empty()
         self._path = []
+        order = self._policy.ahead(self._plan, tree)
+        work = None if order is None or left <= 1 else self._work(order)
         started = self._now()
-        if len(tree):
-            logits = session.extend_tree(token, tree, check=check)
-            self._seconds = self._now() - started
-            self._tree, self._logits = tree, logits
-            first: Logits = logits[0]
-        else:
-            first = session.extend([token], check=check)
+        with Meanwhile(check, work) as meanwhile:
+            if len(tree):
+                logits = session.extend_tree(token, tree, check=meanwhile)
+                self._tree, self._logits = tree, logits
+            else:
+                logits = session.extend([token], check=meanwhile)[None]
             seconds = self._now() - started
+            self._seconds = seconds
+            if work is not None:
+                meanwhile.ended(_likely(tree, logits))
+        self.passes += 1
+        gaps = Gaps(1 + len(tree), meanwhile.waited_s, meanwhile.shared_s, work is not None)
+        self._policy.passed(gaps)
+        if order is not None and meanwhile.error is not None:
+            self._broken(order.source, meanwhile.error)
+        if not len(tree):
             self._tuner.passed(1, seconds)
             self._policy.verified(self._plan, tree, (), seconds)
-        self.passes += 1
+        first: Logits = logits[0]
         return first
+
+    def _work(self, order: Ahead) -> Work | None:
+        """What to do beside the pass that begins."""
+        source = self._sources[order.source]
+        if not isinstance(source, AheadSource) or not source.prepares:
+            return None
+        # A card's passes wait for the card, simulated ones not as long as they say.
+        counts, forecast = self._session.counts(), self._session.forecast
+        if (counts and counts.link_bytes) or (forecast and forecast.simulated):
+            return None
+        history = list(self._history)
+
+        def work(check: Check, outcome: Outcome) -> None:
+            source.ahead(history, order.nodes, check=check, outcome=outcome)
+
+        return work
+
+    def _broken(self, source: str, error: BaseException) -> None:
+        """A source failed beside a pass, which is as good as without."""
+        if not isinstance(error, LocalrtError):
+            raise error
+        self._policy.failed(source, str(error))
 
     def _draft(self, room: int, ahead: int, check: Check) -> TokenTree:
         """Guesses behind the history, as the policy wants them."""
-        while (plan := self._policy.plan(room)) is not None:
+        ready = {
+            name: source.ready(self._history)
+            for name, source in self._sources.items()
+            if isinstance(source, AheadSource) and source.prepares
+        }
+        while (plan := self._policy.plan(room, ready)) is not None:
             self._plan = plan
-            # Drafts run beside a virtual card's clock, not on it.
-            started = time.perf_counter()
+            started = self._now()
             try:
                 tree = self._sources[plan.source].propose(
                     self._history, plan.budget, min(plan.depth, ahead), check=check
                 )
-            except DraftFailedError as error:
+            except CancelledError:
+                raise
+            except LocalrtError as error:  # the answer is the same without it
                 self._policy.failed(plan.source, str(error))
                 continue
-            worth = self._policy.drafted(plan, tree, time.perf_counter() - started)
+            worth = self._policy.drafted(plan, tree, self._now() - started)
             if worth is not None:
                 return worth
         return TokenTree.empty()
+
+
+def _likely(tree: TokenTree, logits: Logits) -> list[int]:
+    """The likeliest tokens after a pass: those of greedy decoding."""
+    tokens: list[int] = []
+    node: int | None = ROOT
+    while node is not None:
+        tokens.append(int(logits[1 + node].argmax()))
+        node = follow(tree, node, tokens[-1])
+    return tokens

@@ -48,15 +48,10 @@ SAMPLINGS = {
 }
 
 
-def load(folder: Path, seed: int = 0, kv_format: Any = "bf16") -> NativeEngine:
-    save_tiny("qwen2", folder, seed)
-    with closing(open_checkpoint(folder)) as checkpoint:
-        config = read_config(checkpoint, context=CAPACITY)
-        ops = NativeOps(threads=1, kv_format=kv_format)
-        decoder = load_decoder(checkpoint, ops, config)
-    info = EngineInfo(
+def info_of(architecture: str) -> EngineInfo:
+    return EngineInfo(
         engine="native",
-        architecture="qwen2",
+        architecture=architecture,
         device="cpu",
         format="bf16",
         parameters=0,
@@ -66,7 +61,15 @@ def load(folder: Path, seed: int = 0, kv_format: Any = "bf16") -> NativeEngine:
         context_length=CAPACITY,
         exactness="bit-exact",
     )
-    return NativeEngine(decoder, info)
+
+
+def load(folder: Path, seed: int = 0, kv_format: Any = "bf16") -> NativeEngine:
+    save_tiny("qwen2", folder, seed)
+    with closing(open_checkpoint(folder)) as checkpoint:
+        config = read_config(checkpoint, context=CAPACITY)
+        ops = NativeOps(threads=1, kv_format=kv_format)
+        decoder = load_decoder(checkpoint, ops, config)
+    return NativeEngine(decoder, info_of("qwen2"))
 
 
 @pytest.fixture(scope="module")

@@ -205,6 +205,27 @@ def test_a_disk_that_fails_for_a_while(model: Model) -> None:
         assert np.array_equal(extend(decoder, cache, TEXT), right)
 
 
+def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
+    files, right = bad_files(model), expected(model)
+    with model.placed(passing(model.store), files=files) as decoder:
+        cache = decoder.cache(100)
+        failed = threading.Event()
+
+        def fail(name: str, _offset: int, _count: int) -> None:
+            failed.set()
+            raise CheckpointError(f"{name} cannot be read: Input/output error")
+
+        files.fault = fail
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            run_out(decoder, cache)
+        failed.clear()
+        assert failed.wait(10), "the next pass is read ahead"
+        time.sleep(0.05)
+        files.fault = None
+        cache.trim(0)
+        assert np.array_equal(extend(decoder, cache, TEXT), right)
+
+
 def test_a_disk_that_fails_during_loading_leaves_nothing(model: Model) -> None:
     before = threads_and_files()
     for _ in range(3):

@@ -146,6 +146,8 @@ def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
         counts = decoder.counts()
         assert abs(counts.ssd_read_bytes - start - 20 * size) <= size
         assert counts.passes == 21
+        assert counts.decode_passes == 20  # the prompt is none
+        assert 0 < counts.decode_cpu_s < counts.busy_s["cpu"]
         assert set(counts.busy_s) == {"ssd", "cpu"}
         assert all(seconds > 0 for seconds in counts.busy_s.values())
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from localrt.errors import CancelledError
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, grow, likeliest
 from localrt.speculative.draft_model import DraftModelSource
@@ -112,6 +115,126 @@ def test_what_was_accepted_is_not_computed_again(decoder: Any, held_rows: bool) 
     shorter = other[:10]
     again = words(kept.propose(shorter, 8, 2))
     assert set(again) == set(words(source(decoder).propose(shorter, 8, 2)))
+
+
+def never() -> None:
+    return None
+
+
+def prepare(kept: DraftModelSource, history: list[int], nodes: int) -> None:
+    kept.ahead(history, nodes, check=never, outcome=never)
+
+
+@pytest.mark.parametrize("held_rows", [True, False])
+def test_what_was_drafted_ahead_is_there(decoder: Any, held_rows: bool) -> None:
+    kept = source(decoder, held_rows=held_rows)
+    history = tokens(20)
+    for step in range(5):
+        tree = kept.propose(history, 12, 3)
+        prepare(kept, history, 4 * step)
+        fresh = source(decoder).propose(history, 30, 4)
+        path = max(words(fresh), key=lambda p: (words(fresh)[p], len(p)))  # the likeliest
+        history = [*history, *path]
+        passes, ready = kept.passes, kept.ready(history)
+        tree = kept.propose(history, 12, 3)
+        # A level that is there costs no pass; without any, the history costs one itself.
+        assert kept.passes - passes <= 3
+        assert (kept.passes - passes < 3) == (ready > 0)
+        theirs, ours = words(source(decoder).propose(history, 12, 3)), words(tree)
+        assert set(ours) == set(theirs)
+        assert all(ours[p] == pytest.approx(theirs[p], abs=1e-3) for p in ours)
+    assert step > 0
+
+
+def test_everything_that_was_prepared_is_a_tree_without_a_pass(decoder: Any) -> None:
+    kept = source(decoder)
+    history = tokens(20)
+    kept.propose(history, 6, 2)
+    prepare(kept, history, 60)
+    assert kept.ready(history) >= 2
+    best = max(words(kept.propose(history, 6, 1)), key=len)
+    after = [*history, *best]
+    levels, passes = kept.ready(after), kept.passes
+    assert levels >= 1
+    kept.propose(after, 1, levels)
+    assert kept.passes == passes
+    assert kept.ready([*history, 1, 2, 3, 4, 5, 6, 7, 8]) == 0
+    assert kept.ready(tokens(30, seed=5)) == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["propose", "ahead", "cancel"]),
+            st.integers(0, 12),  # the check at which it is cancelled, or what is asked for
+            st.integers(0, 100),  # which path comes true
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    held_rows=st.booleans(),
+)
+def test_cancelled_anywhere_it_drafts_as_if_it_never_was(
+    decoder: Any, steps: list[tuple[str, int, int, bool]], held_rows: bool
+) -> None:
+    """Whatever was prepared, given up or missed: the next tree is that of a new source."""
+    kept = source(decoder, held_rows=held_rows)
+    history = tokens(12)
+    for what, number, choice, known in steps:
+        left = number
+
+        def check() -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise CancelledError("given up")
+
+        try:
+            if what == "propose":
+                kept.propose(history, 1 + number, 3)
+            elif what == "ahead":
+                kept.propose(history, 6, 2)
+                prepare(kept, history, number)
+            else:
+                kept.propose(history, 6, 2)
+                kept.ahead(history, 20, check=check, outcome=never)
+                kept.propose(history, 20, 5, check=check)
+        except CancelledError:
+            pass
+        paths = sorted(words(source(decoder).propose(history, 10, 3)))
+        new = list(paths[choice % len(paths)])
+        history = [*history, *new] if known else [*history, *new[:1], 3, 4]
+    ours, theirs = (words(s.propose(history, 8, 3)) for s in (kept, source(decoder)))
+    assert set(ours) == set(theirs)
+    assert all(ours[p] == pytest.approx(theirs[p], abs=1e-3) for p in ours)
+
+
+@pytest.mark.parametrize("useful", [True, False])
+def test_an_outcome_ends_what_it_makes_useless(decoder: Any, useful: bool) -> None:
+    history, kept = tokens(20), source(decoder)
+    tree = words(kept.propose(history, 6, 1))
+    best = max(tree, key=lambda path: tree[path])
+    layers = 0
+
+    def check() -> None:
+        nonlocal layers
+        layers += 1
+
+    def outcome() -> list[int] | None:
+        if layers < 2:  # known within the first round
+            return None
+        return [*best] if useful else [*best, 3, 1]
+
+    before = kept.passes
+    if useful:
+        kept.ahead(history, 40, check=check, outcome=outcome)
+    else:
+        with pytest.raises(CancelledError):
+            kept.ahead(history, 40, check=check, outcome=outcome)
+    assert (layers > 2) == useful
+    assert kept.passes - before == useful  # the round at work is the last
 
 
 def test_the_end_of_the_draft_context(decoder: Any) -> None:

@@ -1,0 +1,192 @@
+"""``localrt draft train TARGET``: train a small head that guesses what a model says next.
+
+What was interrupted is gone on with by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from localrt.errors import OptionError
+from localrt.formatting import format_bytes, format_count, format_seconds
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.draft_training import TrainingReport
+    from localrt.engine.types import Progress
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "train a draft head, which makes a model's answers come sooner"
+
+_EPILOG = """\
+The model writes text itself (--generate), going on from pieces of --text and in conversations that
+it invents; the head learns to guess it. Then: localrt run TARGET --draft DIR. Heads in the default
+folder are tried by --draft auto. Torch is needed: pip install 'localrt[quantize]'.
+"""
+
+_CLEAR_LINE = "\r\x1b[K"
+_STAGES = {"load": "loading", "write": "writing text", "train": "training"}
+_PLAIN_LINE_S = 60.0  # between lines where the output is no terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("action", choices=("train",), help="what to do")
+    parser.add_argument(
+        "model", metavar="TARGET", help="smollm2, org/name of the hub, a folder or a .gguf file"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="a UTF-8 text, or a folder of them, like what the model will read and write",
+    )
+    parser.add_argument(
+        "--generate",
+        type=int,
+        metavar="N",
+        help="tokens that the model writes (default: 500000); 0 learns from --text as it is",
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens to learn from (default: all, three times)"
+    )
+    parser.add_argument("--depth", type=int, metavar="N", help="blocks, from 1 to 5 (default: 1)")
+    parser.add_argument(
+        "--vocab", type=int, metavar="N", help="tokens that can be guessed (default: 8192)"
+    )
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="tokens of a sequence (default: 384)"
+    )
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="sequences that a step learns from (default: 4)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the head (default: beside localrt's others)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    parser.add_argument(
+        "--keep-work", action="store_true", help="keep the text and its hidden states afterwards"
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument(
+        "--offline", action="store_true", default=None, help="never use the network"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and say where the head lies and how well it guesses."""
+    from localrt.calibration_text import read_text
+    from localrt.draft_head import TRAINED
+    from localrt.draft_training import DraftTraining, train_draft
+    from localrt.hub import resolve
+
+    names = ("generate", "tokens", "depth", "vocab", "length", "batch", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    training = DraftTraining(**given)  # before anything is downloaded
+    if args.threads is not None and args.threads < 1:
+        raise OptionError(f"threads must be at least 1, is {args.threads}")
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise OptionError(f"device must be cpu or cuda, is {args.device!r}")
+    text = None if args.text is None else read_text(args.text)
+    if training.generate == 0 and text is None:
+        raise OptionError("there is nothing to learn from: give --text, or --generate above 0")
+    settings = Settings.from_environment()
+    started = time.monotonic()
+    line = _Line(sys.stderr)
+    try:
+        model = resolve(
+            args.model,
+            settings=settings,
+            revision=args.revision,
+            offline=args.offline,
+            progress=line,
+        )
+        base = model.path.stem if model.path.is_file() else model.path.resolve().name
+        report = train_draft(
+            model.path,
+            args.out or settings.data_dir / TRAINED / base,
+            training,
+            text=text,
+            device=args.device,
+            threads=args.threads,
+            keep=args.keep_work,
+            progress=line,
+        )
+    finally:
+        line.close()
+    seconds = time.monotonic() - started
+    if args.json:
+        print(json.dumps({"model": model.name, **report.to_dict(), "seconds": seconds}, indent=2))
+    else:
+        print(_summary(model.name, report, seconds))
+    return 0
+
+
+def _summary(name: str, report: TrainingReport, seconds: float) -> str:
+    agreed = ", ".join(f"{100 * share:.0f} %" for share in report.agreed)
+    return (
+        f"a draft head of {name} is here: {report.path}\n"
+        f"{format_bytes(report.nbytes)}, after {format_count(report.tokens)} tokens in "
+        f"{format_seconds(seconds)}\n"
+        f"its best guess is the model's own for {agreed} of the tokens 1, 2, 3 ahead"
+    )
+
+
+class _Line:
+    """One line on a terminal, rewritten as work goes on; elsewhere, a line a minute."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._stage = ""
+        self._began = 0.0
+        self._first = 0
+        self._shown = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        """Show one step. What an earlier run had done does not count for the rate."""
+        now = time.monotonic()
+        if progress.stage != self._stage:
+            self._stage, self._began, self._first = progress.stage, now, progress.done
+            self._shown = now
+        if self._live:
+            self._stream.write(_CLEAR_LINE + self._describe(progress, now))
+            self._stream.flush()
+        elif now - self._shown >= _PLAIN_LINE_S:
+            self._shown = now
+            self._stream.write(self._describe(progress, now) + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leave a clean line."""
+        if self._live:
+            self._stream.write(_CLEAR_LINE)
+            self._stream.flush()
+
+    def _describe(self, progress: Progress, now: float) -> str:
+        """``training  43 %  1.2 M of 2.8 M tokens  640/s  40 min left  52 % guessed``."""
+        size = format_bytes if progress.unit == "bytes" else format_count
+        parts = [_STAGES.get(progress.stage, progress.stage)]
+        total = progress.total
+        if total:
+            parts.append(f"{100 * progress.done // total} %")
+            parts.append(f"{size(progress.done)} of {size(total)} {progress.unit}")
+        elapsed = now - self._began
+        rate = (progress.done - self._first) / elapsed if elapsed > 0.2 else 0.0
+        if rate > 0 and total:
+            parts.append(f"{size(int(rate))}/s")
+            parts.append(f"{format_seconds((total - progress.done) / rate)} left")
+        if progress.detail and progress.unit == "tokens":
+            parts.append(progress.detail)
+        return "  ".join(parts)

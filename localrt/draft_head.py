@@ -1,0 +1,172 @@
+"""A draft head beside its target: found, checked, and made into sources of guesses.
+
+It opens the target's checkpoint once more for what head and target share, and computes with the
+target's own kernels while no pass runs. Options and tuning are the business of ``drafting.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localrt.errors import LocalrtError, OptionError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import read_config
+from localrt.speculative.dgf import DgfTarget
+from localrt.speculative.dgf_file import is_dgf_folder, read_dgf, read_dgf_config
+from localrt.speculative.dgf_head import REMEMBERED, DgfHead, target_parts
+from localrt.speculative.dgf_source import DgfSource
+
+if TYPE_CHECKING:
+    from localrt.engine.base import EngineSession
+    from localrt.engine.native import NativeEngine
+    from localrt.engine.options import Options
+    from localrt.loading import LoadedModel, LoadOptions
+    from localrt.models.decoder import DecoderConfig
+    from localrt.models.tokenizers import Tokenizer
+    from localrt.settings import Settings
+
+__all__ = [
+    "PACKAGED",
+    "TRAINED",
+    "DraftHead",
+    "beside_head",
+    "find_head",
+    "is_draft_head",
+    "target_identity",
+]
+
+PACKAGED = Path(__file__).parent / "data" / "heads"
+"""Heads that come with localrt, a folder each."""
+TRAINED = "heads"
+"""Where a user's own lie, below the settings' data folder."""
+
+_HELD_TOKENS = 4096  # whose hidden states there is room for
+_MOST_NODES = 256  # of a tree; larger ones are for drafts that cost more than the head's rows
+
+
+def is_draft_head(name: str) -> bool:
+    """Whether a ``draft`` option names a folder with a draft head."""
+    return is_dgf_folder(Path(name))
+
+
+def beside_head(path: Path, options: LoadOptions) -> LoadOptions:
+    """A target's options with room in its RAM budget for the head at ``path`` and what it keeps.
+
+    Raises:
+        CheckpointError: the head is damaged.
+    """
+    if options.ram is None:
+        return options
+    weights = read_dgf(path)
+    config = weights.config
+    row = 4 * config.hidden_size
+    # Its rows of the target's head as int8, what it remembers of tokens, and hidden states.
+    room = weights.nbytes + 2 * config.draft_vocab * config.hidden_size
+    room += 2 * REMEMBERED * row + min(options.ctx or _HELD_TOKENS, _HELD_TOKENS) * row
+    return replace(options, ram=max(options.ram - room, 1))
+
+
+def find_head(target: LoadedModel, settings: Settings) -> Path | None:
+    """A head for ``target`` among the user's own and those that localrt brings.
+
+    Sizes and tokens say whose it is: a head of another model with the same ones guesses worse,
+    which the tuner finds out.
+    """
+    info = target.engine.info
+    ours: str | None = None
+    for place in (settings.data_dir / TRAINED, PACKAGED):
+        for folder in sorted(place.glob("*")) if place.is_dir() else []:
+            try:
+                theirs = read_dgf_config(folder).target
+            except LocalrtError:
+                continue
+            sizes = (theirs.architecture, theirs.layers, theirs.vocab_size)
+            if sizes != (_plain_name(info.architecture), info.layers, info.vocab_size):
+                continue
+            ours = ours or _vocabulary_digest(target.tokenizer)
+            if theirs.vocab_sha256 == ours:
+                return folder
+    return None
+
+
+def target_identity(config: DecoderConfig, tokenizer: Tokenizer | None) -> DgfTarget:
+    """What a head must have been trained on to be of use for a model."""
+    return DgfTarget(
+        architecture=_plain_name(config.architecture),
+        layers=config.layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        vocab_sha256=_vocabulary_digest(tokenizer),
+    )
+
+
+def _plain_name(architecture: str) -> str:
+    """One name for an architecture, whatever kind of file names it."""
+    from localrt.models.registry import ARCHITECTURES
+
+    return ARCHITECTURES.get(architecture, architecture)
+
+
+def _vocabulary_digest(tokenizer: Tokenizer | None) -> str:
+    digest = hashlib.sha256()
+    if tokenizer is not None:
+        for token in range(tokenizer.vocab_size):
+            digest.update(tokenizer.token_text(token).encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()
+
+
+class DraftHead:
+    """The head in the folder ``path`` for a loaded ``target``.
+
+    Raises:
+        OptionError: it was trained on another model, or that computes on a card.
+        CheckpointError: its files are damaged.
+    """
+
+    def __init__(self, path: Path, target: LoadedModel, engine: NativeEngine) -> None:
+        self._engine = engine
+        weights = read_dgf(path)
+        self._checkpoint = open_checkpoint(target.path)
+        try:
+            config = read_config(self._checkpoint)
+            ours = target_identity(config, target.tokenizer)
+            difference = weights.config.target.difference(ours)
+            if difference:
+                raise OptionError(f"draft head {path} was trained on another model: {difference}")
+            parts = target_parts(self._checkpoint, config, weights.draft_tokens)
+            with engine.alone() as ops:
+                if ops.name != "native":
+                    raise OptionError(
+                        f"draft head {path} computes on the CPU kernels only: leave draft out"
+                    )
+                self._head = DgfHead(weights, parts, ops)
+        except BaseException:
+            self._checkpoint.close()
+            raise
+        self.nbytes = weights.nbytes + sum(block.nbytes for block in parts.head)
+
+    @property
+    def level_share(self) -> float:
+        """The share of a target's step that a level is taken to cost before one was measured."""
+        return min(1.0, 1.5 * self.nbytes / max(self._engine.info.weight_bytes, 1))
+
+    def source(self, session: EngineSession, options: Options) -> DgfSource:
+        """Guesses for a session, whose hidden states are recorded from now on."""
+        from localrt.engine.native import NativeSession
+
+        assert isinstance(session, NativeSession), "the engine is native"
+        return DgfSource(
+            self._head,
+            session.record_features(),
+            self._engine.alone,
+            capacity=session.capacity,
+            most=min(options.tree_budget or _MOST_NODES, _MOST_NODES),
+            temperature=options.sampling.temperature,
+        )
+
+    def close(self) -> None:
+        """Close the target's files."""
+        self._checkpoint.close()

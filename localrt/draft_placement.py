@@ -1,0 +1,342 @@
+"""Where a draft lies when its target has a card: planned for both before either is loaded.
+
+A draft on a card takes its memory from the target's share, so that both stay within the budgets;
+one that fits nowhere is left out, and a note says so. A virtual card's draft is computed by the
+CPU and charged to the card (``draft_clock.py``). How the ways are compared is the planner's.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localrt.draft_acceptance import known_acceptance, measured, remember_acceptance
+from localrt.draft_clock import (
+    CardDraftDecoder,
+    ClockedSource,
+    HostDraftDecoder,
+    RoomyDraftDecoder,
+)
+from localrt.errors import MemoryBudgetError, UnsupportedModelError
+from localrt.loading import LoadedModel, LoadOptions
+
+if TYPE_CHECKING:
+    from localrt.cards import OpenCard
+    from localrt.drafting import Drafts
+    from localrt.engine.native import NativeEngine
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.offload.planner.draft_costs import DraftCosts
+    from localrt.offload.planner.pair import PairPlan
+    from localrt.offload.planner.plan import Plan
+    from localrt.offload.planner.shapes import ModelShape
+    from localrt.settings import Settings
+    from localrt.speculative.draft_model import DraftDecoder
+    from localrt.speculative.source import DraftSource
+
+__all__ = ["DraftPlace", "PlacedBeside", "place_draft", "source_of"]
+
+# Of a conversation's tokens, as many as a draft on a card sees where no context was asked for, and
+# the nodes of a tree behind them.
+_CONTEXT, _FEWEST, _NODES = 2048, 512, 128
+# The context that the first placement of a target has room for, as ``placement_choice`` has it.
+_FIRST_CONTEXT = 512
+_GROWTH_BYTES = 10 << 20  # that a process takes beside what is accounted, as ``placing`` has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlace:
+    """What was decided. ``target`` and ``draft`` are what each is loaded with, ``alone`` is the
+    target without a draft; ``draft`` is None where it is not used, and ``note`` says why.
+
+    ``after``: the draft is loaded after the target, since a virtual card's memory is none of the
+    RAM that the target's budget is of. ``costs`` are those of a draft on the card, of whose memory
+    ``cache_room`` bytes are for its keys and values. ``level_share`` is what one of its levels is
+    forecast to cost of a plain step. ``remember`` is told how often first choices come true.
+    """
+
+    alone: LoadOptions
+    target: LoadOptions
+    draft: LoadOptions | None
+    line: str
+    note: str = ""
+    after: bool = False
+    costs: DraftCosts | None = None
+    cache_room: int | None = None
+    level_share: float | None = None
+    remember: Callable[[float], None] | None = None
+
+
+def place_draft(
+    target: Path, draft: Path, name: str, options: LoadOptions, settings: Settings
+) -> DraftPlace | None:
+    """The best place of the draft at ``draft``; None where there is no card to choose about.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        OptionError: no such card.
+    """
+    from localrt.models.checkpoints import open_checkpoint
+
+    if options.engine == "llamacpp" or options.format is not None or options.device == "cpu":
+        return None
+    with closing(open_checkpoint(target)) as ours, closing(open_checkpoint(draft)) as theirs:
+        try:
+            card = _open_card(ours, options)
+            if card is None or card.accelerator is None:
+                return None
+            try:
+                return _place(ours, theirs, card, name, options, settings)
+            finally:
+                card.accelerator.close()
+        except UnsupportedModelError:
+            return None  # loading explains it
+
+
+def source_of(
+    make: Callable[[DraftDecoder], DraftSource],
+    decoder: DraftDecoder,
+    *,
+    draft: NativeEngine,
+    target: NativeEngine,
+    place: DraftPlace | None,
+) -> DraftSource:
+    """The source that ``make`` makes of a draft's decoder, within its room and on its clock."""
+    if place is not None and place.cache_room is not None:
+        decoder = RoomyDraftDecoder(decoder, draft.kv_nbytes, place.cache_room)
+    clock = target.virtual_clock
+    source: DraftSource
+    if clock is None:
+        source = make(decoder)
+    else:
+        timed: CardDraftDecoder | HostDraftDecoder
+        if place is not None and place.costs is not None:
+            timed = CardDraftDecoder(decoder, clock, place.costs)
+        else:
+            timed = HostDraftDecoder(decoder, clock)
+        source = ClockedSource(make(timed), timed, clock)
+    if place is None or place.remember is None:
+        return source
+    return measured(source, place.remember)
+
+
+class PlacedBeside:
+    """See ``Beside``: a draft whose place was planned. ``load`` loads it with the given options."""
+
+    def __init__(
+        self, name: str, place: DraftPlace, load: Callable[[LoadOptions], LoadedModel]
+    ) -> None:
+        self._name = name
+        self._place = place
+        self._load = load
+        self._parts: LoadedModel | None = None
+        self._target: LoadedModel | None = None
+        self._note = place.note
+
+    def target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
+        """Load the target, and the draft before or after it."""
+        place = self._place
+        if not place.after:
+            self._load_draft()
+        parts = self._load_target(load)
+        if place.after:
+            try:
+                self._load_draft()
+            except BaseException:
+                parts.engine.close()
+                raise
+        self._target = parts
+        said = self._note or place.line
+        return replace(parts, notes=(*parts.notes, said)) if said else parts
+
+    def hand_over(self, drafts: Drafts) -> None:
+        """See ``Beside``."""
+        parts, self._parts = self._parts, None
+        target, self._target = self._target, None
+        try:
+            drafts.add(self._name, parts, self._note, self._place)
+        except BaseException:
+            if target is not None:
+                target.engine.close()
+            raise
+
+    def close(self) -> None:
+        """See ``Beside``."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.engine.close()
+
+    def _load_target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
+        if self._note:
+            return load(self._place.alone)
+        try:
+            return load(self._place.target)
+        except MemoryBudgetError as error:
+            self.close()
+            self._note = f"draft {self._name} is not used: beside it, {error}"
+        gc.collect()
+        return load(self._place.alone)
+
+    def _load_draft(self) -> None:
+        options = self._place.draft
+        if options is None or self._note:
+            return
+        try:
+            self._parts = self._load(options)
+        except MemoryBudgetError as error:
+            self._note = f"draft {self._name} is not used: {error}"
+
+
+# -- planning ------------------------------------------------------------------------------------
+
+
+def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
+    """The card of ``options``, if the target can be placed on it."""
+    from localrt.cards import open_card
+    from localrt.models.registry import read_config
+    from localrt.offload.trace import Trace
+    from localrt.quant.ops.choose import make_ops
+    from localrt.quant.ops.native_abi import find_library
+
+    virtual = options.device.startswith("virtual:")
+    ops = make_ops(
+        read_config(target).attention,
+        device="cpu" if virtual else options.device,
+        kv_format=options.kv_format,
+        threads=options.threads,
+    )
+    if ops.name != ("native" if virtual else "triton") or not find_library():
+        return None
+    return open_card(
+        options.device, ops, Trace(), threads=options.threads, gpu_memory=options.gpu_memory
+    )
+
+
+def _place(
+    target: Checkpoint,
+    draft: Checkpoint,
+    card: OpenCard,
+    name: str,
+    options: LoadOptions,
+    settings: Settings,
+) -> DraftPlace:
+    from localrt.measuring import machine_profile
+    from localrt.offload.planner import Budgets, shape_from_checkpoint
+    from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
+    from localrt.offload.planner.pair import AcceptanceSource, PairRequest, plan_pair
+    from localrt.offload.planner.plan import PlanRequest
+    from localrt.offload.process_memory import current_rss, ram_budget
+
+    ours, theirs = shape_from_checkpoint(target), shape_from_checkpoint(draft)
+    formats = {unit.format for shape in (ours, theirs) for unit in shape.units}
+    _, machine = machine_profile(target.path, settings, formats=formats)
+    acceptance = known_acceptance(settings, ours.name, theirs.name)
+    ctx = _draft_context(draft, theirs, card, options)
+    request = PairRequest(
+        target=PlanRequest(
+            shape=ours,
+            machine=card.on(machine),
+            budgets=Budgets(
+                ram=ram_budget(options.ram),
+                process=current_rss() + _GROWTH_BYTES,
+                vram=card.capacity,
+                cuda_context=0,
+            ),
+            ctx=min(options.ctx or _FIRST_CONTEXT, _FIRST_CONTEXT, ours.context_length),
+            kv_format=options.kv_format or "bf16",  # type: ignore[arg-type]
+        ),
+        draft=theirs,
+        draft_ctx=ctx,
+        draft_vram=_draft_vram(draft, theirs, card, ctx),
+        acceptance=PRIOR_ACCEPTANCE if acceptance is None else acceptance,
+        source=AcceptanceSource.ASSUMED if acceptance is None else AcceptanceSource.MEASURED,
+    )
+    plan = plan_pair(request)
+    if plan is None:  # not even the target alone: loading says what is missing
+        return DraftPlace(alone=options, target=options, draft=None, line="", note="")
+    place = _decision(plan, card, name, options, machine_ram=ram_budget(None) - current_rss())
+    remember = partial(remember_acceptance, settings, ours.name, theirs.name)
+    return replace(place, remember=remember)
+
+
+def _decision(
+    plan: PairPlan, card: OpenCard, name: str, options: LoadOptions, *, machine_ram: int
+) -> DraftPlace:
+    """The options of both under the best way."""
+    from localrt.cards import CUDA_CONTEXT
+    from localrt.offload.planner.draft_costs import DraftCosts
+
+    best, request = plan.best, plan.request
+    assert best.plan is not None, "the best way is one that fits"
+    alone = options
+    if best.way == "no draft":
+        why = f"draft {name} is not used: {plan.against()}"
+        return DraftPlace(alone=alone, target=alone, draft=None, line="", note=why)
+    virtual = options.device.startswith("virtual:")
+    own = replace(options, engine="native", kv_format=None, gpu_memory=None, pass_rows=1)
+    share = best.level_s * best.plain_tok_s
+    target = replace(options, pass_rows=best.plan.request.rows)
+    if best.way == "draft on CPU":
+        return DraftPlace(
+            alone=alone,
+            target=target,
+            draft=replace(own, device="cpu"),
+            line=plan.line(),
+            level_share=share,
+        )
+    left = card.capacity - best.draft_vram if best.way == "both on card" else 0
+    if virtual:
+        # The card's memory is this process's, beside what the target may take.
+        if best.draft_vram + _new_nbytes(best.plan) > machine_ram:
+            why = f"draft {name} is not used: there is no memory to stand for the virtual card's"
+            return DraftPlace(alone=alone, target=alone, draft=None, line="", note=why)
+        target = replace(target, gpu_memory=left)
+        own = replace(own, device="cpu", ram=None, ctx=request.draft_ctx)
+    else:
+        on_card = best.way == "both on card"
+        target = replace(
+            target,
+            device=options.device if on_card else "cpu",
+            gpu_memory=left + CUDA_CONTEXT if on_card else None,
+        )
+        own = replace(own, gpu_memory=best.draft_vram, ctx=request.draft_ctx)
+    return DraftPlace(
+        alone=alone,
+        target=target,
+        draft=own,
+        line=plan.line(),
+        after=virtual,
+        costs=DraftCosts(request.draft, request.target.machine, True) if virtual else None,
+        cache_room=sum(request.draft.kv_nbytes("bf16", request.draft_ctx)),
+        level_share=share,
+    )
+
+
+def _new_nbytes(plan: Plan) -> int:
+    """Bytes that a target takes beside what the process has: in RAM, and for a virtual card."""
+    return sum(part.nbytes for part in plan.memory if part.tier != "ssd" and part.what != "process")
+
+
+def _draft_context(
+    draft: Checkpoint, shape: ModelShape, card: OpenCard, options: LoadOptions
+) -> int:
+    """As much context as the target was asked to have, or less, so that the draft fits."""
+    ctx = min((options.ctx or _CONTEXT) + _NODES, shape.context_length)
+    while ctx > _FEWEST and _draft_vram(draft, shape, card, ctx) > card.capacity:
+        ctx = max(_FEWEST, ctx // 2)
+    return ctx
+
+
+def _draft_vram(draft: Checkpoint, shape: ModelShape, card: OpenCard, ctx: int) -> int:
+    """Bytes of the card's memory that the draft takes with a context of ``ctx``."""
+    from localrt.loading_native import resident_nbytes
+    from localrt.offload.planner.draft_costs import draft_nbytes
+
+    assert card.accelerator is not None, "there is a card"
+    if card.accelerator.ops.name == "native":
+        return draft_nbytes(shape, ctx)
+    return resident_nbytes(draft, card.accelerator.ops, ctx)

@@ -1,0 +1,130 @@
+"""Hidden states of a session: transformers' own, and the same bits however they came to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import localrt
+from localrt.engine.native import NativeEngine, NativeSession
+from localrt.quant.ops.native_abi import find_library
+from localrt.speculative.tree import TokenTree
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+TOKENS = [70, 101, 80, 33, 90, 120, 64, 77, 71, 102, 81, 99]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[NativeEngine]:
+    with localrt.load(tiny_folder, draft="off") as model:
+        assert isinstance(model._parts.engine, NativeEngine)
+        yield model._parts.engine
+
+
+def plain(engine: NativeEngine, tokens: list[int]) -> np.ndarray:
+    """Computed in one go."""
+    session = engine.session(64)
+    features = session.record_features()
+    session.extend(tokens)
+    return features.get(0, len(tokens)).copy()
+
+
+def test_they_are_the_last_layers_outputs(tiny_folder: Path) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(tiny_folder).float().eval()
+    seen: list[torch.Tensor] = []
+    model.model.layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out))
+    with torch.no_grad():
+        model(torch.tensor([TOKENS]))
+    theirs = (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).reshape(len(TOKENS), -1)
+    with localrt.load(tiny_folder, format="f32", draft="off") as ours:
+        engine = ours._parts.engine
+        assert isinstance(engine, NativeEngine)
+        found = plain(engine, TOKENS)
+    assert np.abs(found - theirs.numpy()).max() < 1e-4 * float(theirs.abs().max())
+
+
+@needs_kernels
+def test_trees_trims_and_batches_leave_the_same_rows(engine: NativeEngine) -> None:
+    expected = plain(engine, TOKENS)
+    session = engine.session(64)
+    features = session.record_features()
+    assert session.record_features() is features
+    session.extend(TOKENS[:4])
+    tree = TokenTree.of([TOKENS[5], 9, TOKENS[6], 8], [-1, -1, 0, 1], [-1.0, -2.0, -3.0, -4.0], "x")
+    session.extend_tree(TOKENS[4], tree)
+    assert features.length == 4
+    session.keep([0, 1, 3])
+    session.extend(TOKENS[7:10])
+    np.testing.assert_array_equal(features.get(0, 10), expected[:10])
+    session.trim(5)
+    assert features.length == 5
+    other = engine.session(64)
+    engine.extend_batch([(other, TOKENS[:3]), (session, TOKENS[5:])], wanted=[1])
+    np.testing.assert_array_equal(features.get(2, 12), expected[2:12])
+    with pytest.raises(IndexError):
+        features.get(0, 13)
+
+
+@needs_kernels
+def test_recording_may_begin_late(engine: NativeEngine) -> None:
+    expected = plain(engine, TOKENS)
+    session = engine.session(64)
+    session.extend(TOKENS[:5])
+    features = session.record_features()
+    session.extend(TOKENS[5:8])
+    assert (features.first, features.length) == (5, 8)
+    np.testing.assert_array_equal(features.get(5, 8), expected[5:8])
+    session.trim(3)
+    session.extend(TOKENS[3:])
+    assert features.first == 3
+    np.testing.assert_array_equal(features.get(3, 12), expected[3:])
+
+
+@needs_kernels
+def test_a_failed_pass_leaves_no_rows(engine: NativeEngine) -> None:
+    def stop() -> None:
+        raise localrt.CancelledError("enough")
+
+    session = engine.session(64)
+    features = session.record_features()
+    session.extend(TOKENS[:4])
+    with pytest.raises(localrt.CancelledError):
+        session.extend(TOKENS[4:], check=stop)
+    assert features.length == 4
+    session.extend(TOKENS[4:])
+    np.testing.assert_array_equal(features.get(0, 12), plain(engine, TOKENS))
+
+
+@needs_kernels
+def test_a_streamed_target_gives_the_same_rows(tmp_path: Path) -> None:
+    from localrt.quant.ops.protocol import Batch
+    from tests.offload.placed import Model, pack_synthetic, passing
+
+    folder = pack_synthetic(tmp_path, vocab=600, layers=3, hidden=128)
+    with closing(Model(folder)) as model:
+
+        def rows(decoder: Any, wanted: list[int]) -> np.ndarray:
+            found = np.empty((len(TOKENS), 128), np.float32)
+            batch = Batch.extend([(decoder.cache(64), TOKENS)])
+            decoder.forward(batch, rows=wanted, features=found)
+            return found
+
+        expected = rows(model.resident, [])
+        with model.placed(passing(model.store)) as decoder:
+            np.testing.assert_array_equal(rows(decoder, [11]), expected)
+            np.testing.assert_array_equal(rows(decoder, []), expected)
+
+
+@needs_kernels
+def test_sessions_without_features_have_none(engine: NativeEngine) -> None:
+    session = engine.session(64)
+    assert isinstance(session, NativeSession)
+    session.extend(TOKENS)
+    assert session._features is None

@@ -1,0 +1,32 @@
+"""A forecast is for the disk and the processor as they have been of late."""
+
+from __future__ import annotations
+
+from localrt.engine.native import _Rates
+from localrt.offload.trace import PipelineCounts
+
+
+def counts(
+    read: int = 0, ssd_s: float = 0.0, passes: int = 0, cpu_s: float = 0.0
+) -> PipelineCounts:
+    return PipelineCounts(
+        ssd_read_bytes=read,
+        link_bytes=0,
+        busy_s={"ssd": ssd_s},
+        passes=passes,
+        clock_s=0.0,
+        decode_passes=passes,
+        decode_cpu_s=cpu_s,
+    )
+
+
+def test_what_was_measured_on_loading_stands_until_enough_was_seen() -> None:
+    rates = _Rates(1e9)
+    assert rates.now(counts(read=1 << 20, ssd_s=1.0, passes=3, cpu_s=1.0)) == (1e9, None)
+    assert rates.now(counts(read=1 << 30, ssd_s=2.0, passes=20, cpu_s=1.0)) == (2**29, 0.05)
+
+
+def test_only_what_is_new_counts() -> None:
+    rates = _Rates(1e9)
+    rates.now(counts(read=1 << 30, ssd_s=1.0, passes=100, cpu_s=1.0))
+    assert rates.now(counts(read=2 << 30, ssd_s=3.0, passes=200, cpu_s=4.0)) == (2**29, 0.03)

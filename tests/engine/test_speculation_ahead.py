@@ -1,0 +1,338 @@
+"""Drafting while a pass waits: the same tokens, whatever becomes of the draft meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.engine.loop import generate
+from localrt.engine.native import NativeEngine
+from localrt.engine.request import Request
+from localrt.engine.speculation import Speculation
+from localrt.errors import LocalrtError, MemoryBudgetError
+from localrt.offload.files import StoreFiles
+from localrt.offload.waiting import waiting
+from localrt.quant.ops.native_abi import find_library
+from localrt.speculative.draft_model import DraftModelSource
+from localrt.speculative.merged import MergedSource
+from localrt.speculative.ngram import NgramSource
+from localrt.speculative.policy import Plan
+from localrt.speculative.source import DraftFailedError
+from localrt.speculative.tuner import Tuner
+from tests.engine.test_speculation import CAPACITY, PROMPT, SAMPLINGS, ids, info_of, load, run
+from tests.models.tiny import SIZES
+from tests.offload.placed import Model, pack_tiny, passing
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+
+class Waiting:
+    """An engine whose passes wait before they compute: ``meanwhile`` is called in that time."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._compute: Any = engine._forward
+        engine._forward = self._forward
+
+    def _forward(self, batch: Any, **options: Any) -> Any:
+        with waiting(options.get("check")):
+            if len(batch.tokens) < len(PROMPT):
+                self.meanwhile()
+        return self._compute(batch, **options)
+
+
+class Draft:
+    """A draft's decoder that knows which thread it works in, and may break there."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self.cache = engine.cache
+        self.ahead = 0  # passes made beside the target's
+        self.after = 0  # and between them
+        self.breaks: BaseException | None = None
+        self.entered = threading.Event()
+
+    def forward(self, batch: Any, **options: Any) -> Any:
+        beside = threading.current_thread().name == "localrt-draft"
+        if beside:
+            self.entered.set()
+            if self.breaks is not None:
+                raise self.breaks
+        logits = self._engine.run(batch, **options)
+        if beside:
+            self.ahead += 1
+        else:
+            self.after += 1
+        return logits
+
+    def some(self, passes: int = 3) -> None:
+        """Wait until a few more passes were made, if anybody makes any."""
+        time.sleep(0.006)  # a gap that is worth it
+        before, end = self.ahead, time.perf_counter() + 5
+        while any_drafting() and self.ahead < before + passes and self.breaks is None:
+            assert time.perf_counter() < end
+            time.sleep(0.0005)
+
+
+def any_drafting() -> bool:
+    return any(thread.name == "localrt-draft" for thread in threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, list[int]]:
+    with closing(load(folder / "plain")) as engine:
+        return {name: ids(run(engine, None, sampling=s)) for name, s in SAMPLINGS.items()}
+
+
+@pytest.fixture
+def target(folder: Path) -> Iterator[Waiting]:
+    engine = load(folder / "target")
+    yield Waiting(engine)
+    engine.close()
+    assert not any_drafting()
+
+
+@pytest.fixture
+def draft(folder: Path) -> Iterator[Draft]:
+    """The same model: its guesses come true."""
+    engine = load(folder / "draft")
+    yield Draft(engine)
+    engine.close()
+
+
+@pytest.fixture
+def poor(folder: Path) -> Iterator[Draft]:
+    engine = load(folder / "poor", seed=1)
+    yield Draft(engine)
+    engine.close()
+
+
+def source(draft: Draft, **options: Any) -> DraftModelSource:
+    settings = {"capacity": 400, "vocab_size": SIZES["vocab_size"], **options}
+    return DraftModelSource(draft, **settings)
+
+
+def fixed(it: Any, *, budget: int = 12, depth: int = 3) -> Speculation:
+    return Speculation(lambda _: {"it": it}, Tuner({}), fixed=Plan("it", budget, depth))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("held_rows", [True, False])
+def test_the_tokens_are_those_of_plain_decoding(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str, held_rows: bool
+) -> None:
+    target.meanwhile = draft.some
+    session = target.engine.session(CAPACITY)
+    chunks = run(
+        target.engine,
+        fixed(source(draft, held_rows=held_rows)),
+        sampling=SAMPLINGS[sampling],
+        session=session,
+    )
+    assert ids(chunks) == plain[sampling]
+    assert draft.ahead > 0
+    assert list(session.tokens) == [*PROMPT, *plain[sampling][:-1]]
+    fresh = target.engine.session(CAPACITY)
+    fresh.extend(session.tokens)
+    assert np.array_equal(session.extend([5]), fresh.extend([5]))
+
+
+def test_a_draft_that_guesses_badly_changes_nothing(
+    target: Waiting, poor: Draft, plain: dict[str, list[int]]
+) -> None:
+    target.meanwhile = poor.some
+    both = MergedSource([source(poor), NgramSource()])
+    assert both.prepares
+    chunks = run(target.engine, fixed(both))
+    assert ids(chunks) == plain["greedy"]
+    assert poor.ahead > 0
+    assert not MergedSource([NgramSource()]).prepares
+
+
+def test_what_was_drafted_meanwhile_is_not_drafted_after(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]]
+) -> None:
+    """The same trees and passes, by fewer passes of the draft in between."""
+    target.meanwhile = lambda: draft.some(8)
+    counts = []
+    for in_gaps in (True, False):
+        speculation = fixed(source(draft, temperature=0.02), budget=3, depth=3)
+        speculation.in_gaps = in_gaps
+        draft.ahead = draft.after = 0
+        chunks = run(target.engine, speculation)
+        assert ids(chunks) == plain["greedy"]
+        counts.append((draft.ahead, draft.after, chunks[-1].metrics.accepted_per_pass))
+    (ahead, after, tokens), (none, all_after, same) = counts
+    assert none == 0
+    assert ahead > 0
+    assert after < 0.7 * all_after
+    assert tokens is not None
+    assert same is not None
+    assert tokens >= same - 0.5
+
+
+def test_cancelling_in_mid_pass(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
+    cancel, passes = threading.Event(), 0
+
+    def meanwhile() -> None:
+        nonlocal passes
+        passes += 1
+        draft.some(1)
+        if passes == 4:
+            cancel.set()
+
+    target.meanwhile = meanwhile
+    it, session = source(draft), target.engine.session(CAPACITY)
+    chunks = run(target.engine, fixed(it), session=session, cancel=cancel)
+    assert chunks[-1].finish_reason == "cancelled"
+    said = ids(chunks)
+    assert 0 < len(said) < 40
+    assert said == plain["greedy"][: len(said)]
+    assert not any_drafting()
+    target.meanwhile = draft.some
+    assert ids(run(target.engine, fixed(it), session=session)) == plain["greedy"]
+
+
+def test_no_thread_between_tokens_nor_behind_the_stream(target: Waiting, draft: Draft) -> None:
+    target.meanwhile = draft.some
+    request = Request(
+        prompt=PROMPT,
+        sampling=SAMPLINGS["greedy"],
+        max_tokens=40,
+        speculation=fixed(source(draft)),
+    )
+    stream = generate(target.engine.session(CAPACITY), None, request)
+    for _ in range(9):
+        next(stream)
+        assert not any_drafting()
+    assert draft.ahead > 0
+    stream.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [DraftFailedError("it computes no numbers"), MemoryBudgetError("there is no room")],
+)
+def test_a_draft_that_breaks_meanwhile_is_left_out(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]], error: LocalrtError
+) -> None:
+    target.meanwhile = draft.some
+    draft.breaks = error
+    chunks = run(target.engine, fixed(source(draft)))
+    assert ids(chunks) == plain["greedy"]
+    assert chunks[-1].metrics.speculation == f"speculation: off, {error}"
+
+
+def test_a_mistake_of_ours_is_not_hidden(target: Waiting, draft: Draft) -> None:
+    target.meanwhile = draft.some
+    draft.breaks = ZeroDivisionError()
+    session = target.engine.session(CAPACITY)
+    with pytest.raises(ZeroDivisionError):
+        run(target.engine, fixed(source(draft)), session=session)
+    fresh = target.engine.session(CAPACITY)
+    fresh.extend(session.tokens)
+    assert np.array_equal(session.extend([5]), fresh.extend([5]))  # what it holds is whole
+
+
+def test_closing_the_draft_meanwhile(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]]
+) -> None:
+    """As another thread may: the answer goes on without."""
+
+    def meanwhile() -> None:
+        if any_drafting():
+            assert draft.entered.wait(5)
+            draft._engine.close()
+        time.sleep(0.006)
+
+    target.meanwhile = meanwhile
+    chunks = run(target.engine, fixed(source(draft)))
+    assert ids(chunks) == plain["greedy"]
+    assert "the model is closed" in str(chunks[-1].metrics.speculation)
+
+
+def test_several_sessions_at_once(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]]
+) -> None:
+    """They take turns at both models, and none waits for another for ever."""
+    target.meanwhile = lambda: time.sleep(0.01)
+    speculation = Speculation(
+        lambda _: {"model": source(draft), "ngram": NgramSource()},
+        Tuner({"ngram": 0.0, "model": 0.2}),
+        fixed=Plan("model", 8, 3),
+    )
+
+    def one(name: str) -> list[int]:
+        return ids(run(target.engine, speculation, sampling=SAMPLINGS[name]))
+
+    names = [*SAMPLINGS, *SAMPLINGS]
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name, answer in zip(names, pool.map(one, names, timeout=120), strict=True):
+            assert answer == plain[name]
+    assert draft.ahead > 0
+    assert not any_drafting()
+
+
+def test_a_draft_that_is_the_target_itself(target: Waiting, plain: dict[str, list[int]]) -> None:
+    """Its passes cannot begin before the target's has ended."""
+    target.meanwhile = lambda: time.sleep(0.006)
+    assert ids(run(target.engine, fixed(source(Draft(target.engine))))) == plain["greedy"]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_tuner_changes_no_token(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str
+) -> None:
+    target.meanwhile = lambda: draft.some(4)
+    tuner = Tuner({"ngram": 0.0, "model": 0.05}, streamed=True)
+    speculation = Speculation(lambda _: {"ngram": NgramSource(), "model": source(draft)}, tuner)
+    for _ in range(2):
+        chunks = run(target.engine, speculation, sampling=SAMPLINGS[sampling])
+        assert ids(chunks) == plain[sampling]
+
+
+class SlowFiles(StoreFiles):
+    """A disk whose reads take a while."""
+
+    def read_into(self, name: str, offset: int, out: Any) -> None:
+        time.sleep(0.002)
+        super().read_into(name, offset, out)
+
+
+def test_a_target_that_is_streamed(tmp_path: Path) -> None:
+    """Its passes wait for what is read, and the tuner makes use of it."""
+    folder = pack_tiny("qwen2", tmp_path)
+    # Two of them, since one ``Ops`` computes one pass at a time.
+    with closing(Model(folder)) as model, closing(Model(folder)) as twin:
+        streamed = [name for name in passing(model.store) if name.startswith("layers")]
+        files = SlowFiles(model.store.path, {u.file for u in model.store.manifest.units})
+        info = replace(info_of("qwen2"), streamed=True)
+        resident = NativeEngine(twin.resident, info)
+        expected = ids(run(resident, None))
+        with model.placed(streamed, files=files) as decoder:
+            engine = NativeEngine(decoder, info, pipeline=decoder)
+            helper = Draft(resident)
+            tuner = Tuner({"model": 0.05}, streamed=True)
+            sharp = source(helper, temperature=0.02)
+            speculation = Speculation(lambda _: {"model": sharp}, tuner)
+            for _ in range(3):
+                chunks = run(engine, speculation)
+                assert ids(chunks) == expected
+            assert helper.ahead > 0
+            assert "drafted while weights load" in str(chunks[-1].metrics.speculation)
+            assert not any_drafting()

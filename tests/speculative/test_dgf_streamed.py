@@ -1,0 +1,86 @@
+"""A draft head beside a target whose weights are streamed, and what room it is given."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.draft_head import DraftHead, beside_head, target_identity
+from localrt.engine.options import read_options
+from localrt.loading import LoadOptions
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import read_config
+from localrt.offload.store import pack_store
+from localrt.quant.ops.native_abi import find_library
+from localrt.speculative.dgf import DgfConfig
+from localrt.speculative.dgf_file import write_dgf
+from tests.engine.test_batch_streamed import CTX, LAYERS, VOCAB, open_engine
+from tests.models.tiny import tokens
+from tests.speculative.dgf_tiny import draft_tokens, tiny_values
+from tests.store.synthetic import SyntheticCheckpoint
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A store and a head for it."""
+    folder = tmp_path_factory.mktemp("streamed")
+    source = SyntheticCheckpoint(folder / "source", vocab=VOCAB, layers=LAYERS)
+    pack_store(source, folder / "packed")
+    with closing(open_checkpoint(folder / "packed")) as checkpoint:
+        target = target_identity(read_config(checkpoint), None)
+    config = DgfConfig(
+        target=target,
+        blocks=1,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        draft_vocab=90,
+        window=64,
+    )
+    write_dgf(folder / "head", config, draft_tokens(config), tiny_values(config))
+    return folder / "packed", folder / "head"
+
+
+def test_guesses_do_not_depend_on_where_the_target_lies(made: Any) -> None:
+    store, head = made
+    with closing(open_checkpoint(store)) as checkpoint:
+        manifest: Any = checkpoint
+        names = [u.name for u in manifest.manifest.units if u.name.startswith(("layers", "head"))]
+    prompt = tokens(40, seed=2)
+    trees = []
+    for streamed in ([], names):
+        engine = open_engine(store, streamed, 1 << 30)
+        parts: Any = SimpleNamespace(path=store, tokenizer=None)
+        with closing(DraftHead(head, parts, engine)) as drafted:
+            session = engine.session(CTX // 4)
+            source = drafted.source(session, read_options({"temperature": 0.3}))
+            session.extend(prompt[:-1])
+            trees.append(source.propose(prompt, 12, 4))
+            tree = trees[-1]
+            session.extend_tree(prompt[-1], tree)
+            session.keep([0, 1])
+            trees.append(source.propose([*prompt, int(tree.tokens[0]), 7], 12, 4))
+            session.close()
+        engine.close()
+    for resident, streamed_tree in zip(trees[:2], trees[2:], strict=True):
+        assert len(resident) == 12
+        assert resident.tokens.tolist() == streamed_tree.tokens.tolist()
+        np.testing.assert_array_equal(resident.scores, streamed_tree.scores)
+
+
+def test_a_budget_leaves_the_head_its_room(made: Any, tmp_path: Path) -> None:
+    options = LoadOptions(ram=1 << 30)
+    assert beside_head(tmp_path, LoadOptions()) == LoadOptions()
+    left = beside_head(made[1], options)
+    assert left == replace(options, ram=left.ram)
+    assert left.ram is not None
+    assert 1 << 20 < (1 << 30) - left.ram < 8 << 20

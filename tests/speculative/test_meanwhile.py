@@ -1,0 +1,145 @@
+"""Work in a pass's gaps: only there, only as long as the pass, and never the pass's problem."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from localrt.errors import CancelledError, LocalrtError
+from localrt.offload.waiting import Waiter, waiting
+from localrt.speculative.meanwhile import Meanwhile
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.perf_counter() + seconds
+    while not condition():
+        assert time.perf_counter() < end, "it did not happen"
+        time.sleep(0.001)
+
+
+def drafting() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "localrt-draft"]
+
+
+def nothing() -> None:
+    pass
+
+
+class Layers:
+    """Work of many short layers, which are counted."""
+
+    def __init__(self, useful: Callable[[Any], bool] = lambda true: False) -> None:
+        self.done = 0
+        self.ended = ""
+        self._useful = useful
+
+    def __call__(self, check: Callable[[], None], outcome: Callable[[], Any]) -> None:
+        try:
+            more = 3
+            while more:
+                check()
+                true = outcome()
+                if true is not None and not self._useful(true):
+                    raise CancelledError("of no use")
+                more -= true is not None
+                self.done += 1
+            self.ended = "finished"
+        except CancelledError as error:
+            self.ended = str(error)
+            raise
+
+
+def test_a_check_with_ears_is_told_of_waiting() -> None:
+    check = Meanwhile(nothing)
+    assert isinstance(check, Waiter)
+    assert not isinstance(nothing, Waiter)
+    with waiting(None), waiting(nothing), waiting(check):
+        time.sleep(0.01)
+    assert 0.009 < check.waited_s < 5
+    assert check.shared_s == 0
+    assert not drafting()
+
+
+def test_it_works_in_the_gaps_alone() -> None:
+    layers = Layers()
+    with Meanwhile(nothing, layers) as check:
+        time.sleep(0.01)
+        assert layers.done == 0  # the pass computes
+        with check.waiting():
+            wait_for(lambda: layers.done > 3)
+        time.sleep(0.005)
+        before = layers.done  # at most the layer that was at work has ended since
+        time.sleep(0.02)
+        assert layers.done == before
+        with check.waiting():
+            wait_for(lambda: layers.done > before)
+        check.ended([7])
+    assert layers.ended == "of no use"
+    assert not drafting()
+    assert check.error is None
+    assert 0 <= check.shared_s < check.waited_s + 5
+
+
+def test_what_is_of_use_is_finished() -> None:
+    layers = Layers(useful=lambda true: true == [7])
+    with Meanwhile(nothing, layers) as check:
+        with check.waiting():
+            wait_for(lambda: layers.done > 0)
+        check.ended([7])
+    assert layers.ended == "finished"
+
+
+def give_up(layers: Layers, error: BaseException) -> None:
+    with Meanwhile(nothing, layers) as check, check.waiting():
+        wait_for(lambda: layers.done > 0)
+        raise error
+
+
+def test_a_pass_that_fails_or_is_cancelled_ends_the_work() -> None:
+    for error in (CancelledError("stop"), LocalrtError("the disk is gone"), KeyboardInterrupt()):
+        layers = Layers()
+        with pytest.raises(type(error)):
+            give_up(layers, error)
+        assert layers.ended == "the pass was given up"
+        assert not drafting()
+
+
+def test_a_pass_without_gaps_has_no_work_done() -> None:
+    layers = Layers()
+    with Meanwhile(nothing, layers) as check:
+        check.ended([1])
+    assert layers.done == 0
+    assert check.waited_s == check.shared_s == 0
+
+
+def test_the_callers_check_ends_the_work_too() -> None:
+    stop = threading.Event()
+
+    def check() -> None:
+        if stop.is_set():
+            raise CancelledError("the generation was cancelled")
+
+    layers = Layers(useful=lambda true: True)
+    with Meanwhile(check, layers) as meanwhile:
+        with meanwhile.waiting():
+            wait_for(lambda: layers.done > 0)
+        stop.set()
+        meanwhile.ended([1])
+    assert layers.ended == "the generation was cancelled"
+    with pytest.raises(CancelledError):
+        meanwhile()
+
+
+def test_a_failure_of_the_work_is_told() -> None:
+    def work(check: Any, outcome: Any) -> None:
+        raise ZeroDivisionError
+
+    with Meanwhile(nothing, work) as check:
+        with check.waiting():
+            wait_for(lambda: not drafting())
+        check.ended([1])
+    assert isinstance(check.error, ZeroDivisionError)

@@ -1,0 +1,196 @@
+"""Drafts of the target's family: found by their vocabulary, used only where it is right to."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.draft_family import draft_to_load, find_family_draft
+from localrt.drafting import family_draft
+from localrt.loading import LoadOptions
+from localrt.quant.ops.native_abi import find_library
+from localrt.settings import Settings
+from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
+from tests.conftest import write_tiny_model
+from tests.real_models import real_model
+
+WORDS = ("<s>", "a", "b", "ab", "ü")
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+
+def gguf(
+    path: Path, size: int, *, words: tuple[str, ...] = WORDS, arch: str = "qwen2", **more: Any
+) -> Path:
+    """A file with a header like a model's, filled up to ``size`` bytes."""
+    pairs = [
+        ("general.architecture", STRING, string(arch)),
+        ("general.tags", ARRAY, array(STRING, 2, string("x") + string("y"))),
+        (f"{arch}.block_count", UINT32, struct.pack("<I", 2)),
+        ("tokenizer.ggml.tokens", ARRAY, array(STRING, len(words), b"".join(map(string, words)))),
+        *more.get("after", ()),
+    ]
+    data = raw_gguf(pairs)
+    path.write_bytes(data + bytes(size - len(data)))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Folders of this test's own: no model of the machine is found."""
+    return Settings.from_environment({"XDG_CACHE_HOME": str(tmp_path / "c"), "XDG_DATA_HOME": "d"})
+
+
+def found(target: Path, settings: Settings) -> str | None:
+    draft = find_family_draft(target, settings)
+    return None if draft is None else Path(draft.name).name
+
+
+def test_the_smallest_of_the_same_vocabulary_is_found(tmp_path: Path, settings: Settings) -> None:
+    target = gguf(tmp_path / "big.gguf", 100_000)
+    assert found(target, settings) is None
+    gguf(tmp_path / "half.gguf", 50_000)
+    assert found(target, settings) == "half.gguf"
+    gguf(tmp_path / "small.gguf", 20_000)
+    assert found(target, settings) == "small.gguf"
+    # Smaller, but: another word, a word more, another order, an architecture that is not known.
+    gguf(tmp_path / "word.gguf", 9000, words=("<s>", "a", "b", "ab", "u"))
+    gguf(tmp_path / "more.gguf", 9000, words=(*WORDS, "z"))
+    gguf(tmp_path / "order.gguf", 9000, words=("<s>", "b", "a", "ab", "ü"))
+    gguf(tmp_path / "kind.gguf", 9000, arch="bert")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(50))
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    (tmp_path / "mmproj-small.gguf").write_bytes(gguf(tmp_path / "x.gguf", 9000).read_bytes())
+    (tmp_path / "x.gguf").unlink()
+    assert found(target, settings) == "small.gguf"
+    # One of another architecture only where there is none of the target's own.
+    gguf(tmp_path / "llama.gguf", 5000, arch="llama")
+    assert found(target, settings) == "small.gguf"
+    assert (
+        find_family_draft(tmp_path / "half.gguf", settings) is not None
+    )  # small.gguf is 0.4 of it
+    assert found(gguf(tmp_path / "phi.gguf", 30_000, arch="phi3"), settings) == "llama.gguf"
+
+
+def test_too_large_a_model_and_a_damaged_target(tmp_path: Path, settings: Settings) -> None:
+    target = gguf(tmp_path / "big.gguf", 100_000)
+    gguf(tmp_path / "large.gguf", 50_001)
+    assert found(target, settings) is None
+    target.write_bytes(b"nothing")
+    assert found(target, settings) is None
+    assert find_family_draft(tmp_path / "not there", settings) is None
+
+
+def test_parts_of_a_split_file_are_counted_together(tmp_path: Path, settings: Settings) -> None:
+    target = gguf(tmp_path / "big-00001-of-00002.gguf", 20_000)
+    (tmp_path / "big-00002-of-00002.gguf").write_bytes(bytes(80_000))
+    gguf(tmp_path / "draft-00001-of-00002.gguf", 30_000)
+    assert found(target, settings) is None  # its second part is missing
+    (tmp_path / "draft-00002-of-00002.gguf").write_bytes(bytes(10_000))
+    assert found(target, settings) == "draft-00001-of-00002.gguf"
+    (tmp_path / "draft-00002-of-00002.gguf").write_bytes(bytes(30_000))
+    assert found(target, settings) is None
+
+
+def test_downloaded_folders_are_found_by_their_tokenizer(
+    tmp_path: Path, settings: Settings
+) -> None:
+    def folder(repo: str, size: int, words: str) -> Path:
+        path = settings.hub_cache / f"models--{repo.replace('/', '--')}" / "snapshots" / ("0" * 40)
+        path.mkdir(parents=True)
+        (path.parent.parent / "refs").mkdir()
+        (path.parent.parent / "refs/main").write_text("0" * 40)
+        config = {"architectures": ["Qwen2ForCausalLM"]}
+        (path / "config.json").write_text(json.dumps(config))
+        (path / "tokenizer.json").write_text(words)
+        (path / "model.safetensors").write_bytes(bytes(size))
+        return path
+
+    target = folder("org/big", 100_000, "words")
+    folder("org/other", 10_000, "sword")
+    assert find_family_draft(target, settings) is None
+    folder("org/small", 20_000, "words")
+    draft = find_family_draft(target, settings)
+    assert draft is not None
+    assert draft.name == "org/small"
+
+
+def test_a_draft_is_loaded_first_only_where_it_brings_more_than_it_takes(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = gguf(tmp_path / "big.gguf", 100_000)
+    gguf(tmp_path / "small.gguf", 20_000)
+    monkeypatch.setattr("localrt.offload.process_memory.current_rss", lambda: 0)
+    cpu = LoadOptions(device="cpu")
+    for budget, wanted in ((100_000, False), (85_000, False), (80_000, True), (30_000, False)):
+        monkeypatch.setattr("localrt.offload.process_memory.ram_budget", lambda _, b=budget: b)
+        assert (draft_to_load(target, cpu, settings) is not None) is wanted
+    monkeypatch.setattr("localrt.offload.process_memory.ram_budget", lambda _: 80_000)
+    for other in (LoadOptions(device="cuda"), LoadOptions(engine="llamacpp", device="cpu")):
+        assert draft_to_load(target, other, settings) is None
+
+
+@needs_kernels
+def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("target", "draft", "other"):
+        (tmp_path / name).mkdir()
+        write_tiny_model(tmp_path / name, context=256)
+    words = tmp_path / "other/tokenizer.json"
+    words.write_text(words.read_text().replace('"Ġ":', '"Ġx":'))
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
+
+    def said(draft: str | None) -> tuple[tuple[int, ...], str]:
+        monkeypatch.setattr("localrt.drafting.family_draft", lambda _: draft)
+        with localrt.load(tmp_path / "target") as model:
+            chunk = model.generate("ab ab", **options)
+        return chunk.token_ids, str(chunk.metrics.speculation)
+
+    plain, why = said(None)
+    assert "draft" not in why
+    for name, note in (
+        ("draft", "was found on this machine"),
+        ("other", "has another vocabulary: token"),
+        ("missing", "is not used:"),
+    ):
+        tokens, why = said(str(tmp_path / name))
+        assert tokens == plain
+        assert f"draft {tmp_path / name} {note}" in why
+
+
+@needs_kernels
+def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localrt.drafting.family_draft", lambda _: str(tiny_folder))
+    with localrt.load(tiny_folder, ram="8GB") as model:
+        monkeypatch.setattr("localrt.loading_native._budget", lambda *_: (1000, "RAM"))
+        note = str(model.generate("hi", max_tokens=4, temperature=0.0).metrics.speculation)
+    assert f"draft {tiny_folder} is not used" in note
+    assert "named as the draft when loading" in note
+
+
+def test_what_is_resident_is_not_given_a_draft_unasked(tiny: localrt.Model) -> None:
+    assert family_draft(tiny._parts) is None
+
+
+@pytest.mark.real
+def test_qwen_is_found_for_qwen_at_once() -> None:
+    target, draft = real_model("qwen1.5b"), real_model("qwen0.5b")
+    settings = Settings.from_environment()
+    find_family_draft(target, settings)
+    taken = []
+    for _ in range(3):
+        started = time.process_time()
+        found = find_family_draft(target, settings)
+        taken.append(time.process_time() - started)
+        assert found is not None
+        assert found.nbytes <= draft.stat().st_size
+    assert min(taken) < 0.05
+    assert find_family_draft(real_model("smollm2"), settings) is None

@@ -1,0 +1,157 @@
+"""The draft on a CUDA card, the target verified by the CPU: with a card that is not there.
+
+Its kernels run in Triton's interpreter, its memory is this machine's, and its size is made up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt import measuring
+from localrt.offload.planner import pair
+from localrt.offload.planner.pair import PairPlan, PairRequest
+from localrt.quant.ops.native_abi import find_library
+from tests.conftest import write_tiny_model
+from tests.planner.models import machine
+
+pytest.importorskip("triton")
+
+from localrt.quant.ops import choose
+from localrt.quant.ops.triton_ops import TritonOps
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+VRAM = 2 << 30
+OPTIONS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}
+
+
+class CardOps(TritonOps):
+    """The kernels of a card with ``VRAM`` bytes that are free."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+
+    def free_memory(self) -> int:
+        return VRAM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder, context=256)
+    return folder
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that were asked for, in order."""
+    from localrt.offload.disk_speed import DiskProfile
+    from localrt.offload.files import ReadMode
+
+    asked: list[str] = []
+    make_ops = choose.make_ops
+
+    def made(attention: Any, *, device: str = "auto", **options: Any) -> Any:
+        asked.append(device)
+        if device.startswith("cuda"):
+            return CardOps()
+        return make_ops(attention, device=device, **options)
+
+    monkeypatch.setattr(choose, "make_ops", made)
+    profile = DiskProfile(ReadMode(), 1e9, 0.0), machine()
+    monkeypatch.setattr(measuring, "machine_profile", lambda *_, **__: profile)
+    return asked
+
+
+def force(monkeypatch: pytest.MonkeyPatch, way: str) -> list[PairRequest]:
+    """Have that way chosen; what was planned for."""
+    plan_pair, requests = pair.plan_pair, list[PairRequest]()
+
+    def planned(request: PairRequest) -> PairPlan | None:
+        plan = plan_pair(request)
+        requests.append(request)
+        assert plan is not None
+        found = plan.way(way)  # type: ignore[arg-type]
+        assert found is not None
+        assert found.plan is not None, found.problem
+        return replace(plan, best=found)
+
+    monkeypatch.setattr(pair, "plan_pair", planned)
+    return requests
+
+
+def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
+    folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = force(monkeypatch, "draft on card")
+    with localrt.load(folder, device="cpu", draft="off", ctx=64) as model:
+        plain = model.generate("ab", **OPTIONS)
+    devices.clear()
+    with localrt.load(folder, device="cuda", draft=str(folder), ctx=64, gpu_memory="1GB") as model:
+        assert model.info.device == "cpu"
+        assert model.info.notes[-1].startswith("the draft on the card, the target verified by the")
+        drafts: Any = model._drafts
+        (draft,) = drafts._drafts.values()
+        assert draft.parts.engine.ops_name == "triton"
+        assert draft.parts.ctx == 64 + 128
+        ours = model.generate("ab", tree_budget=3, tree_depth=2, **OPTIONS)
+        assert ours.token_ids == plain.token_ids
+        assert not ours.metrics.simulated
+        assert str(ours.metrics.speculation).startswith("speculation: model")
+        assert (ours.metrics.accepted_per_pass or 0) > 1.5  # it is the target itself
+    assert devices[0] == "cuda"
+    assert devices[-1] == "cpu"
+    # The CUDA context is part of what may be used, and the draft of what is left.
+    (request,) = requests
+    assert request.target.budgets.vram == 1_000_000_000 - (400 << 20)
+    assert 0 < (request.draft_vram or 0) < request.target.budgets.vram
+
+
+def test_a_draft_that_the_card_has_no_room_for_stays_off_it(
+    folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localrt import loading_native
+
+    monkeypatch.setattr(loading_native, "_SCRATCH_BYTES", 3 << 30)
+    target: list[Any] = []
+    from localrt import draft_loading
+
+    def load(path: Path, options: Any, **more: Any) -> Any:
+        target.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft_loading, "load_parts", load)
+    with pytest.raises(KeyboardInterrupt):
+        localrt.load(folder, device="cuda", draft=str(folder), ctx=64)
+    assert target[0].device == "cpu"  # the draft, which is loaded first
+
+
+def test_a_draft_that_fails_to_load_leaves_the_target_all(
+    folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that others took since it was planned."""
+    from localrt import draft_loading
+
+    force(monkeypatch, "draft on card")
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise localrt.MemoryBudgetError("it needs 1 GB and 0 B of GPU memory are left")
+
+    monkeypatch.setattr(draft_loading, "load_draft", full)
+    loaded: list[Any] = []
+    from localrt import api
+
+    def load(path: Path, options: Any, **more: Any) -> Any:
+        loaded.append(options)
+        return load_parts(path, replace(options, device="cpu"), **more)
+
+    load_parts = api.load_parts
+    monkeypatch.setattr(api, "load_parts", load)
+    with localrt.load(folder, device="cuda", draft=str(folder), ctx=64) as model:
+        assert "is not used: it needs 1 GB and 0 B" in model.info.notes[-1]
+    assert [options.device for options in loaded] == ["cuda"]  # as without a draft

@@ -1,0 +1,251 @@
+"""Training a draft head: it learns, it goes on where it was ended, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localrt
+from localrt.cli import main
+from localrt.draft_data import SHARD, SequenceFiles, to_bfloat16
+from localrt.draft_head import find_head
+from localrt.draft_prompts import ChatFrame, Prompts, chat_frame, line_starts
+from localrt.draft_training import DraftTraining, train_draft
+from localrt.draft_writing import draw
+from localrt.engine.types import Progress
+from localrt.errors import CancelledError, OptionError
+from localrt.quant.ops.native_abi import find_library
+from localrt.settings import Settings
+from localrt.speculative.dgf_file import read_dgf
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+TEXT = "def f(x):\n    return x\n\nclass A:\n    pass\n" * 12
+SMALL = DraftTraining(generate=1300, tokens=4000, length=32, vocab=100, batch=4)
+
+
+def cancel_at(stage: str, done: int) -> tuple[threading.Event, Callable[[Progress], None]]:
+    event = threading.Event()
+
+    def progress(step: Progress) -> None:
+        if step.stage == stage and step.done >= done:
+            event.set()
+
+    return event, progress
+
+
+@needs_kernels
+def test_an_interrupted_training_goes_on_to_the_same_head(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    report = train_draft(tiny_folder, tmp_path / "whole", SMALL, text=TEXT, threads=1)
+    assert not (tmp_path / "whole/work").exists()
+    for stage, done in (("write", 1100), ("train", 2000)):
+        cancel, progress = cancel_at(stage, done)
+        with pytest.raises(CancelledError):
+            train_draft(
+                tiny_folder,
+                tmp_path / "cut",
+                SMALL,
+                text=TEXT,
+                threads=1,
+                progress=progress,
+                cancel=cancel,
+            )
+    stages: list[tuple[str, int]] = []
+    again = train_draft(
+        tiny_folder,
+        tmp_path / "cut",
+        SMALL,
+        text=TEXT,
+        threads=1,
+        keep=True,
+        progress=lambda p: stages.append((p.stage, p.done)),
+    )
+    assert all(stage != "write" for stage, _ in stages)  # nothing was written twice
+    assert min(done for stage, done in stages if stage == "train") > 2000
+    assert again.agreed == report.agreed
+    whole, cut = (tmp_path / name / "dgf.safetensors" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+    with pytest.raises(OptionError, match="holds a training with other options"):
+        train_draft(tiny_folder, tmp_path / "cut", DraftTraining(generate=999), text=TEXT)
+    with pytest.raises(OptionError, match="holds a draft head already"):
+        train_draft(tiny_folder, tmp_path / "whole", SMALL, text=TEXT)
+
+
+@needs_kernels
+def test_a_head_learns_and_its_guesses_come_true(tiny_folder: Path, tmp_path: Path) -> None:
+    training = DraftTraining(generate=8_000, tokens=50_000, length=32, vocab=250, depth=2)
+    report = train_draft(tiny_folder, tmp_path / "head", training, text=TEXT, threads=1)
+    assert report.nbytes < 1 << 20
+    assert len(report.agreed) == 3
+    # The target is random: its next token follows from the one before, mostly.
+    assert report.agreed[0] > 0.25
+    assert report.loss[0] < np.log(250)
+    weights = read_dgf(tmp_path / "head")
+    assert weights.config.blocks == 2
+    assert weights.about["tokens"] == report.tokens
+    with localrt.load(tiny_folder) as model:
+        chunk = model.generate(
+            "def g(",
+            draft=str(tmp_path / "head"),
+            tree_budget=16,
+            tree_depth=4,
+            temperature=0.0,
+            max_tokens=40,
+            ignore_eos=True,
+        )
+    assert chunk.metrics.accepted_per_pass is not None
+    assert chunk.metrics.accepted_per_pass > 1.2
+
+
+@needs_kernels
+def test_a_given_text_is_enough(tiny_folder: Path, tmp_path: Path) -> None:
+    training = DraftTraining(generate=0, tokens=600, length=32, vocab=50, batch=2)
+    report = train_draft(tiny_folder, tmp_path / "head", training, text=TEXT)
+    assert read_dgf(report.path).about["text_tokens"] == len(TEXT) // 32 * 32
+    with pytest.raises(OptionError, match="the text has 5 tokens: at least 64 are needed"):
+        train_draft(tiny_folder, tmp_path / "other", training, text="short")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 6}, "depth must be from 1 to 5, is 6"),
+        ({"generate": -1}, "generate must be from 0"),
+        ({"length": 3}, "length must be from 16"),
+        ({"vocab": 1}, "vocab must be from 2"),
+    ],
+)
+def test_options_out_of_bounds(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        DraftTraining(**options)
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], status: int, *args: str | Path) -> str:
+    assert main(["draft", "train", *map(str, args)]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("localrt: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@needs_kernels
+def test_the_command_trains_and_the_head_is_found(
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    arguments = ["draft", "train", str(tiny_folder), "--text", str(text), "--generate", "700"]
+    arguments += ["--tokens", "900", "--length", "32", "--vocab", "64", "--threads", "1"]
+    assert main([*arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    folder = tmp_path / "data/localrt/heads" / tiny_folder.name
+    assert record["path"] == str(folder)
+    assert len(record["agreed"]) == 3
+    assert (folder / "dgf.safetensors").stat().st_size < record["nbytes"] < 1 << 20
+    with localrt.load(tiny_folder) as model:
+        assert find_head(model._parts, Settings.from_environment()) == folder
+        plain = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1, draft="off")
+        chunk = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1)
+        assert chunk.token_ids == plain.token_ids
+    assert main([*arguments, "--out", str(tmp_path / "mine")]) == 0
+    out = capsys.readouterr().out
+    assert str(tmp_path / "mine") in out
+    assert "of the tokens 1, 2, 3 ahead" in out
+
+
+def test_the_command_refuses_in_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "depth must be from 1 to 5" in refused(capsys, 2, tiny_folder, "--depth", "9")
+    assert "nothing to learn from" in refused(capsys, 2, tiny_folder, "--generate", "0")
+    assert "no calibration text" in refused(capsys, 2, tiny_folder, "--text", tmp_path / "none")
+    assert "device must be" in refused(capsys, 2, tiny_folder, "--device", "tpu")
+    assert "threads must be" in refused(capsys, 2, tiny_folder, "--threads", "0")
+    refused(capsys, 1, tmp_path / "no.gguf", "--offline")
+
+
+# -- parts ---------------------------------------------------------------------------------------
+
+
+def test_beginnings_follow_from_number_and_seed() -> None:
+    frame = ChatFrame((1, 2), (9, 3))
+    prompts = Prompts(range(100, 400), [0, 50, 120], frame, seed=4)
+    kinds = set()
+    for number in range(8):
+        one, two = (prompts.sequence(number) for _ in range(2))
+        assert one.first() == two.first()
+        assert 0 < one.temperature <= 1
+        kinds.add(prompts.sequence(number).first() == [1, 2])
+    assert kinds == {True, False}
+    chat = prompts.sequence(0)
+    assert chat.first() == [1, 2]
+    assert chat.ended(9) == [9, 3]  # the user's message, then the answer's beginning
+    assert chat.ended(8) == [8, 1, 2]  # the answer; another conversation
+    assert chat.ended(7) == [7, 9, 3]
+    piece = prompts.sequence(1).first()
+    assert piece == list(range(piece[0], piece[0] + len(piece)))
+    assert piece[0] in (100, 150, 220)
+    with pytest.raises(OptionError, match="give it a --text"):
+        Prompts([], [], None, seed=0)
+
+
+@needs_kernels
+def test_frames_and_lines_of_a_real_template(tiny_folder: Path) -> None:
+    with localrt.load(tiny_folder) as model:
+        tokenizer = model.tokenizer
+        frame = chat_frame(tokenizer, model._parts.template)
+        assert frame is not None
+        before, after = (
+            tokenizer.decode(ids, skip_special=False) for ids in (frame.before, frame.after)
+        )
+        assert before == "<|im_start|>user\n"
+        assert after == "<|im_end|>\n<|im_start|>assistant\n"
+        text = "ab\n  cd\n\nef\n"
+        ids = tokenizer.encode(text, add_special=False)
+        starts = line_starts(tokenizer, ids)
+        assert [tokenizer.decode(ids[s : s + 2]) for s in starts] == ["ab", "ef"]
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(size=40).astype(np.float32) * 2
+    for temperature in (0.5, 1.0):
+        chances = np.exp(logits.astype(np.float64) / temperature)
+        chances /= chances.sum()
+        drawn = [draw(logits, temperature, u) for u in (np.arange(20_000) + 0.5) / 20_000]
+        counts = np.bincount(drawn, minlength=40) / 20_000
+        assert np.abs(counts - chances).max() < 1e-3
+
+
+def test_shards_are_whole_or_not_there(tmp_path: Path) -> None:
+    files = SequenceFiles(tmp_path / "text", SHARD + 3, 5)
+    random = np.random.default_rng(0)
+    rows = {n: random.normal(size=(5, 8)).astype(np.float32) for n in range(SHARD + 3)}
+    for number in (SHARD + 1, SHARD, *range(SHARD), SHARD + 2):
+        if number == SHARD + 2:
+            assert files.missing == [SHARD, SHARD + 1, SHARD + 2]
+        files.add(number, np.full(5, number, np.int32), rows[number])
+    assert files.missing == []
+    tokens, halves = files.read([SHARD + 1, 2])
+    assert tokens[:, 0].tolist() == [SHARD + 1, 2]
+    assert files.tokens().shape == (SHARD + 3, 5)
+    back = (halves.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(back[1], rows[2], rtol=2**-8)
+    assert to_bfloat16(np.array([1.0], np.float32)).tolist() == [0x3F80]
