@@ -158,6 +158,14 @@ class MeasuredAheadSource(MeasuredSource):
         """See ``AheadSource``."""
         self._ahead.ahead(history, nodes, check=check, outcome=outcome)
 
+    def missing(self, history: Sequence[int]) -> int:
+        """See ``AheadSource``."""
+        return self._ahead.missing(history)
+
+    def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
+        """See ``AheadSource``."""
+        self._ahead.catch_up(history, check=check)
+
     def ready(self, history: Sequence[int]) -> int:
         """See ``AheadSource``."""
         return self._ahead.ready(history)

@@ -44,13 +44,21 @@ class PassCost:
         self._curve = []
         low = 0.0
         for key in sorted(self._seen):
-            low = max(low, median(s for _, s in self._seen[key]))
+            times = sorted(s for _, s in self._seen[key])
+            # A plain step that was disturbed would make guessing look better than it is.
+            usual = times[len(times) // 4] if key == 1 else median(times)
+            low = max(low, usual)
             self._curve.append((median(r for r, _ in self._seen[key]), low))
 
     def add_prompt(self, rows: int, seconds: float) -> None:
         """A long pass without logits: says what a row costs at most."""
         if rows >= 8 and 2 * rows >= self._prompt:
             self._row, self._prompt = seconds / rows, rows
+
+    @property
+    def prompt_row(self) -> float | None:
+        """Seconds of a row of a prompt; None before one was computed."""
+        return self._row
 
     @property
     def plain(self) -> float | None:

@@ -101,7 +101,7 @@ def write_dgf(
         CheckpointError: NaN or infinity among the values.
         StorageError: the disk is full or fails.
     """
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     shapes = config.shapes()
     if {name: array.shape for name, array in values.items()} != shapes:
@@ -126,7 +126,7 @@ def write_dgf(
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_file(arrays, aside / _WEIGHTS_FILE)
+        (aside / _WEIGHTS_FILE).write_bytes(save(arrays))
         (aside / CONFIG_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         path.mkdir(parents=True, exist_ok=True)
         for name in (_WEIGHTS_FILE, CONFIG_FILE):

@@ -28,6 +28,7 @@ __all__ = ["DraftDecoder", "DraftModelSource"]
 _PREFILL_ROWS = 512
 # Nodes of a round of drafting ahead: a decoder's pass over a few costs about what one does.
 _AHEAD_NODES = 4
+_AHEAD_ROWS = 32  # of a prompt, at once, in the gaps of a pass
 
 
 class DraftDecoder(Protocol):
@@ -98,6 +99,20 @@ class DraftModelSource:
             self._expander(cache, check), budget=budget, depth=depth, round_nodes=self._round_nodes
         )
 
+    def missing(self, history: Sequence[int]) -> int:
+        """See ``AheadSource``."""
+        if self._nodes_of(history) is not None:
+            return 0
+        return len(history) - common_length(self._known, history)
+
+    def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
+        """See ``AheadSource``."""
+        cache = self._cache
+        if cache is None:
+            raise DraftFailedError("the draft is closed")
+        if len(history) < cache.capacity:
+            self._follow(cache, history, check)
+
     def ready(self, history: Sequence[int]) -> int:
         """See ``AheadSource``."""
         nodes = self._nodes_of(history)
@@ -113,7 +128,8 @@ class DraftModelSource:
         depth = cache.capacity - len(history)
         if depth <= 0:
             return
-        self._follow(cache, history, check)
+        if not self._follow(cache, history, check, rows=_AHEAD_ROWS, outcome=outcome):
+            return
 
         def expand(
             batch: Sequence[tuple[int, int, int]], least: Sequence[float]
@@ -189,17 +205,29 @@ class DraftModelSource:
 
     # -- the cache -------------------------------------------------------------------------------
 
-    def _follow(self, cache: KVCache, history: Sequence[int], check: Check | None) -> None:
-        """Bring cache and tree to ``history``: what is there of it stays."""
+    def _follow(
+        self,
+        cache: KVCache,
+        history: Sequence[int],
+        check: Check | None,
+        *,
+        rows: int = _PREFILL_ROWS,
+        outcome: Outcome = lambda: None,
+    ) -> bool:
+        """Bring cache and tree to ``history``: what is there of it stays.
+
+        What is missing is computed ``rows`` tokens at a time; False if there was an ``outcome``
+        before all of it had been.
+        """
         nodes = self._nodes_of(history)
         if nodes is not None:
             if nodes:
                 growth, number = self._growth.below(nodes[-1])
-                rows, places = self._rows.below(nodes, number)
+                kept, places = self._rows.below(nodes, number)
                 cache.select(len(self._known), places)
                 self._known += history[len(self._known) :]
-                self._growth, self._rows = growth, rows
-            return
+                self._growth, self._rows = growth, kept
+            return True
         same = common_length(self._known, history)
         if same == len(self._known):
             # The last token is computed again where the tree had it: its logits are gone.
@@ -215,14 +243,17 @@ class DraftModelSource:
             cache.trim(len(history) - 1)
             del self._known[-1]
         missing = history[len(self._known) :]
-        for start in range(0, len(missing), _PREFILL_ROWS):
-            part = missing[start : start + _PREFILL_ROWS]
+        for start in range(0, len(missing), rows):
+            if outcome() is not None:
+                return False
+            part = missing[start : start + rows]
             last = start + len(part) == len(missing)
             batch = Batch.extend([(cache, part)])
             logits = self._decoder.forward(batch, rows=[len(part) - 1] if last else [], check=check)
             self.passes += 1
             self._known += part
         self._first = logits[0]
+        return True
 
     def _decode(
         self, cache: KVCache, nodes: Sequence[tuple[int, int, int]], check: Check | None

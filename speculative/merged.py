@@ -58,6 +58,15 @@ class MergedSource:
         for source in self._preparing():
             source.ahead(history, nodes, check=check, outcome=outcome)
 
+    def missing(self, history: Sequence[int]) -> int:
+        """See ``AheadSource``."""
+        return max((source.missing(history) for source in self._preparing()), default=0)
+
+    def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
+        """See ``AheadSource``."""
+        for source in self._preparing():
+            source.catch_up(history, check=check)
+
     def ready(self, history: Sequence[int]) -> int:
         """See ``AheadSource``."""
         return max((source.ready(history) for source in self._preparing()), default=0)

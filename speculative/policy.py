@@ -51,11 +51,17 @@ class Gaps:
 class Policy(Protocol):
     """Asked before every pass and told what came of it, for one generation. Seconds everywhere."""
 
-    def plan(self, room: int, ready: Mapping[str, int] = {}) -> Plan | None:
+    def plan(
+        self, room: int, ready: Mapping[str, int] = {}, missing: Mapping[str, int] = {}
+    ) -> Plan | None:
         """What to draft for the next pass; None for a plain step. ``room`` bounds the nodes.
 
-        ``ready`` are the levels that sources have prepared.
+        ``ready`` are the levels that sources have prepared, ``missing`` the tokens that they must
+        compute before they can draft.
         """
+
+    def caught_up(self, source: str, tokens: int, seconds: float) -> None:
+        """``source`` has computed what was missing, to draft as planned."""
 
     def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
         """The part of the drafted tree to verify, an empty one for a plain step.
@@ -96,12 +102,17 @@ class Fixed:
         self._waited_s = 0.0
         self._why = f"{source}, {budget} guesses a pass as asked"
 
-    def plan(self, room: int, ready: Mapping[str, int] = {}) -> Plan | None:
+    def plan(
+        self, room: int, ready: Mapping[str, int] = {}, missing: Mapping[str, int] = {}
+    ) -> Plan | None:
         """See ``Policy``."""
         plan = self._plan
         if plan is None or room < 1:
             return None
         return Plan(plan.source, min(plan.budget, room), plan.depth, ready.get(plan.source, 0))
+
+    def caught_up(self, source: str, tokens: int, seconds: float) -> None:
+        """See ``Policy``."""
 
     def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree:
         """See ``Policy``."""

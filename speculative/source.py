@@ -60,12 +60,23 @@ class AheadSource(DraftSource, Protocol):
     def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
         """Prepare what ``propose`` will be asked for next, by at most ``nodes`` steps of work.
 
-        ``history`` is that of the last proposal, or goes on from it. Once there is an ``outcome``,
+        ``history`` is that of the last proposal, or goes on from it; with no ``nodes`` only what is
+        missing of it is computed, in pieces. Once there is an ``outcome``,
         nothing is begun, and what is at work ends as soon as it is seen to be of no use.
 
         Raises:
             DraftFailedError: the source is of no use any more.
             CancelledError: ``check`` raised it, or the outcome is another.
+        """
+
+    def missing(self, history: Sequence[int]) -> int:
+        """Tokens of ``history`` that must be computed before there can be a tree behind it."""
+
+    def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
+        """Compute them.
+
+        Raises:
+            DraftFailedError: the source is of no use any more.
         """
 
     def ready(self, history: Sequence[int]) -> int:

@@ -27,13 +27,15 @@ __all__ = ["TOLERANCE", "Run", "Tuner"]
 TOLERANCE = 0.015
 # An answer is taken to be as long as this where the limit is longer: what may be lost at its start.
 _ASSUMED = 96
-_BUDGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+_BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _DEPTHS = (1, 2, 4, 8, 16)
 _PLAIN_FIRST = 2  # plain steps before the first attempt
 _REFRESH = 128  # passes after which a plain step is measured again
 _FIRST_WAIT, _LONGEST_WAIT = 4, 512  # steps between attempts that are not expected to pay
 _LOOKUP_NODES = 64
 _MARGIN = 1.02  # what is expected must be better than plain by this much
+_MARGIN_RESIDENT = 1.08  # where a draft takes the processor and its caches from the target
+_FEW = 8  # tokens that a draft may have to catch up with at no cost worth counting
 _BLEND = 0.2  # of a new measurement in a running mean
 _PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
 
@@ -47,6 +49,7 @@ class _Source:
     cost: DraftCost = field(default_factory=DraftCost)
     calibration: Calibration = field(default_factory=Calibration)
     gains: dict[tuple[int, int], float] = field(default_factory=dict)
+    row_s: float | None = None  # of a token that it computes to catch up
     wait: int = 0  # steps until an attempt that is not expected to pay
     next_wait: int = _FIRST_WAIT
 
@@ -135,18 +138,22 @@ class Run:
         self._mixed = MixedTree()  # what was proposed for it
         self._room = 0
         self._ready: Mapping[str, int] = {}
+        self._missing: Mapping[str, int] = {}
+        self._invested = 0.0  # seconds in which a draft has caught up
         self._went_ahead = ""  # the source that did so during the pass before
         self._ahead = 0  # passes during which one did
         self._failures: dict[str, str] = {}
 
     # -- the policy ------------------------------------------------------------------------------
 
-    def plan(self, room: int, ready: Mapping[str, int] = {}) -> Plan | None:
+    def plan(
+        self, room: int, ready: Mapping[str, int] = {}, missing: Mapping[str, int] = {}
+    ) -> Plan | None:
         """See ``Policy``."""
         with self._tuner.lock:
             plain = self._tuner.cost.plain
             self._forced = False
-            self._room, self._ready = room, ready
+            self._room, self._ready, self._missing = room, ready, missing
             self._judge_gaps()
             if plain is None or self._tuner.cost.plain_count < _PLAIN_FIRST or room < 1:
                 return None
@@ -157,6 +164,13 @@ class Run:
                 if self._tuner.sources[name].cheap and name not in self._tried:
                     return Plan(name, min(room, _LOOKUP_NODES), _DEPTHS[-1])
             return self._model_plan(room)[0]
+
+    def caught_up(self, source: str, tokens: int, seconds: float) -> None:
+        """See ``Policy``."""
+        with self._tuner.lock:
+            self._invested += seconds
+            if tokens > _FEW:
+                self._tuner.sources[source].row_s = seconds / tokens
 
     def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
         """See ``Policy``."""
@@ -188,10 +202,12 @@ class Run:
         with self._tuner.lock:
             self._went_ahead = ""
             gaps = self._tuner.gaps
-            if plan is None or not self._in_gaps or not gaps.pays or self._cheap(plan.source):
+            if not self._in_gaps or not gaps.pays or gaps.waited(1 + len(tree)) < AHEAD_S:
                 return None
-            if not len(tree) or gaps.waited(1 + len(tree)) < AHEAD_S:
-                return None
+            if plan is None or self._cheap(plan.source) or not len(tree):
+                # A draft that could be of use reads the prompt meanwhile.
+                behind = (n for n in self._usable() if self._missing.get(n, 0) > _FEW)
+                return next((Ahead(name, 0) for name in behind), None)
             self._went_ahead = plan.source
             self._ahead += 1
             return Ahead(plan.source, 2 * plan.budget + plan.depth)
@@ -277,18 +293,39 @@ class Run:
         """The best plan that costs a draft, with its tokens per second, or an attempt at one."""
         plain = self._tuner.cost.plain
         assert plain is not None, "a plan needs a plain step"
-        best, best_rate = None, _MARGIN / plain
+        margin = _MARGIN if self._tuner.streamed else _MARGIN_RESIDENT
+        best, best_rate = None, margin / plain
         for name in self._usable():
             source = self._tuner.sources[name]
             if source.cheap:
                 continue
             plan, rate = self._best_of(name, source, room)
-            if plan is not None and rate > best_rate:
+            if plan is not None and rate > best_rate and self._worth_reading(name, source, rate):
                 best, best_rate = plan, rate
             elif best is None and source.wait <= 0:
                 best = self._attempt(name, source, room)
             source.wait -= 1
         return best, best_rate
+
+    def _reading(self, name: str, source: _Source) -> float:
+        """Seconds that a source needs before it can draft: a prompt that it has not seen."""
+        tokens = self._missing.get(name, 0)
+        if tokens <= _FEW:
+            return 0.0
+        cost = self._tuner.cost
+        row = source.row_s
+        if row is None:
+            row = source.level * (cost.prompt_row or (cost.plain or 0.0) / 4)
+        return tokens * row
+
+    def _worth_reading(self, name: str, source: _Source, rate: float) -> bool:
+        """Whether ``rate`` tokens per second are worth it: twice, for all that is still to come."""
+        seconds, plain = self._reading(name, source), self._tuner.cost.plain
+        assert plain is not None, "a plan needs a plain step"
+        if self._affordable(plain + seconds, plain):
+            return True
+        left = min(self._limit - self._tokens, max(_ASSUMED, self._tokens))
+        return bool(source.gains) and left * (plain - 1 / rate) > 2 * seconds
 
     def _best_of(self, name: str, source: _Source, room: int) -> tuple[Plan | None, float]:
         """The plan with the most expected tokens per second, and their number."""
@@ -317,7 +354,7 @@ class Run:
         plain = cost.plain
         assert plain is not None, "a plan needs a plain step"
         for budget, depth in ((8, 4), (4, 2), (2, 1)):
-            draft = self._draft_seconds(name, source, budget, depth)
+            draft = self._draft_seconds(name, source, budget, depth) + self._reading(name, source)
             if budget <= room and self._affordable(draft + cost.seconds(1 + budget), plain):
                 self._forced = True
                 return Plan(name, budget, depth, self._ready.get(name, 0))
@@ -381,8 +418,9 @@ class Run:
         if plain is None or cost.plain_count < _PLAIN_FIRST:
             return "off, still measuring"
         names = " and ".join(self._names)
-        if self._guessed and self._lost < 0:
-            spent = self._lost + plain * self._tokens
+        lost = self._lost + self._invested
+        if self._guessed and lost < 0:
+            spent = lost + plain * self._tokens
             speed = plain * self._tokens / spent if spent > 0 else 1.0
             each = 1 + self._came_true / self._guessed
             when = ", drafted while weights load" if 2 * self._ahead > self._guessed else ""

@@ -266,6 +266,11 @@ def test_a_source_that_goes_ahead_still_does() -> None:
         def ready(self, history: Any) -> int:
             return 3
 
+        def missing(self, history: Any) -> int:
+            return 2
+
+        def catch_up(self, history: Any, *, check: Any = None) -> None: ...
+
     plain, going = measured(Plain(), print), measured(Going(), print)
     assert not isinstance(plain, AheadSource)
     assert isinstance(going, AheadSource)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from localrt.engine.base import Check, EngineSession, Logits
 from localrt.errors import CancelledError, LocalrtError
 from localrt.speculative.meanwhile import Meanwhile, Work
@@ -137,19 +135,13 @@ class Stepper:
         self._tuner.prompt(rows, self._now() - self._prefill)
 
     def advance(self, token: int, left: int, check: Check) -> Logits:
-        """Logits (vocab,) after ``token``, which was chosen; ``left`` more may be.
-
-        Raises:
-            LocalrtError: the target computes no numbers.
-        """
+        """Logits (vocab,) after ``token``, which was chosen; ``left`` more may be."""
         self._history.append(token)
         logits = self._verified(token)
         if logits is None:
             self._close()
             logits = self._pass(token, left, check)
         self.emitted += 1
-        if not np.isfinite(logits.max()):
-            raise LocalrtError("the model computes no numbers: its files may be damaged")
         return logits
 
     def finish(self) -> None:
@@ -254,15 +246,23 @@ class Stepper:
 
     def _draft(self, room: int, ahead: int, check: Check) -> TokenTree:
         """Guesses behind the history, as the policy wants them."""
-        ready = {
-            name: source.ready(self._history)
+        preparing = {
+            name: source
             for name, source in self._sources.items()
             if isinstance(source, AheadSource) and source.prepares
         }
-        while (plan := self._policy.plan(room, ready)) is not None:
+        ready = {name: source.ready(self._history) for name, source in preparing.items()}
+        missing = {name: source.missing(self._history) for name, source in preparing.items()}
+        while (plan := self._policy.plan(room, ready, missing)) is not None:
             self._plan = plan
             started = self._now()
             try:
+                if tokens := missing.get(plan.source):
+                    preparing[plan.source].catch_up(self._history, check=check)
+                    missing[plan.source] = 0
+                    now = self._now()
+                    self._policy.caught_up(plan.source, tokens, now - started)
+                    started = now
                 tree = self._sources[plan.source].propose(
                     self._history, plan.budget, min(plan.depth, ahead), check=check
                 )

@@ -254,3 +254,30 @@ def test_a_draft_without_numbers_fails(decoder: Any) -> None:
 
     with pytest.raises(DraftFailedError, match="no numbers"):
         source(Broken()).propose(tokens(5), 8, 2)
+
+
+def approx_words(tree: Any) -> Any:
+    """torch sums in another order for other numbers of rows."""
+    return pytest.approx(words(tree), abs=1e-4)
+
+
+def test_a_prompt_is_read_in_pieces_while_there_is_time(decoder: Any) -> None:
+    history, looks = tokens(100), iter([None, None, [], None, None, None, None])
+    draft, fresh = source(decoder), source(decoder)
+    assert draft.missing(history) == 100
+    draft.ahead(history, 0, check=lambda: None, outcome=lambda: next(looks))
+    assert draft.missing(history) == 100 - 64, "two pieces, then the pass had ended"
+    draft.ahead(history, 0, check=lambda: None, outcome=lambda: None)
+    assert draft.missing(history) == 0
+    before = draft.passes
+    assert words(draft.propose(history, 8, 2)) == approx_words(fresh.propose(history, 8, 2))
+    assert draft.passes - before <= 3  # the last token, and two levels at most
+
+
+def test_catching_up_is_what_a_proposal_begins_with(decoder: Any) -> None:
+    history = tokens(50)
+    draft, fresh = source(decoder), source(decoder)
+    draft.catch_up(history)
+    assert draft.missing(history) == 0
+    assert words(draft.propose(history, 8, 2)) == approx_words(fresh.propose(history, 8, 2))
+    assert draft.missing([*history, 3]) <= 1

@@ -1,0 +1,109 @@
+"""What a draft head's training is asked for, how it reports, and the folder where it is kept.
+
+A folder belongs to one training: its options, text and target are written down when it begins, and
+compared when it is gone on with. Nothing here knows models or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.engine.types import Progress, ProgressCallback
+from localrt.errors import CancelledError, OptionError, StorageError
+from localrt.speculative.dgf import MOST_BLOCKS
+
+if TYPE_CHECKING:
+    from localrt.models.decoder import DecoderConfig
+
+__all__ = ["DraftTraining", "Reporter", "claim"]
+
+_SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTraining:
+    """The options of a training.
+
+    ``generate`` tokens are written by the target; 0 learns from the given text as it is.
+    ``tokens`` are learnt from in all, the same ones again if need be; None is three times what was
+    written. ``depth`` is the number of blocks, ``vocab`` the most tokens that are guessed,
+    ``length`` the tokens of a sequence and how far the head's attention sees.
+
+    Raises:
+        OptionError: a number out of bounds, with its bounds.
+    """
+
+    generate: int = 500_000
+    tokens: int | None = None
+    depth: int = 1
+    vocab: int = 8192
+    length: int = 384
+    batch: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "generate": (0, 1 << 40),
+            "tokens": (1, 1 << 40),
+            "depth": (1, MOST_BLOCKS),
+            "vocab": (2, 1 << 20),
+            "length": (16, 1 << 16),
+            "batch": (1, 4096),
+            "seed": (0, (1 << 63) - 1),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise OptionError(f"{name} must be from {low} to {high}, is {value}")
+
+
+class Reporter:
+    """Progress out, cancelling in."""
+
+    def __init__(self, progress: ProgressCallback | None, cancel: threading.Event | None) -> None:
+        self.progress = progress
+        self.cancel = cancel
+
+    def check(self) -> None:
+        """Raise ``CancelledError`` once it was asked for."""
+        if self.cancel is not None and self.cancel.is_set():
+            raise CancelledError("the training was cancelled; the same command goes on with it")
+
+    def show(self, stage: str, done: int, total: int, detail: str = "") -> None:
+        """``done`` of ``total`` tokens of a stage."""
+        if self.progress is not None:
+            self.progress(Progress(stage, done, total, "tokens", detail))
+
+
+def claim(work: Path, training: DraftTraining, text: str | None, decoder: DecoderConfig) -> None:
+    """Begin in the folder ``work``, or make sure that what lies there is the same training.
+
+    Raises:
+        OptionError: it is another one.
+        StorageError: it cannot be written.
+    """
+    file = work / _SETTINGS
+    sizes = ("architecture", "layers", "hidden_size", "vocab_size")
+    settings: dict[str, Any] = {
+        "options": asdict(training),
+        "text": hashlib.sha256((text or "").encode()).hexdigest(),
+        "target": {name: getattr(decoder, name) for name in sizes},
+    }
+    record = json.dumps(settings, indent=1, sort_keys=True)
+    try:
+        if file.exists():
+            if file.read_text(encoding="utf-8") != record:
+                raise OptionError(
+                    f"{work.parent} holds a training with other options or another text: give the "
+                    "same ones to go on with it, or another --out"
+                )
+            return
+        work.mkdir(parents=True, exist_ok=True)
+        file.write_text(record, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{file}: {error.strerror or error}") from error
