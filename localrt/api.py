@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.batching import BatchMethods
-from localrt.draft_loading import draft_loader, load_beside
-from localrt.drafting import Drafts
+from localrt.drafts.choice import Drafts
+from localrt.drafts.loading import draft_loader, load_beside
 from localrt.engine.loop import generate
 from localrt.engine.options import Options, read_options
 from localrt.engine.pool import SessionPool

@@ -10,7 +10,7 @@ import pytest
 
 from localrt import hardware
 from localrt.cli import main, plan_inputs
-from localrt.draft_acceptance import remember_acceptance
+from localrt.drafts.acceptance import remember_acceptance
 from localrt.offload.planner.machine import MachineProfile
 from localrt.settings import Settings
 from tests.planner.models import CONFIGS, machine

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.draft_clock import (
+from localrt.drafts.clock import (
     CardDraftDecoder,
     ClockedSource,
     HostDraftDecoder,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.draft_family import draft_to_load, find_family_draft
-from localrt.drafting import family_draft
+from localrt.drafts.choice import family_draft
+from localrt.drafts.family import draft_to_load, find_family_draft
 from localrt.loading import LoadOptions
 from localrt.quant.ops.native_abi import find_library
 from localrt.settings import Settings
@@ -147,7 +147,7 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
     options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
 
     def said(draft: str | None) -> tuple[tuple[int, ...], str]:
-        monkeypatch.setattr("localrt.drafting.family_draft", lambda _: draft)
+        monkeypatch.setattr("localrt.drafts.choice.family_draft", lambda _: draft)
         with localrt.load(tmp_path / "target") as model:
             chunk = model.generate("ab ab", **options)
         return chunk.token_ids, str(chunk.metrics.speculation)
@@ -168,7 +168,7 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
 def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localrt.drafting.family_draft", lambda _: str(tiny_folder))
+    monkeypatch.setattr("localrt.drafts.choice.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:
         monkeypatch.setattr("localrt.loading_native._budget", lambda *_: (1000, "RAM"))
         note = str(model.generate("hi", max_tokens=4, temperature=0.0).metrics.speculation)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.draft_acceptance import FirstChoices, known_acceptance, measured, remember_acceptance
+from localrt.drafts.acceptance import FirstChoices, known_acceptance, measured, remember_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.offload.planner import pair
 from localrt.offload.planner.pair import PairPlan, PairRequest
@@ -204,7 +204,7 @@ def test_bad_input(folders: tuple[Path, Path], tmp_path: Path) -> None:
 def test_no_memory_to_stand_for_the_cards(
     folders: tuple[Path, Path], choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from localrt import draft_placement
+    from localrt.drafts import placement as draft_placement
 
     choose("draft on card")
     monkeypatch.setattr(draft_placement, "_new_nbytes", lambda plan: 1 << 50)

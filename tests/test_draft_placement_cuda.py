@@ -119,7 +119,7 @@ def test_a_draft_that_the_card_has_no_room_for_stays_off_it(
 
     monkeypatch.setattr(loading_native, "_SCRATCH_BYTES", 3 << 30)
     target: list[Any] = []
-    from localrt import draft_loading
+    from localrt.drafts import loading as draft_loading
 
     def load(path: Path, options: Any, **more: Any) -> Any:
         target.append(options)
@@ -135,7 +135,7 @@ def test_a_draft_that_fails_to_load_leaves_the_target_all(
     folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that others took since it was planned."""
-    from localrt import draft_loading
+    from localrt.drafts import loading as draft_loading
 
     force(monkeypatch, "draft on card")
 

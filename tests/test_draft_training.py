@@ -13,11 +13,11 @@ import pytest
 
 import localrt
 from localrt.cli import main
-from localrt.draft_data import SHARD, SequenceFiles, to_bfloat16
-from localrt.draft_head import find_head
-from localrt.draft_prompts import ChatFrame, Prompts, chat_frame, line_starts
-from localrt.draft_training import DraftTraining, train_draft
-from localrt.draft_writing import draw
+from localrt.drafts.data import SHARD, SequenceFiles, to_bfloat16
+from localrt.drafts.head import find_head
+from localrt.drafts.prompts import ChatFrame, Prompts, chat_frame, line_starts
+from localrt.drafts.training import DraftTraining, train_draft
+from localrt.drafts.writing import draw
 from localrt.engine.types import Progress
 from localrt.errors import CancelledError, OptionError
 from localrt.quant.ops.native_abi import find_library

@@ -17,7 +17,7 @@ from localrt.formatting import format_bytes, format_count, format_seconds
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
-    from localrt.draft_training import TrainingReport
+    from localrt.drafts.training import TrainingReport
     from localrt.engine.types import Progress
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -87,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and say where the head lies and how well it guesses."""
     from localrt.calibration_text import read_text
-    from localrt.draft_head import TRAINED
-    from localrt.draft_training import DraftTraining, train_draft
+    from localrt.drafts.head import TRAINED
+    from localrt.drafts.training import DraftTraining, train_draft
     from localrt.hub import resolve
 
     names = ("generate", "tokens", "depth", "vocab", "length", "batch", "seed")

@@ -51,7 +51,7 @@ def plan_draft(args: argparse.Namespace, plan: Plan) -> PairPlan:
         LocalrtError: there is no such draft, or it cannot be planned.
     """
     from localrt.cli.plan_inputs import read_draft
-    from localrt.draft_acceptance import known_acceptance
+    from localrt.drafts.acceptance import known_acceptance
     from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
     from localrt.offload.planner.pair import AcceptanceSource, PairRequest, plan_pair
 

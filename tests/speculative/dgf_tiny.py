@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localrt.draft_head import target_identity
+from localrt.drafts.head import target_identity
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.draft_training_model import DgfModel
+from localrt.drafts.training_model import DgfModel
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.quant.formats import unpack

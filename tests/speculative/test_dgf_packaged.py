@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.draft_head import PACKAGED, find_head
+from localrt.drafts.head import PACKAGED, find_head
 from localrt.quant.ops.native_abi import find_library
 from localrt.settings import Settings
 from localrt.speculative.dgf_file import read_dgf

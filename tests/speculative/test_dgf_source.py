@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.draft_head import DraftHead
+from localrt.drafts.head import DraftHead
 from localrt.engine.native import NativeEngine, NativeSession
 from localrt.engine.options import read_options
 from localrt.errors import CancelledError

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.draft_head import DraftHead, beside_head, target_identity
+from localrt.drafts.head import DraftHead, beside_head, target_identity
 from localrt.engine.options import read_options
 from localrt.loading import LoadOptions
 from localrt.models.checkpoints import open_checkpoint

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from localrt.draft_data import SequenceFiles
-from localrt.draft_head import target_identity
-from localrt.draft_prompts import Prompts, chat_frame, line_starts
-from localrt.draft_training_work import DraftTraining, Reporter, claim
-from localrt.draft_writing import write_sequences
+from localrt.drafts.data import SequenceFiles
+from localrt.drafts.head import target_identity
+from localrt.drafts.prompts import Prompts, chat_frame, line_starts
+from localrt.drafts.training_work import DraftTraining, Reporter, claim
+from localrt.drafts.writing import write_sequences
 from localrt.engine.batch import kv_room
 from localrt.engine.native import NativeEngine
 from localrt.errors import OptionError

@@ -1,7 +1,7 @@
 """A draft head beside its target: found, checked, and made into sources of guesses.
 
 It opens the target's checkpoint once more for what head and target share, and computes with the
-target's own kernels while no pass runs. Options and tuning are the business of ``drafting.py``.
+target's own kernels while no pass runs. Options and tuning are the business of ``choice.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "target_identity",
 ]
 
-PACKAGED = Path(__file__).parent / "data" / "heads"
+PACKAGED = Path(__file__).parent.parent / "data" / "heads"
 """Heads that come with localrt, a folder each."""
 TRAINED = "heads"
 """Where a user's own lie, below the settings' data folder."""

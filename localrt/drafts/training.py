@@ -2,7 +2,7 @@
 
 Everything that takes long is kept in the folder ``work`` of the result: sequences as they are
 written, weights and optimizers once a minute. The same call goes on from there, to the same head.
-What the steps are is ``draft_training_torch.py``'s, where text comes from ``draft_text.py``'s.
+What the steps are is ``training_torch.py``'s, where text comes from ``text.py``'s.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localrt.draft_data import SequenceFiles
-from localrt.draft_text import learnt_text
-from localrt.draft_training_work import DraftTraining, Reporter
+from localrt.drafts.data import SequenceFiles
+from localrt.drafts.text import learnt_text
+from localrt.drafts.training_work import DraftTraining, Reporter
 from localrt.engine.types import ProgressCallback
 from localrt.errors import MissingExtraError, OptionError
 from localrt.speculative.dgf_file import is_dgf_folder, write_dgf
 
 if TYPE_CHECKING:
-    from localrt.draft_training_torch import LevelScore, Trainer
+    from localrt.drafts.training_torch import LevelScore, Trainer
 
 __all__ = ["DraftTraining", "TrainingReport", "train_draft"]
 
@@ -138,12 +138,12 @@ def _torch_part() -> Any:
         MissingExtraError: torch is not installed.
     """
     try:
-        from localrt import draft_training_torch
+        from localrt.drafts import training_torch
     except ImportError as error:
         raise MissingExtraError(
             "training computes with torch: pip install 'localrt[quantize]'"
         ) from error
-    return draft_training_torch
+    return training_torch
 
 
 def _train(

@@ -2,7 +2,7 @@
 
 A draft on a card takes its memory from the target's share, so that both stay within the budgets;
 one that fits nowhere is left out, and a note says so. A virtual card's draft is computed by the
-CPU and charged to the card (``draft_clock.py``). How the ways are compared is the planner's.
+CPU and charged to the card (``clock.py``). How the ways are compared is the planner's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.draft_acceptance import known_acceptance, measured, remember_acceptance
-from localrt.draft_clock import (
+from localrt.drafts.acceptance import known_acceptance, measured, remember_acceptance
+from localrt.drafts.clock import (
     CardDraftDecoder,
     ClockedSource,
     HostDraftDecoder,
@@ -27,7 +27,7 @@ from localrt.loading import LoadedModel, LoadOptions
 
 if TYPE_CHECKING:
     from localrt.cards import OpenCard
-    from localrt.drafting import Drafts
+    from localrt.drafts.choice import Drafts
     from localrt.engine.native import NativeEngine
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.planner.draft_costs import DraftCosts

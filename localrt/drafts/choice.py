@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.draft_head import DraftHead, find_head, is_draft_head
-from localrt.draft_placement import source_of
+from localrt.drafts.head import DraftHead, find_head, is_draft_head
+from localrt.drafts.placement import source_of
 from localrt.engine.speculation import Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.speculative.draft_model import DraftDecoder, DraftModelSource
@@ -26,7 +26,7 @@ from localrt.speculative.source import DraftSource
 from localrt.speculative.tuner import Tuner
 
 if TYPE_CHECKING:
-    from localrt.draft_placement import DraftPlace
+    from localrt.drafts.placement import DraftPlace
     from localrt.engine.base import EngineSession
     from localrt.engine.native import NativeEngine
     from localrt.engine.options import Options
@@ -293,7 +293,7 @@ def family_draft(target: LoadedModel) -> str | None:
     Only where weights are streamed: where all is resident, a second model in memory would be a
     surprise, and its guesses cost a CPU about what they save.
     """
-    from localrt.draft_family import find_family_draft
+    from localrt.drafts.family import find_family_draft
     from localrt.settings import Settings
 
     if not target.engine.info.streamed:

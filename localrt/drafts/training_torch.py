@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from localrt.draft_training_model import DgfModel
+from localrt.drafts.training_model import DgfModel
 from localrt.errors import CheckpointError, StorageError
 from localrt.speculative.dgf import DgfConfig
 
 if TYPE_CHECKING:
-    from localrt.draft_text import Learnt
+    from localrt.drafts.text import Learnt
 
 __all__ = ["Frozen", "LevelScore", "Trainer", "freeze", "mean_scores"]
 

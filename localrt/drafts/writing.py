@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from localrt.draft_prompts import Beginning, Prompts
+    from localrt.drafts.prompts import Beginning, Prompts
     from localrt.engine.native import NativeEngine, NativeSession
 
 __all__ = ["Written", "draw", "write_sequences"]

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.draft_head import beside_head, is_draft_head
-from localrt.draft_placement import PlacedBeside, place_draft
-from localrt.drafting import PLUS_NGRAM, Drafts
+from localrt.drafts.choice import PLUS_NGRAM, Drafts
+from localrt.drafts.head import beside_head, is_draft_head
+from localrt.drafts.placement import PlacedBeside, place_draft
 from localrt.errors import MemoryBudgetError
 from localrt.loading import LoadedModel, LoadOptions, load_parts
 
