@@ -52,7 +52,9 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     expected = {"localrt/py.typed"}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
-            if path.suffix in (".py", ".tcss") or "data" in path.relative_to(ROOT).parts[:-1]:
+            if path.suffix in (".py", ".tcss") or (
+                path.is_file() and "data" in path.relative_to(ROOT).parts
+            ):
                 inside = path.relative_to(ROOT)
                 expected.add(str(inside if room == "localrt" else Path("localrt") / inside))
     inside_wheel = {name for name in names if name.startswith("localrt/")}
