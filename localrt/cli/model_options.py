@@ -59,8 +59,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--draft",
-        metavar="MODEL|ngram|auto|off",
-        help="what guesses ahead: a smaller model of the same vocabulary, or repeated text",
+        metavar="MODEL|DIR|ngram|auto|off",
+        help="what guesses ahead: a smaller model of the same vocabulary, a trained head, or "
+        "repeated text",
     )
     group.add_argument("--tree-budget", type=int, metavar="K", help="guesses in a pass, not tuned")
     group.add_argument(

@@ -140,6 +140,8 @@ class Drafts:
         """A draft head for the target that is on this machine."""
         from localrt.settings import Settings
 
+        if self._target.engine.info.streamed:  # its budget was shared out without a head
+            return None
         found, engine = find_head(self._target, Settings.from_environment()), self._engine()
         if found is None or engine is None:
             return None
