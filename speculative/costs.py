@@ -35,20 +35,29 @@ class PassCost:
         self._most = _MOST_STREAMED if streamed else _MOST
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._curve: list[tuple[float, float]] = []  # rows and seconds, both rising
+        self._plain: float | None = None
         self._row: float | None = None  # seconds per row of a prompt
         self._prompt = 0  # and that prompt's rows: of short ones, a row costs more than it must
 
     def add(self, rows: int, seconds: float) -> None:
         """A pass of ``rows`` took ``seconds``."""
         self._seen.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append((rows, seconds))
-        self._curve = []
+        self._curve = []  # made when it is asked for
+        if rows == 1:
+            times = sorted(s for _, s in self._seen[1])
+            # A plain step that was disturbed would make guessing look better than it is.
+            self._plain = times[len(times) // 4]
+
+    def _points(self) -> list[tuple[float, float]]:
+        """Rows and seconds, both rising."""
+        if self._curve:
+            return self._curve
         low = 0.0
         for key in sorted(self._seen):
-            times = sorted(s for _, s in self._seen[key])
-            # A plain step that was disturbed would make guessing look better than it is.
-            usual = times[len(times) // 4] if key == 1 else median(times)
-            low = max(low, usual)
+            usual = median(s for _, s in self._seen[key])
+            low = max(low, self._plain if key == 1 and self._plain is not None else usual)
             self._curve.append((median(r for r, _ in self._seen[key]), low))
+        return self._curve
 
     def add_prompt(self, rows: int, seconds: float) -> None:
         """A long pass without logits: says what a row costs at most."""
@@ -63,7 +72,7 @@ class PassCost:
     @property
     def plain(self) -> float | None:
         """Seconds of a pass of one row; None before one was measured."""
-        return self._curve[0][1] if 1 in self._seen else None
+        return self._plain
 
     @property
     def plain_count(self) -> int:
@@ -87,7 +96,7 @@ class PassCost:
         if plain is None:
             raise ValueError("a plain pass must be measured first")
         below, low = 1.0, plain
-        for at, value in self._curve:
+        for at, value in self._points():
             if at >= rows:
                 return value if at <= below else low + (value - low) * (rows - below) / (at - below)
             below, low = at, value

@@ -21,6 +21,7 @@ class MergedSource:
 
     def __init__(self, sources: Sequence[DraftSource]) -> None:
         self._sources = list(sources)
+        self._ahead = [source for source in sources if isinstance(source, AheadSource)]
         self.failures: list[str] = []
 
     @property
@@ -72,8 +73,8 @@ class MergedSource:
         return max((source.ready(history) for source in self._preparing()), default=0)
 
     def _preparing(self) -> Iterator[AheadSource]:
-        for source in self._sources:
-            if isinstance(source, AheadSource) and source.prepares:
+        for source in self._ahead:
+            if source in self._sources and source.prepares:
                 yield source
 
     def close(self) -> None:

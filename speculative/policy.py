@@ -69,6 +69,9 @@ class Policy(Protocol):
         None: another plan is better, and to be asked for.
         """
 
+    def thought(self, seconds: float) -> None:
+        """Choosing what to guess has itself taken so long."""
+
     def ahead(self, plan: Plan | None, tree: TokenTree) -> Ahead | None:
         """What to prepare while the pass over ``tree`` runs; None: nothing."""
 
@@ -117,6 +120,9 @@ class Fixed:
     def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree:
         """See ``Policy``."""
         return tree
+
+    def thought(self, seconds: float) -> None:
+        """See ``Policy``."""
 
     def ahead(self, plan: Plan | None, tree: TokenTree) -> Ahead | None:
         """See ``Policy``."""

@@ -98,6 +98,12 @@ class Tuner:
         self.sources = {name: _Source(level == 0, level) for name, level in sources.items()}
         self.streamed = streamed
 
+    @property
+    def plain(self) -> float | None:
+        """Seconds of a plain step; None before one was measured."""
+        with self.lock:
+            return self.cost.plain
+
     def prompt(self, rows: int, seconds: float) -> None:
         """A prompt of ``rows`` was computed."""
         with self.lock:
@@ -196,6 +202,11 @@ class Run:
                 if other is not None and (better > rate or self._forced):
                     return None
             return worth
+
+    def thought(self, seconds: float) -> None:
+        """See ``Policy``."""
+        with self._tuner.lock:
+            self._lost += seconds
 
     def ahead(self, plan: Plan | None, tree: TokenTree) -> Ahead | None:
         """See ``Policy``."""

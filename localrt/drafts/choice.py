@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.drafts.head import DraftHead, find_head, is_draft_head
+from localrt.drafts.head import DraftHead, is_draft_head
 from localrt.drafts.placement import source_of
 from localrt.engine.speculation import Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
@@ -91,7 +91,7 @@ class Drafts:
             # Elsewhere a row's bits depend on how many are computed together, and so may a token.
             if engine.ops_name != "native":
                 return None
-            name = self._family or self._trained or _LOOKUP
+            name = self._family or _LOOKUP
         with self._lock:
             key = (name, options.tree_budget, options.tree_depth, options.sampling.temperature)
             known = self._made.get(key)
@@ -134,23 +134,6 @@ class Drafts:
     def _family(self) -> str | None:
         """What ``auto`` drafts with beside lookups."""
         return family_draft(self._target)
-
-    @cached_property
-    def _trained(self) -> str | None:
-        """A draft head for the target that is on this machine."""
-        from localrt.settings import Settings
-
-        if self._target.engine.info.streamed:  # its budget was shared out without a head
-            return None
-        found, engine = find_head(self._target, Settings.from_environment()), self._engine()
-        if found is None or engine is None:
-            return None
-        try:
-            with self._lock:
-                self._head(str(found), engine)
-        except LocalrtError:  # nobody asked for it
-            return None
-        return str(found)
 
     def _engine(self) -> NativeEngine | None:
         from localrt.engine.native import NativeEngine

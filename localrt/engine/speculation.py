@@ -26,6 +26,11 @@ from localrt.speculative.verify import follow
 
 __all__ = ["Speculation", "Stepper", "TreeSession"]
 
+# The share of plain decoding that looking for guesses may take where there are none, and the most
+# steps to leave it out.
+_LOOKING, _LONGEST_REST = 0.01, 12
+_BLEND = 0.2  # of a new measurement in a running mean
+
 MakeSources = Callable[[EngineSession], Mapping[str, DraftSource]]
 
 
@@ -126,6 +131,14 @@ class Stepper:
         self._logits: Logits | None = None
         self._seconds = 0.0
         self._prefill = self._now()
+        # Found once: asking an object whether it follows a protocol takes tens of microseconds.
+        self._preparing = {
+            name: source
+            for name, source in sources.items()
+            if isinstance(source, AheadSource) and source.prepares
+        }
+        self._rest = 0  # steps before guesses are looked for again
+        self._looking_s = 0.0  # what looking for them takes where there are none, in the mean
         self.passes = 0
         self.emitted = 0
         self.guessed_right: dict[str, int] = {}
@@ -224,8 +237,8 @@ class Stepper:
 
     def _work(self, order: Ahead) -> Work | None:
         """What to do beside the pass that begins."""
-        source = self._sources[order.source]
-        if not isinstance(source, AheadSource) or not source.prepares:
+        source = self._preparing.get(order.source)
+        if source is None:
             return None
         # A card's passes wait for the card, simulated ones not as long as they say.
         counts, forecast = self._session.counts(), self._session.forecast
@@ -246,11 +259,10 @@ class Stepper:
 
     def _draft(self, room: int, ahead: int, check: Check) -> TokenTree:
         """Guesses behind the history, as the policy wants them."""
-        preparing = {
-            name: source
-            for name, source in self._sources.items()
-            if isinstance(source, AheadSource) and source.prepares
-        }
+        if self._rest > 0:
+            self._rest -= 1
+            return TokenTree.empty()
+        began, charged, preparing = self._now(), 0.0, self._preparing
         ready = {name: source.ready(self._history) for name, source in preparing.items()}
         missing = {name: source.missing(self._history) for name, source in preparing.items()}
         while (plan := self._policy.plan(room, ready, missing)) is not None:
@@ -262,6 +274,7 @@ class Stepper:
                     missing[plan.source] = 0
                     now = self._now()
                     self._policy.caught_up(plan.source, tokens, now - started)
+                    charged += now - started
                     started = now
                 tree = self._sources[plan.source].propose(
                     self._history, plan.budget, min(plan.depth, ahead), check=check
@@ -271,10 +284,26 @@ class Stepper:
             except LocalrtError as error:  # the answer is the same without it
                 self._policy.failed(plan.source, str(error))
                 continue
-            worth = self._policy.drafted(plan, tree, self._now() - started)
+            now = self._now()
+            charged += now - started
+            worth = self._policy.drafted(plan, tree, now - started)
             if worth is not None:
-                return worth
-        return TokenTree.empty()
+                break
+        else:
+            worth = TokenTree.empty()
+        seconds = self._now() - began
+        self._policy.thought(max(0.0, seconds - charged))
+        self._rest_after(worth, seconds)
+        return worth
+
+    def _rest_after(self, tree: TokenTree, seconds: float) -> None:
+        """Where nothing is found, look again when that costs a hundredth of the steps between."""
+        if len(tree):
+            return
+        self._looking_s += _BLEND * (seconds - self._looking_s)
+        plain = self._tuner.plain
+        if plain:
+            self._rest = min(int(self._looking_s / (_LOOKING * plain)), _LONGEST_REST)
 
 
 def _likely(tree: TokenTree, logits: Logits) -> list[int]:
