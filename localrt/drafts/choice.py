@@ -41,6 +41,8 @@ LoadDraft = Callable[[str], "LoadedModel"]
 PLUS_NGRAM = "+ngram"
 _LOOKUP = "ngram"
 _MODEL = "model"
+_ROUND_NODES = 128
+_ROUND_LOGITS = 16 << 20
 _HEAD = "dgf"
 
 
@@ -240,6 +242,11 @@ class Drafts:
         if problem:
             raise OptionError(f"draft {name} has another vocabulary: {problem}")
 
+    def _round_nodes(self) -> int:
+        """Nodes of a draft's pass: where memory is tight, logits of 16 MB at most."""
+        info = self._target.engine.info
+        return max(8, _ROUND_LOGITS // (4 * info.vocab_size)) if info.streamed else _ROUND_NODES
+
     def _model_source(self, draft: _Draft, session: EngineSession, options: Options) -> DraftSource:
         from localrt.engine.native import NativeEngine
 
@@ -257,6 +264,7 @@ class Drafts:
                 vocab_size=min(engine.info.vocab_size, self._target.engine.info.vocab_size),
                 temperature=options.sampling.temperature,
                 held_rows=engine.ops_name in ("torch", "native"),
+                round_nodes=self._round_nodes(),
             )
 
         return source_of(

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from localrt.engine.types import ProgressCallback
     from localrt.settings import Settings
 
+# What a draft's passes take beside its weights and its cache: logits of a round, activations.
+_PASS_BYTES = 40 << 20
+_HELD_TOKENS = 4096  # of a conversation whose context was not asked for
+
 __all__ = ["Beside", "draft_loader", "is_draft_model", "load_beside", "load_draft"]
 
 
@@ -150,6 +154,18 @@ class Beside:
             parts.engine.close()
 
 
+def _beside_draft(parts: LoadedModel, options: LoadOptions) -> LoadOptions:
+    """The target's options with room in its RAM budget for what the draft will still grow by."""
+    from localrt.engine.native import NativeEngine
+    from localrt.offload.process_memory import ram_budget
+
+    engine = parts.engine
+    if not isinstance(engine, NativeEngine) or engine.free_memory() is not None:
+        return options
+    cache = engine.kv_nbytes(min(options.ctx or _HELD_TOKENS, parts.ctx))
+    return replace(options, ram=max(ram_budget(options.ram) - cache - _PASS_BYTES, 1))
+
+
 @contextmanager
 def load_beside(
     draft: str,
@@ -186,7 +202,8 @@ def load_beside(
             beside = PlacedBeside(name, place, load)
         else:
             try:
-                beside = Beside(name, load(options), "", options)
+                parts = load(options)
+                beside = Beside(name, parts, "", _beside_draft(parts, options))
             except MemoryBudgetError as error:
                 beside = Beside(name, None, f"draft {name} is not used: {error}", options)
     try:
