@@ -271,7 +271,7 @@ class _Run:
         # On a virtual clock a pass begins where the one before ended.
         self._mark: Mark = clock.now() if clock.simulated else None
         self._at = resources.cpu
-        self._slices: list[tuple[int, Logits]] = []
+        self._logits: Logits | None = None
         tokens = np.asarray(batch.tokens, np.int64)
         ops = resources.cpu.ops
         with ops.scope():
@@ -347,17 +347,20 @@ class _Run:
             self._config.norm_eps,
             self._config.final_softcap,
         )
-        logits = lane.ops.head(self._x, wanted, norm, eps, weight, softcap)
-        self._slices.append((first_row, logits))
+        part = lane.ops.head(self._x, wanted, norm, eps, weight, softcap)
+        vocab = self._config.vocab_size
+        if part.shape[1] == vocab:
+            self._logits = part
+            return
+        if self._logits is None:  # at once: all slices and the whole would be twice the memory
+            self._logits = np.empty((len(wanted), vocab), np.float32)
+        self._logits[:, first_row : first_row + part.shape[1]] = part
 
     def logits(self, rows: int) -> Logits:
         """The head's slices side by side."""
-        if len(self._slices) == 1:
-            return self._slices[0][1]
-        logits = np.empty((rows, self._config.vocab_size), np.float32)
-        for first, part in self._slices:
-            logits[:, first : first + part.shape[1]] = part
-        return logits
+        if self._logits is None:
+            return np.empty((rows, self._config.vocab_size), np.float32)
+        return self._logits
 
     def _step(self, lane: Lane) -> Pass:
         """What the lane's ``Ops`` derive from the batch, once."""
