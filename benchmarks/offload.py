@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
@@ -45,6 +45,17 @@ PIPELINE_RAM = 1190 * MB
 # A card scaled to a model of 1.1 GB, as 8 GB are to a model of 30 GB.
 CARD = "virtual:300MB@12GB/s,256GB/s,20TFLOPS"
 CARD_RAM = 600 * MB
+
+
+class Named(Protocol):
+    """A row of any benchmark that goes on where it stopped."""
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` and ``--again`` look for."""
+
+
+AnyRow = TypeVar("AnyRow", bound=Named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +164,12 @@ def save_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def pending(
-    rows: Sequence[Row], record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]
-) -> list[Row]:
+    rows: Sequence[AnyRow], record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]
+) -> list[AnyRow]:
     """Rows to measure: without results yet, or named by ``again``; of those named by ``only``."""
     done = {row["name"] for row in record["rows"] if row["results"]}
 
-    def named(row: Row, words: Sequence[str]) -> bool:
+    def named(row: AnyRow, words: Sequence[str]) -> bool:
         return any(word in row.name for word in words)
 
     wanted = [row for row in rows if not only or named(row, only)]

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
 import localrt  # noqa: E402
+from benchmarks import offload  # noqa: E402
 from benchmarks import speculation_limited as limited  # noqa: E402
 from benchmarks import speculation_rows as resident  # noqa: E402
 from benchmarks.offload import load_record, save_record  # noqa: E402
@@ -102,13 +103,7 @@ def without_folders(value: Any, setup: Setup) -> Any:
 
 def pending(record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]) -> list[Row]:
     """Rows to measure: without results yet, or named by ``again``; of those named by ``only``."""
-    done = {row["name"] for row in record["rows"] if row["results"]}
-
-    def named(row: Row, words: Sequence[str]) -> bool:
-        return any(word in row.name for word in words)
-
-    wanted = [row for row in ROWS if not only or named(row, only)]
-    return [row for row in wanted if row.name not in done or named(row, again)]
+    return offload.pending(ROWS, record, only, again)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

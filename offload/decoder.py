@@ -142,7 +142,8 @@ class PlacedDecoder:
         self._make_room(batch, len(wanted))
         if not len(wanted):
             self._skip_head()
-        before = self._res.trace.busy().get("cpu", 0.0)
+        decoding = len(batch.tokens) == 1 and len(wanted) > 0
+        before = self._res.trace.busy().get("cpu", 0.0) if decoding else 0.0
         try:
             logits = self._run(batch, wanted, check, features)
         except BaseException:
@@ -151,7 +152,7 @@ class PlacedDecoder:
         for span in batch.spans:
             span.cache.advance(span.rows)
         self._passes += 1
-        if len(batch.tokens) == 1 and len(wanted):
+        if decoding:
             self._decode_passes += 1
             self._decode_cpu_s += self._res.trace.busy().get("cpu", 0.0) - before
         self._residency.settle()
