@@ -1,19 +1,20 @@
-"""The dense decoder that the known architectures share: config, attention, MLP, block, model.
+"""The decoder that the known architectures share: config, attention, MLP, block, model.
 
 Every part is written against ``Ops`` and never looks inside an array. An architecture's own file
 (``llama.py``, ``gemma3.py``, ...) reads its config into a ``DecoderConfig`` and names its tensors.
-A mixture of experts later takes the place of ``GatedMlp``: a ``Block`` only calls its MLP.
+A mixture of experts (``moe.py``) takes the place of ``GatedMlp``: a ``Block`` only calls its MLP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from localrt.models.moe import MixtureNames, MixtureSpec, SparseMlp, load_expert
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import (
@@ -30,12 +31,24 @@ from localrt.quant.ops.protocol import (
     Weight,
 )
 
-__all__ = ["Attention", "Block", "Decoder", "DecoderConfig", "GatedMlp", "LayerNames", "Mlp"]
+__all__ = [
+    "Attention",
+    "Block",
+    "Decoder",
+    "DecoderConfig",
+    "GatedMlp",
+    "LayerNames",
+    "Mlp",
+    "sparse_mlp",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What a dense decoder is, whatever file it came from. One ``AttentionSpec`` per layer."""
+    """What a decoder is, whatever file it came from. One ``AttentionSpec`` per layer.
+
+    ``mixtures`` has one entry per layer, None for a dense one; it is empty for a dense model.
+    """
 
     architecture: str
     vocab_size: int
@@ -53,11 +66,23 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     final_softcap: float | None = None
     tied_head: bool = False
+    mixtures: tuple[MixtureSpec | None, ...] = ()
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
 
     @property
     def layers(self) -> int:
         """Number of blocks."""
         return len(self.attention)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(self.mixtures)
+
+    def mixture(self, layer: int) -> MixtureSpec | None:
+        """A layer's mixture of experts; None where its MLP is dense."""
+        return self.mixtures[layer] if self.mixtures else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +99,8 @@ class LayerNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_post_norm: str = ""
+    sinks: str = "self_attn.sinks"
+    mixture: MixtureNames = field(default_factory=MixtureNames)
 
 
 class Attention:
@@ -110,6 +137,7 @@ class Attention:
             q_norm=norm(names.q_norm, size, config.qk_norm),
             k_norm=norm(names.k_norm, size, config.qk_norm),
             post_norm=norm(names.attention_post_norm, hidden, config.post_norms),
+            sinks=weights.vector(spec.heads, f"{prefix}{names.sinks}") if spec.sinks else None,
         )
 
     def __call__(self, ops: Ops, x: Array, step: Pass) -> Array:
@@ -149,17 +177,33 @@ class GatedMlp:
         return ops.norm_gated_mlp(x, self.weights, self.spec)
 
 
+def sparse_mlp(
+    config: DecoderConfig,
+    spec: MixtureSpec,
+    names: LayerNames,
+    prefix: str,
+    weights: WeightLoader,
+    ops: Ops,
+) -> SparseMlp:
+    """A sparse layer's MLP, its table of experts empty."""
+    table = ops.expert_table(spec.router.count)
+    return SparseMlp(
+        spec, config.mlp, config.hidden_size, names.mlp_norm, names.mixture, prefix, weights, table
+    )
+
+
 class Block:
     """One layer: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, attention: Attention, mlp: Mlp) -> None:
+    def __init__(self, attention: Attention, mlp: Mlp, scale: float = 1.0) -> None:
         self.attention = attention
         self.mlp = mlp
+        self.scale = scale
 
     def __call__(self, ops: Ops, x: Array, step: Pass) -> Array:
         """(R, D) to (R, D)."""
-        x = ops.add(x, self.attention(ops, x, step))
-        return ops.add(x, self.mlp(ops, x))
+        x = ops.add(x, self.attention(ops, x, step), self.scale)
+        return ops.add(x, self.mlp(ops, x), self.scale)
 
 
 class Decoder:
@@ -175,7 +219,10 @@ class Decoder:
             self.embedding: Weight = weights.matrix(table, "model.embed_tokens.weight")
             self.blocks = [self._block(layer, names, weights) for layer in range(config.layers)]
             self.norm: Vector = weights.vector(
-                config.hidden_size, "model.norm.weight", offset=config.norm_offset
+                config.hidden_size,
+                "model.norm.weight",
+                offset=config.norm_offset,
+                scale=config.logit_scale,
             )
             if config.tied_head:
                 weights.skip("lm_head.weight")
@@ -186,10 +233,19 @@ class Decoder:
 
     def _block(self, layer: int, names: LayerNames, weights: WeightLoader) -> Block:
         prefix = f"model.layers.{layer}."
-        return Block(
-            Attention(self.config, layer, names, prefix, weights),
-            GatedMlp(self.config, names, prefix, weights),
-        )
+        attention = Attention(self.config, layer, names, prefix, weights)
+        return Block(attention, self._mlp(layer, names, weights), self.config.residual_scale)
+
+    def _mlp(self, layer: int, names: LayerNames, weights: WeightLoader) -> Mlp:
+        config, prefix = self.config, f"model.layers.{layer}."
+        spec = config.mixture(layer)
+        if spec is None:
+            return GatedMlp(config, names, prefix, weights)
+        part = sparse_mlp(config, spec, names, prefix, weights, self.ops)
+        for number in range(spec.router.count):
+            expert = load_expert(spec, config.hidden_size, number, names.mixture, prefix, weights)
+            part.table.put(number, expert)
+        return part
 
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence."""

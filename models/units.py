@@ -1,7 +1,8 @@
 """The units of a model: the smallest parts that are stored, placed and moved as one.
 
-A layer's attention and its MLP are a unit each, with their norms and biases. The head is cut by
-rows into units no larger than the largest MLP, nor than 8 MB: small units need little memory to
+A layer's attention and its MLP are a unit each, with their norms and biases. So is every expert of
+a mixture; a sparse layer's MLP unit is what all rows need: norm, router, shared experts. The head
+is cut by rows into units no larger than the largest MLP, nor than 8 MB: small units need little to
 pass through, and let what is read for each token be little more than what is missing. The embedding
 is read by row; where it is the head too, it is cut like one. This module knows names, shapes and
 sizes, neither files nor devices.
@@ -51,9 +52,15 @@ def list_units(
         CheckpointError: a tensor that every such model has is missing.
         UnsupportedModelError: a tensor that belongs to no unit, or is neither matrix nor vector.
     """
-    layers = [unit for n in range(config.layers) for unit in _layer_units(tensors, n, names)]
+    layers = [
+        unit for n in range(config.layers) for unit in _layer_units(tensors, n, names, config)
+    ]
     mlp = max(
-        (sum(packed_nbytes(tensors[name]) for name in unit.tensors) for unit in layers[1::2]),
+        (
+            sum(packed_nbytes(tensors[name]) for name in unit.tensors)
+            for unit in layers
+            if not unit.name.endswith(".attention")
+        ),
         default=0,
     )
     head = EMBEDDING if config.tied_head else HEAD
@@ -87,9 +94,9 @@ def packed_nbytes(info: TensorInfo) -> int:
 
 
 def _layer_units(
-    tensors: Mapping[str, TensorInfo], layer: int, names: LayerNames
+    tensors: Mapping[str, TensorInfo], layer: int, names: LayerNames, config: DecoderConfig
 ) -> Iterator[Unit]:
-    """Attention, then MLP."""
+    """Attention, then MLP, then experts."""
     prefix = f"model.layers.{layer}."
 
     def listed(*stems: str, optional: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -100,9 +107,22 @@ def _layer_units(
 
     attention = (names.attention_norm, *names.qkv, names.out)
     optional = (names.q_norm, names.k_norm, names.attention_post_norm)
-    yield Unit(f"layers.{layer}.attention", listed(*attention, optional=optional), layer)
-    mlp = (names.mlp_norm, *names.gate_up, names.down)
-    yield Unit(f"layers.{layer}.mlp", listed(*mlp, optional=(names.mlp_post_norm,)), layer)
+    sinks = tuple(n for n in (f"{prefix}{names.sinks}",) if n in tensors)
+    weights = listed(*attention, optional=optional) + sinks
+    yield Unit(f"layers.{layer}.attention", weights, layer)
+    spec = config.mixture(layer)
+    if spec is None:
+        mlp = (names.mlp_norm, *names.gate_up, names.down)
+        yield Unit(f"layers.{layer}.mlp", listed(*mlp, optional=(names.mlp_post_norm,)), layer)
+        return
+    own = names.mixture
+    mlp = (names.mlp_norm, own.router)
+    mlp += (*own.shared_gate_up, own.shared_down) if spec.shared else ()
+    mlp += (own.shared_gate,) if spec.shared_gate else ()
+    bias = tuple(n for n in (f"{prefix}{own.choice_bias}",) if n in tensors)
+    yield Unit(f"layers.{layer}.mlp", listed(*mlp) + bias, layer)
+    for number in range(spec.router.count):
+        yield Unit(f"layers.{layer}.expert.{number}", listed(*own.expert(number)), layer)
 
 
 def _slices(info: TensorInfo, limit: int) -> Iterator[Unit]:

@@ -55,13 +55,13 @@ class WeightLoader:
             self._mismatch(names, shapes, shape)
         return self._ops.weight(shape, self._blocks(names))
 
-    def vector(self, size: int, *names: str, offset: float = 0.0) -> Vector:
-        """The values of ``names`` joined in order, ``offset`` added."""
+    def vector(self, size: int, *names: str, offset: float = 0.0, scale: float = 1.0) -> Vector:
+        """The values of ``names`` joined in order, ``offset`` added, then times ``scale``."""
         shapes = [self._shape(name) for name in names]
         if any(len(s) != 1 for s in shapes) or sum(s[0] for s in shapes) != size:
             self._mismatch(names, shapes, (size,))
         values = np.concatenate([self._values(name) for name in names])
-        return self._ops.vector(values + np.float32(offset))
+        return self._ops.vector((values + np.float32(offset)) * np.float32(scale))
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds ``name``."""

@@ -313,7 +313,7 @@ class _Run:
 
     def stage(self, lane: Lane, stage: Stage, wanted: npt.NDArray[np.intp]) -> None:
         """Compute one stage once its weights are there."""
-        clock, ops = self._res.clock, lane.ops
+        clock, ops, scale = self._res.clock, lane.ops, self._config.residual_scale
         part, there, memory = lane.acquire(stage, self._check)
         ended: Mark = None
         try:
@@ -323,9 +323,9 @@ class _Run:
                 step = self._step(lane) if stage.kind == "attention" else None
                 started = clock.begin(lane.resource)
                 if isinstance(part, Attention):
-                    self._x = ops.add(self._x, part(ops, self._x, step))
+                    self._x = ops.add(self._x, part(ops, self._x, step), scale)
                 elif isinstance(part, GatedMlp):
-                    self._x = ops.add(self._x, part(ops, self._x))
+                    self._x = ops.add(self._x, part(ops, self._x), scale)
                 else:
                     self._project(lane, part, stage.first_row, wanted)
                 cost = None

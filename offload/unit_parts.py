@@ -150,7 +150,12 @@ class PartBuilder:
         """The norm before the head."""
         config = self._config
         weights = self._loader(unit, data)
-        return weights.vector(config.hidden_size, "model.norm.weight", offset=config.norm_offset)
+        return weights.vector(
+            config.hidden_size,
+            "model.norm.weight",
+            offset=config.norm_offset,
+            scale=config.logit_scale,
+        )
 
     def _loader(self, unit: StoredUnit, data: Any) -> WeightLoader:
         return WeightLoader(self._memory(unit, data), self._ops)

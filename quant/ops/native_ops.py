@@ -224,8 +224,10 @@ class NativeOps:
         self._api.lrt_norm_gated_mlp(self._handle, args)
         return out
 
-    def add(self, x: Floats, y: Floats) -> Floats:
+    def add(self, x: Floats, y: Floats, scale: float = 1.0) -> Floats:
         """Residual sum in place of ``x``."""
+        if scale != 1.0:
+            y *= np.float32(scale)
         x += y
         self._spare[y.shape] = y
         return x

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.ops.experts import ExpertOps
 
 __all__ = [
     "Activation",
@@ -67,6 +68,7 @@ class AttentionSpec:
     rope: Rope | None
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False  # a learned logit per head joins the softmax and takes its share
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -89,6 +91,7 @@ class AttentionWeights:
     q_norm: Vector | None = None  # (E,), before the rotary embedding
     k_norm: Vector | None = None
     post_norm: Vector | None = None  # on the output projection's result
+    sinks: Vector | None = None  # (H,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +104,12 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpWeights:
-    """One gated MLP unit. ``gate_up`` stacks the rows of gate and up: (2F, D)."""
+    """One gated MLP unit. ``gate_up`` stacks the rows of gate and up: (2F, D).
 
-    norm: Vector
+    Without a ``norm`` its input is normed already: experts that every row sees.
+    """
+
+    norm: Vector | None
     gate_up: Weight
     down: Weight  # (D, F)
     post_norm: Vector | None = None
@@ -178,7 +184,7 @@ class Batch:
         return cls(tokens, positions, tuple(Span(cache, len(ids)) for cache, ids in sequences))
 
 
-class Ops(Protocol):
+class Ops(ExpertOps, Protocol):
     """One implementation of the compute steps on one device. Used by one thread at a time."""
 
     @property
@@ -255,8 +261,11 @@ class Ops(Protocol):
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""
 
-    def add(self, x: Array, y: Array) -> Array:
-        """The residual sum. ``x`` may become the result, ``y`` a later array: both are given up."""
+    def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
+        """The residual sum ``x + scale * y``.
+
+        ``x`` may become the result, ``y`` a later array: both are given up.
+        """
 
     def head(
         self,

@@ -175,9 +175,9 @@ class TorchOps:
         y = self.linear(gate * up, weights.down)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
         """Residual sum in place of ``x``."""
-        return x.add_(y)
+        return x.add_(y, alpha=scale)
 
     def head(
         self,

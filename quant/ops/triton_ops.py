@@ -238,9 +238,9 @@ class TritonOps:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
 
-    def add(self, x: Stream, y: Tensor) -> Stream:
+    def add(self, x: Stream, y: Tensor, scale: float = 1.0) -> Stream:
         """The residual sum, made when it is next read."""
-        x.add(y)
+        x.add(y if scale == 1.0 else y * scale)
         return x
 
     def head(
