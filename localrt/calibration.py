@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
-from localrt.models.decoder import Attention, Block, DecoderConfig, GatedMlp, LayerNames
+from localrt.models.decoder import (
+    Attention,
+    Block,
+    DecoderConfig,
+    GatedMlp,
+    LayerNames,
+    resident_mlp,
+)
+from localrt.models.moe import SparseMlp
 from localrt.models.units import EMBEDDING
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Batch
@@ -135,18 +143,24 @@ class HiddenStates:
     def _block(self, checkpoint: Checkpoint, layer: int) -> Block:
         weights = WeightLoader(checkpoint, self._ops)
         prefix = f"model.layers.{layer}."
+        config, names = self._config, self._names
         return Block(
-            Attention(self._config, layer, self._names, prefix, weights),
-            GatedMlp(self._config, self._names, prefix, weights),
+            Attention(config, layer, names, prefix, weights),
+            resident_mlp(config, layer, names, prefix, weights, self._ops),
+            config.residual_scale,
         )
 
 
 def _matrices(block: Block, names: LayerNames) -> dict[str, Any]:
-    """A layer's stacked matrices by the first name in them."""
-    assert isinstance(block.mlp, GatedMlp), "the only MLP that there is"
-    return {
-        names.qkv[0]: block.attention.weights.qkv,
-        names.out: block.attention.weights.out,
-        names.gate_up[0]: block.mlp.weights.gate_up,
-        names.down: block.mlp.weights.down,
-    }
+    """A layer's stacked matrices by the first name in them.
+
+    Not a mixture's experts: few rows of a text reach each of them, too few to calibrate by.
+    """
+    found = {names.qkv[0]: block.attention.weights.qkv, names.out: block.attention.weights.out}
+    if isinstance(block.mlp, GatedMlp):
+        found[names.gate_up[0]] = block.mlp.weights.gate_up
+        found[names.down] = block.mlp.weights.down
+    elif isinstance(block.mlp, SparseMlp) and block.mlp.shared is not None:
+        found[names.mixture.shared_gate_up[0]] = block.mlp.shared.gate_up
+        found[names.mixture.shared_down] = block.mlp.shared.down
+    return found

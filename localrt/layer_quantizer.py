@@ -3,11 +3,13 @@
 Matrices that share an input are quantized as one: q, k and v, and gate and up, share the rotation
 of their input and the factor of a tensor. With mr-gptq, the rotation of the output projection's
 input is folded into v where its blocks divide a head: attention only mixes rows of v, so
-o (H a) with a v rotated by H is o H in stored weights, and nothing is rotated at run time.
+o (H a) with a v rotated by H is o H in stored weights, and nothing is rotated at run time. The
+experts of a mixture are rounded alone, whatever the method.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -26,6 +28,8 @@ from localrt.quant.methods import Quantized, block_hadamard, quantize, restored_
 __all__ = ["LayerQuantizer", "folded_rotation"]
 
 Floats = npt.NDArray[np.float32]
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
 
 
 def folded_rotation(
@@ -58,7 +62,16 @@ class LayerQuantizer:
         self._method = method
         self._folded = folded
         self._tiler = tiler
-        self._groups = (names.qkv, (names.out,), names.gate_up, (names.down,))
+        own = names.mixture
+        self._groups: tuple[tuple[str, ...], ...] = (
+            names.qkv,
+            (names.out,),
+            names.gate_up,
+            (names.down,),
+            own.shared_gate_up,
+            (own.shared_down,),
+        )
+        self._expert_groups: tuple[tuple[str, ...], ...] = (own.gate_up, (own.down,))
 
     def rounded(self, name: str) -> Iterator[WeightBlock]:
         """A tensor of any part of the model, rounded to nearest, a few rows at a time.
@@ -75,14 +88,19 @@ class LayerQuantizer:
         )
 
     def calibrated(self, layer: int, hessians: Mapping[str, Floats]) -> Pieces:
-        """The tensors of a layer, given H of the inputs of each group by its first name."""
+        """The tensors of a layer, given H of the inputs of each group by its first name.
+
+        Matrices of other groups are rounded.
+        """
         prefix = f"model.layers.{layer}."
-        group_of = {f"{prefix}{stem}.weight": group for group in self._groups for stem in group}
+        groups = (group for group in self._groups if group[0] in hessians)
+        group_of = {f"{prefix}{stem}.weight": group for group in groups for stem in group}
         done: dict[str, Quantized] = {}
 
         def pieces(name: str) -> Iterator[WeightBlock]:
             if name not in group_of:
-                yield from self._vector(name, prefix)
+                is_vector = len(self._infos[name].shape) == 1
+                yield from self._vector(name, prefix) if is_vector else self.rounded(name)
                 return
             if name not in done:
                 group = group_of[name]
@@ -162,10 +180,16 @@ class LayerQuantizer:
         if codec is None or codec.tensor_scale(1.0) == 1.0:
             return None
         stem = name.removesuffix(".weight")
+        expert = _EXPERT.search(stem)
+        groups = self._groups
+        if expert is not None:
+            groups = tuple(
+                tuple(own.format(expert[0]) for own in group) for group in self._expert_groups
+            )
         group = next(
             (
                 [f"{stem.removesuffix(own)}{other}.weight" for other in group]
-                for group in self._groups
+                for group in groups
                 for own in group
                 if stem.endswith(f".{own}")
             ),

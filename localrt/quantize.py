@@ -23,7 +23,7 @@ from localrt.errors import OptionError, TokenizerError, UnsupportedModelError
 from localrt.layer_quantizer import LayerQuantizer, folded_rotation
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.checkpoints.store_manifest import Quantization
-from localrt.models.decoder import DecoderConfig
+from localrt.models.decoder import DecoderConfig, LayerNames
 from localrt.models.registry import find_architecture, read_config, require_readable
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.units import EMBEDDING, HEAD, list_units
@@ -126,7 +126,7 @@ def quantize_model(
         require_readable(source)
         config = read_config(source)
         names = find_architecture(source.architecture).names
-        formats = _formats(source.tensors, target, head_format)
+        formats = _formats(source.tensors, target, head_format, names)
         infos = stored_infos(source.tensors, formats)
         units = list_units(infos, config, names)
         windows: list[list[int]] = []
@@ -181,7 +181,11 @@ def quantize_model(
             bits_per_weight=_bits_per_weight(matrices),
             layer_bits_per_weight=_bits_per_weight(_of_layers(matrices)),
             calibration_tokens=sum(map(len, windows)),
-            fallbacks={i.name: i.format.name for i in _of_layers(matrices) if i.format != target},
+            fallbacks={
+                info.name: info.format.name
+                for info in _of_layers(matrices)
+                if info.format != target and not _is_router(info.name, names)
+            },
         )
 
 
@@ -230,13 +234,16 @@ def _method(method: str | None, target: Format, *, calibrated: bool) -> str:
 
 
 def _formats(
-    tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None
+    tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None, names: LayerNames
 ) -> dict[str, Format]:
-    """What every matrix is stored in."""
+    """What every matrix is stored in. Routers, small and touchy, stay as they are."""
     head = quantized_format(head_format) if head_format is not None else None
     formats: dict[str, Format] = {}
     for name, info in tensors.items():
         if len(info.shape) != 2:
+            continue
+        if _is_router(name, names):
+            formats[name] = info.format
             continue
         wanted = target
         if name in _TABLES:
@@ -244,6 +251,13 @@ def _formats(
         kept = wanted == info.format
         formats[name] = wanted if kept else fitting_format(wanted, info.shape[1])
     return formats
+
+
+def _is_router(name: str, names: LayerNames) -> bool:
+    """Whether a tensor chooses experts, or weighs the shared ones."""
+    return name.endswith(
+        (f".{names.mixture.router}.weight", f".{names.mixture.shared_gate}.weight")
+    )
 
 
 def _default_head(published: Format, target: Format) -> Format:

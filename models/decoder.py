@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from localrt.models.moe import MixtureNames, MixtureSpec, SparseMlp, load_expert
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.experts import ExpertTable
 from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import (
     Array,
@@ -39,6 +40,7 @@ __all__ = [
     "GatedMlp",
     "LayerNames",
     "Mlp",
+    "resident_mlp",
     "sparse_mlp",
 ]
 
@@ -118,6 +120,7 @@ class Attention:
         self.spec = spec = config.attention[layer]
         hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
         rows = (spec.heads + 2 * spec.kv_heads) * size
+        joint = spec.joint_norms
 
         def norm(name: str, width: int, present: bool = True) -> Vector | None:
             if not present:
@@ -134,8 +137,8 @@ class Attention:
             out_bias=weights.vector(hidden, f"{prefix}{names.out}.bias")
             if config.out_bias
             else None,
-            q_norm=norm(names.q_norm, size, config.qk_norm),
-            k_norm=norm(names.k_norm, size, config.qk_norm),
+            q_norm=norm(names.q_norm, size * (spec.heads if joint else 1), config.qk_norm),
+            k_norm=norm(names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm),
             post_norm=norm(names.attention_post_norm, hidden, config.post_norms),
             sinks=weights.vector(spec.heads, f"{prefix}{names.sinks}") if spec.sinks else None,
         )
@@ -183,13 +186,32 @@ def sparse_mlp(
     names: LayerNames,
     prefix: str,
     weights: WeightLoader,
-    ops: Ops,
+    table: ExpertTable,
 ) -> SparseMlp:
-    """A sparse layer's MLP, its table of experts empty."""
-    table = ops.expert_table(spec.router.count)
+    """A sparse layer's MLP with the experts that ``table`` holds."""
     return SparseMlp(
         spec, config.mlp, config.hidden_size, names.mlp_norm, names.mixture, prefix, weights, table
     )
+
+
+def resident_mlp(
+    config: DecoderConfig,
+    layer: int,
+    names: LayerNames,
+    prefix: str,
+    weights: WeightLoader,
+    ops: Ops,
+) -> GatedMlp | SparseMlp:
+    """A layer's MLP with all that it computes with."""
+    spec = config.mixture(layer)
+    if spec is None:
+        return GatedMlp(config, names, prefix, weights)
+    table = ops.expert_table(spec.router.count)
+    part = sparse_mlp(config, spec, names, prefix, weights, table)
+    for number in range(spec.router.count):
+        expert = load_expert(spec, config.hidden_size, number, names.mixture, prefix, weights)
+        table.put(number, expert)
+    return part
 
 
 class Block:
@@ -234,18 +256,8 @@ class Decoder:
     def _block(self, layer: int, names: LayerNames, weights: WeightLoader) -> Block:
         prefix = f"model.layers.{layer}."
         attention = Attention(self.config, layer, names, prefix, weights)
-        return Block(attention, self._mlp(layer, names, weights), self.config.residual_scale)
-
-    def _mlp(self, layer: int, names: LayerNames, weights: WeightLoader) -> Mlp:
-        config, prefix = self.config, f"model.layers.{layer}."
-        spec = config.mixture(layer)
-        if spec is None:
-            return GatedMlp(config, names, prefix, weights)
-        part = sparse_mlp(config, spec, names, prefix, weights, self.ops)
-        for number in range(spec.router.count):
-            expert = load_expert(spec, config.hidden_size, number, names.mixture, prefix, weights)
-            part.table.put(number, expert)
-        return part
+        mlp = resident_mlp(self.config, layer, names, prefix, weights, self.ops)
+        return Block(attention, mlp, self.config.residual_scale)
 
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence."""

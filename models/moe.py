@@ -120,7 +120,7 @@ class SparseMlp:
         routed = self.route(ops, x)
         slots = ops.expert_slots(routed.normed, routed.routing)
         ops.run_experts(routed.normed, routed.routing, self.table, self.spec.expert, slots)
-        return self.finish(ops, routed, slots)
+        return ops.combine_experts(slots, routed.routing, self.shared_rows(ops, routed))
 
     def route(self, ops: Ops, x: Array) -> Routed:
         """The normed rows and their experts."""
@@ -134,12 +134,11 @@ class SparseMlp:
             self.watch(routing)
         return Routed(normed, routing)
 
-    def finish(self, ops: Ops, routed: Routed, slots: Array) -> Array:
-        """The sum of what is in ``slots`` and of the shared experts: (R, D)."""
-        shared = None
-        if self.shared is not None:
-            shared = ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
-        return ops.combine_experts(slots, routed.routing, shared)
+    def shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
+        """What the experts give that every row sees, (R, D); None where there are none."""
+        if self.shared is None:
+            return None
+        return ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
 
 
 def load_expert(

@@ -39,6 +39,7 @@ class Architecture:
 ARCHITECTURES = {
     "llama": "llama",
     "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
     "mistral": "llama",
     "MistralForCausalLM": "llama",
     "qwen2": "qwen2",
@@ -54,6 +55,17 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "smollm3": "smollm3",
     "SmolLM3ForCausalLM": "smollm3",
+    "qwen2moe": "qwen2_moe",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "olmoe": "olmoe",
+    "OlmoeForCausalLM": "olmoe",
+    "granitemoe": "granite_moe",
+    "GraniteMoeForCausalLM": "granite_moe",
+    "GraniteMoeSharedForCausalLM": "granite_moe",
+    "gpt-oss": "gpt_oss",
+    "GptOssForCausalLM": "gpt_oss",
 }
 
 
@@ -76,7 +88,10 @@ def find_architecture(name: str) -> Architecture:
 
 def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> DecoderConfig:
     """The checkpoint's config; ``context`` is the session size that rotary scaling may follow."""
-    architecture = find_architecture(checkpoint.architecture)
+    name = checkpoint.architecture
+    if name == "llama" and checkpoint.config.get("num_local_experts"):
+        name = "MixtralForCausalLM"  # GGUF has one name for both
+    architecture = find_architecture(name)
     try:
         return architecture.read_config(RawConfig(checkpoint, context=context))
     except ValueError as error:

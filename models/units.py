@@ -18,7 +18,7 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
 from localrt.models.decoder import DecoderConfig, LayerNames
-from localrt.models.weights import is_ignored
+from localrt.models.weights import is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 
 __all__ = ["EMBEDDING", "HEAD", "Unit", "list_units", "packed_nbytes"]
@@ -141,7 +141,7 @@ def _slices(info: TensorInfo, limit: int) -> Iterator[Unit]:
 
 def _info(tensors: Mapping[str, TensorInfo], name: str) -> TensorInfo:
     if name not in tensors:
-        raise CheckpointError(f"tensor {name} is missing")
+        raise CheckpointError(missing_tensor(name))
     return tensors[name]
 
 

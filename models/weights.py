@@ -6,6 +6,7 @@ model without one of its parts would give quietly wrong text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from localrt.models.checkpoints.base import TensorSource, WeightBlock
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Ops, Vector, Weight
 
-__all__ = ["WeightLoader", "is_ignored"]
+__all__ = ["WeightLoader", "is_ignored", "missing_tensor"]
 
 # Derived from the config, read elsewhere, or of another modality: never part of the text model.
 _IGNORED_PARTS = (
@@ -33,6 +34,20 @@ _IGNORED_PARTS = (
 def is_ignored(name: str) -> bool:
     """Whether a tensor may lie unread in a checkpoint: it is no part of the text model."""
     return any(part in name for part in _IGNORED_PARTS)
+
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\..*")
+
+
+def missing_tensor(name: str) -> str:
+    """What to say of a tensor that a checkpoint lacks."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
+        return f"tensor {name} is missing"
+    return (
+        f"layer {expert[1]} lacks expert {expert[2]}: tensor {name} is missing; "
+        "download the model again"
+    )
 
 
 class WeightLoader:
@@ -98,7 +113,7 @@ class WeightLoader:
     def _shape(self, name: str) -> tuple[int, ...]:
         info = self._checkpoint.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{self._checkpoint.path.name}: tensor {name} is missing")
+            raise CheckpointError(f"{self._checkpoint.path.name}: {missing_tensor(name)}")
         return info.shape
 
     def _mismatch(

@@ -1,4 +1,4 @@
-"""A GGUF model as a checkpoint: Hugging Face's tensor names, row order and config.
+"""A GGUF model as a checkpoint: Hugging Face's tensor names, row order and config, experts by one.
 
 llama.cpp rotates neighbouring pairs of a head's values, Hugging Face its two halves; the converter
 reorders query and key rows accordingly for some architectures. ``read`` puts them back, which moves
@@ -17,14 +17,22 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.expert_stacks import split_ranges
 from localrt.models.checkpoints.gguf_config import generation_config, model_config
 from localrt.models.checkpoints.gguf_file import open_gguf_parts
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
-from localrt.models.checkpoints.gguf_names import INTERLEAVED_ROTARY, hf_tensor_name
+from localrt.models.checkpoints.gguf_names import (
+    INTERLEAVED_ROTARY,
+    expert_stack,
+    hf_tensor_name,
+)
 from localrt.models.checkpoints.stored_tensor import StoredTensor
 from localrt.quant.formats import PackedTensor
 
 __all__ = ["GgufCheckpoint"]
+
+_ONE_ROW = ".shared_expert_gate.weight"
+"""A matrix of one row that llama.cpp's converter stores as a vector."""
 
 
 class GgufCheckpoint:
@@ -94,14 +102,26 @@ class GgufCheckpoint:
         return self._stored[name]
 
     def _rename(self) -> dict[str, StoredTensor]:
+        """Every tensor by its Hugging Face name, and every expert by itself."""
+        experts = self.metadata.integer(f"{self.architecture}.expert_count")
         stored: dict[str, StoredTensor] = {}
         for part in self._parts:
             for name, tensor in part.tensors.items():
-                hf_name = hf_tensor_name(self.architecture, name)
-                if hf_name in stored:
-                    raise CheckpointError(f"{part.path}: tensor {name!r} appears twice")
-                stored[hf_name] = replace(tensor, info=replace(tensor.info, name=hf_name))
+                for own in self._plain(name, tensor, experts):
+                    if own.info.name in stored:
+                        raise CheckpointError(f"{part.path}: tensor {name!r} appears twice")
+                    stored[own.info.name] = own
         return stored
+
+    def _plain(self, name: str, tensor: StoredTensor, experts: int | None) -> list[StoredTensor]:
+        """What one tensor of the file is."""
+        if (stacked := expert_stack(name)) is not None:
+            prefix, stack = stacked
+            return list(split_ranges(tensor, stack, prefix, experts))
+        info = replace(tensor.info, name=hf_tensor_name(self.architecture, name))
+        if info.name.endswith(_ONE_ROW) and len(info.shape) == 1:
+            info = replace(info, shape=(1, *info.shape))
+        return [replace(tensor, info=info)]
 
     def _find_rotary_heads(self) -> dict[str, int]:
         """Number of heads of every tensor whose rows are stored in rotary pairs."""

@@ -13,9 +13,11 @@ from localrt.errors import CheckpointError
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
 from localrt.models.checkpoints.gguf_names import (
     CONFIG_KEYS,
+    FLAG_KEYS,
     GEMMA,
     ROPE_SCALING_KEYS,
     SAMPLING_KEYS,
+    SCORING,
     TOKEN_KEYS,
 )
 from localrt.models.checkpoints.stored_tensor import StoredTensor
@@ -42,6 +44,7 @@ def model_config(
         value = _numbers(metadata, f"{architecture}.{key}")
         if value is not None:
             config[name] = value
+    _add_routing(config, architecture, metadata)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["sliding_window"] = config.get("sliding_window") or None  # 0 means none
     _add_vocabulary(config, metadata, tensors)
@@ -85,6 +88,21 @@ def _numbers(metadata: GgufMetadata, key: str) -> Any:
     if not values or not all(type(value) in (int, float) for value in values):
         raise CheckpointError(f"{metadata.path}: metadata key {key!r} is not a list of numbers")
     return values[0] if values.count(values[0]) == len(values) else values
+
+
+def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+    """How a router's scores are made. An unknown number stays, for the architecture to refuse."""
+    for key, name in FLAG_KEYS.items():
+        value = metadata.get(f"{architecture}.{key}")
+        if value is not None and type(value) is not bool:
+            raise CheckpointError(
+                f"{metadata.path}: metadata key {architecture + '.' + key!r} is not true or false"
+            )
+        if value is not None:
+            config[name] = value
+    function = metadata.integer(f"{architecture}.expert_gating_func")
+    if function:  # 0 says nothing
+        config["scoring_func"] = SCORING.get(function, str(function))
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:

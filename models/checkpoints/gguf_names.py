@@ -1,7 +1,7 @@
 """GGUF's names for tensors and parameters, and Hugging Face's for the same things.
 
-Two tables and their look-ups. How the values behind the names differ (row order, norm weights,
-rotary scaling) is the business of ``gguf_checkpoint.py`` and ``gguf_config.py``.
+Tables and their look-ups. How the values behind the names differ (row order, norm weights, rotary
+scaling) is the business of ``gguf_checkpoint.py`` and ``gguf_config.py``.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from localrt.models.checkpoints.expert_stacks import Stack
+
 __all__ = [
     "CONFIG_KEYS",
+    "FLAG_KEYS",
     "GEMMA",
     "INTERLEAVED_ROTARY",
     "ROPE_SCALING_KEYS",
     "SAMPLING_KEYS",
+    "SCORING",
     "TOKEN_KEYS",
+    "expert_stack",
     "hf_tensor_name",
 ]
 
-INTERLEAVED_ROTARY = frozenset({"llama", "mistral3", "smollm3"})
+INTERLEAVED_ROTARY = frozenset({"granite", "granitemoe", "llama", "mistral3", "smollm3"})
 """Architectures whose files hold query and key rows in pairs (x0, y0, x1, y1, ...)."""
 
 GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
@@ -44,6 +49,32 @@ _LAYER_TENSORS: Mapping[str, str] = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
+_EXPERT_TENSORS: Mapping[str, str] = {
+    # Mixtral's first files: a tensor for each expert, its number before "weight"
+    "ffn_gate": "mlp.experts.{}.gate_proj",
+    "ffn_up": "mlp.experts.{}.up_proj",
+    "ffn_down": "mlp.experts.{}.down_proj",
+}
+
+_EXPERT_STACKS: Mapping[str, tuple[str, ...]] = {
+    # (experts, rows, columns)
+    "ffn_gate_exps": (_EXPERT_TENSORS["ffn_gate"],),
+    "ffn_up_exps": (_EXPERT_TENSORS["ffn_up"],),
+    "ffn_gate_up_exps": (_EXPERT_TENSORS["ffn_gate"], _EXPERT_TENSORS["ffn_up"]),
+    "ffn_down_exps": (_EXPERT_TENSORS["ffn_down"],),
+}
+
+_WHOLE_NAMES: Mapping[str, str] = {
+    # names that Hugging Face gives no ".weight" or ".bias"
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 
 _SANDWICH_NORMS: Mapping[str, str] = {
@@ -55,6 +86,7 @@ _SANDWICH_NORMS: Mapping[str, str] = {
 _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
 
@@ -64,20 +96,39 @@ CONFIG_KEYS: Mapping[str, str] = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.scale": "attention_multiplier",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
+    "embedding_scale": "embedding_multiplier",
     "expert_count": "num_local_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "expert_used_count": "num_experts_per_tok",
+    "expert_weights_scale": "routed_scaling_factor",
     "feed_forward_length": "intermediate_size",
     "final_logit_softcapping": "final_logit_softcapping",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
     "rope.dimension_count": "rope_dim",
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
     "vocab_size": "vocab_size",
 }
+
+FLAG_KEYS: Mapping[str, str] = {
+    # after the architecture's name and a dot; true or false
+    "expert_weights_norm": "norm_topk_prob",
+}
+
+SCORING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax-chosen"}
+"""What ``<architecture>.expert_gating_func`` counts, as ``scoring_func``."""
 
 ROPE_SCALING_KEYS: Mapping[str, str] = {
     # after the architecture's name and ".rope.scaling."
@@ -108,7 +159,10 @@ SAMPLING_KEYS: Mapping[str, str] = {
     "top_p": "top_p",
 }
 
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>[a-z0-9_]+)\.(?P<kind>weight|bias)")
+_NAME = re.compile(
+    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>[a-z0-9_]+)"
+    r"(?:\.(?P<expert>\d{1,9}))?\.(?P<kind>weight|bias)"
+)
 
 
 def hf_tensor_name(architecture: str, name: str) -> str:
@@ -116,9 +170,25 @@ def hf_tensor_name(architecture: str, name: str) -> str:
     match = _NAME.fullmatch(name)
     if match is None:
         return name
-    layer, stem, kind = match["layer"], match["stem"], match["kind"]
+    layer, stem, expert, kind = match["layer"], match["stem"], match["expert"], match["kind"]
     if layer is None:
-        return f"{_TENSORS[stem]}.{kind}" if stem in _TENSORS else name
-    own = _LAYER_TENSORS_OF.get(architecture, {})
-    hf_stem = own.get(stem) or _LAYER_TENSORS.get(stem)
+        return f"{_TENSORS[stem]}.{kind}" if stem in _TENSORS and expert is None else name
+    if (whole := _WHOLE_NAMES.get(f"{stem}.{kind}")) is not None and expert is None:
+        return f"model.layers.{int(layer)}.{whole}"
+    if expert is not None:
+        hf_stem = _EXPERT_TENSORS.get(stem, "").format(int(expert))
+    else:
+        hf_stem = _LAYER_TENSORS_OF.get(architecture, {}).get(stem) or _LAYER_TENSORS.get(stem, "")
     return f"model.layers.{int(layer)}.{hf_stem}.{kind}" if hf_stem else name
+
+
+def expert_stack(name: str) -> tuple[str, Stack] | None:
+    """What a tensor of all experts of a layer holds, and the prefix of its parts' names."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["layer"] is None or match["expert"] is not None:
+        return None
+    stems = _EXPERT_STACKS.get(match["stem"])
+    if stems is None:
+        return None
+    names = tuple(f"{stem}.{match['kind']}" for stem in stems)
+    return f"model.layers.{int(match['layer'])}.", Stack(names)

@@ -15,6 +15,9 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["flatten_config", "is_multimodal", "text_tensor_name"]
 
+_PACKED_EXPERTS = {"mxfp4": ("GptOssForCausalLM", "gpt_oss")}
+"""Ways of quantizing that are read, and whose: names of the architecture and its model_type."""
+
 _TEXT_TOWERS = ("model.language_model.", "language_model.model.", "model.text_model.")
 _TEXT_NAMES = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
@@ -57,6 +60,9 @@ def _refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
     if quantization is None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    names = [config.get("architectures"), config.get("model_type")]
+    if any(name in str(names) for name in _PACKED_EXPERTS.get(str(method), ())):
+        return
     raise UnsupportedModelError(
         f"{path}: the weights are quantized with {str(method or 'an unknown method')[:40]}, which "
         "localrt cannot read; use the original model, or a GGUF file of it"

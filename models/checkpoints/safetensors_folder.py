@@ -1,7 +1,7 @@
 """A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
 
 Headers are read at opening, weights when they are asked for. A multimodal model appears as its text
-model. Knows no architecture, and never unpickles.
+model, a mixture's experts one by one (``hf_names.py``). Knows no architecture, never unpickles.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.hf_config import flatten_config, is_multimodal, text_tensor_name
+from localrt.models.checkpoints.hf_names import plain_tensors
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.safetensors_header import (
+    RAW_BYTES,
     read_header,
     read_json,
     unread_type_error,
 )
-from localrt.models.checkpoints.stored_tensor import StoredTensor
+from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor
 from localrt.quant.formats import PackedTensor
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "SafetensorsCheckpoint"]
@@ -71,22 +73,30 @@ class SafetensorsCheckpoint:
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
         """A tensor's rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
-        stored = self._find(name)
-        for start, stop in stored.row_ranges(max_bytes):
-            yield stored.read(start, stop)
+        yield from self._find(name).blocks(max_bytes)
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
 
-    def _find(self, name: str) -> StoredTensor:
+    def _find(self, name: str) -> RowSource:
         if name not in self._stored:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         return self._stored[name]
 
-    def _locate(self, *, multimodal: bool) -> dict[str, StoredTensor]:
+    def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
         """Every tensor of the text model, by its plain name."""
+        located = self._located(multimodal=multimodal)
+        tensors = plain_tensors(self.architecture, self.config, located)
+        for name, tensor in tensors.items():
+            if tensor.info.format == RAW_BYTES:
+                path = located[name].file.path if name in located else self.path
+                raise unread_type_error(path, name, "U8")
+        return tensors
+
+    def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:
+        """Every tensor of the text model, by its name in the file."""
         located: dict[str, StoredTensor] = {}
         for name, tensor, file_path in self._listed():
             plain = text_tensor_name(name) if multimodal else name

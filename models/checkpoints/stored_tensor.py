@@ -1,19 +1,35 @@
 """A tensor as a range of bytes in a file, read by rows.
 
 The one place that turns row numbers into byte offsets, for GGUF and safetensors alike. A row is one
-step along the first axis; a vector or scalar is a single row. Knows neither file format.
+step along the first axis; a vector or scalar is a single row. An expert out of a stacked tensor is
+a range too. Knows neither file format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.quant.formats import PackedTensor
 
-__all__ = ["StoredTensor"]
+__all__ = ["RowSource", "StoredTensor", "checked_rows"]
+
+
+class RowSource(Protocol):
+    """A tensor whose rows can be read, however they lie in a file."""
+
+    @property
+    def info(self) -> TensorInfo:
+        """What it is once read."""
+
+    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Rows ``start`` to ``stop``; raises as ``StoredTensor.read`` does."""
+
+    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
+        """All rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +57,7 @@ class StoredTensor:
             ValueError: the tensor has no such rows.
             CheckpointError: the file ends before them, or is closed.
         """
-        stop = self.rows if stop is None else stop
-        if not 0 <= start <= stop <= self.rows:
-            raise ValueError(
-                f"{self.info.name!r} has {self.rows} rows: {start} to {stop} cannot be read"
-            )
+        start, stop = checked_rows(self.info, start, stop)
         rows = stop - start
         data = self.file.read(self.offset + start * self.row_bytes, rows * self.row_bytes)
         shape = (rows, *self.info.shape[1:]) if len(self.info.shape) > 1 else self.info.shape
@@ -63,3 +75,21 @@ class StoredTensor:
             step -= step % multiple
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
+
+    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
+        """All rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
+        for start, stop in self.row_ranges(max_bytes):
+            yield self.read(start, stop)
+
+
+def checked_rows(info: TensorInfo, start: int, stop: int | None) -> tuple[int, int]:
+    """A range of a tensor's rows, ``stop`` None meaning its end.
+
+    Raises:
+        ValueError: the tensor has no such rows.
+    """
+    rows = info.shape[0] if len(info.shape) > 1 else 1
+    stop = rows if stop is None else stop
+    if not 0 <= start <= stop <= rows:
+        raise ValueError(f"{info.name!r} has {rows} rows: {start} to {stop} cannot be read")
+    return start, stop

@@ -1,8 +1,7 @@
 """A model's shape from its ``config.json`` alone: no weights are needed to plan for a machine.
 
-It knows more architectures than the engine runs: mixtures of experts and DeepSeek's latent
-attention are planned for too. Sizes of matrices follow the published implementations; parameter
-counts agree with the published totals. Packed sizes are estimates: one format for all matrices.
+Sizes of matrices follow the published implementations; parameter counts agree with the published
+totals. Packed sizes are estimates: one format for all matrices, or for experts and for the rest.
 """
 
 from __future__ import annotations
@@ -33,10 +32,16 @@ HEAD_SLICE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How a ``model_type`` differs from Llama. A mixture's experts are found by its own keys."""
+    """How a ``model_type`` differs from Llama. ``experts`` is the key of their number."""
 
+    experts: str = ""
     qkv_bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
     qk_norm: bool = False
+    joint_norms: bool = False
     post_norms: bool = False
     tied: bool = False
     head_dim: int | None = None
@@ -46,24 +51,38 @@ class _Family:
 MODEL_TYPES: Mapping[str, _Family] = {
     "llama": _Family(),
     "mistral": _Family(),
-    "mixtral": _Family(),
+    "mixtral": _Family(experts="num_local_experts"),
     "phi3": _Family(),
     "smollm3": _Family(tied=True),
     "qwen2": _Family(qkv_bias=True),
-    "qwen2_moe": _Family(qkv_bias=True),
+    "qwen2_moe": _Family(experts="num_experts", qkv_bias=True),
     "qwen3": _Family(qk_norm=True, head_dim=128),
-    "qwen3_moe": _Family(qk_norm=True),
+    "qwen3_moe": _Family(experts="num_experts", qk_norm=True),
+    "olmoe": _Family(experts="num_experts", qk_norm=True, joint_norms=True),
+    "granitemoe": _Family(experts="num_local_experts"),
+    "granitemoeshared": _Family(experts="num_local_experts"),
+    "gpt_oss": _Family(
+        experts="num_local_experts",
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
+        router_bias=True,
+        expert_bias=True,
+        head_dim=64,
+    ),
     "gemma": _Family(tied=True, head_dim=256),
     "gemma2": _Family(tied=True, post_norms=True, head_dim=256),
     "gemma3_text": _Family(tied=True, post_norms=True, qk_norm=True, head_dim=256),
     "gemma3": _Family(tied=True, post_norms=True, qk_norm=True, head_dim=256),
-    "deepseek_v2": _Family(latent=True),
-    "deepseek_v3": _Family(latent=True),
+    "deepseek_v2": _Family(experts="n_routed_experts", latent=True),
+    "deepseek_v3": _Family(experts="n_routed_experts", latent=True),
 }
 _MULTIMODAL = {"mistral3": "mistral", "gemma3": "gemma3_text"}
 
 # What checkpoints quantized by others come closest to among localrt's formats.
-_PUBLISHED = {("gptq", 4): "int4-g128m", ("awq", 4): "int4-g128m", ("mxfp4", 4): "mxfp4"}
+_PUBLISHED = {("gptq", 4): "int4-g128m", ("awq", 4): "int4-g128m"}
+# What quantizes a mixture's experts alone, and what the other matrices are then.
+_EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
 
 Matrix = tuple[int, int]
 
@@ -101,8 +120,8 @@ def shape_from_config(
 ) -> ModelShape:
     """The shape of a model that is described by a Hugging Face ``config``.
 
-    ``format`` packs every matrix; None takes what the config says that the weights were quantized
-    to, else ``int4-g32``.
+    ``format`` packs every matrix; None takes what the config says that the weights, or experts
+    alone, were quantized to, else ``int4-g32``.
 
     Raises:
         UnsupportedModelError: a ``model_type`` or format that is not known here.
@@ -120,31 +139,43 @@ def shape_from_config(
             f"{', '.join(MODEL_TYPES)}); give the weights"
         )
     notes: list[str] = []
-    chosen = FORMATS.get(format or _published_format(config, notes))
-    if chosen is None:
+    expert_format, rest = (format, format) if format else _published_formats(config, notes)
+    if rest not in FORMATS:
         raise UnsupportedModelError(f"format {format!r} is not known: one of {', '.join(FORMATS)}")
-    return _Builder(raw, kind, chosen, head_slice, notes).build()
+    formats = FORMATS[expert_format], FORMATS[rest]
+    return _Builder(raw, kind, *formats, head_slice, notes).build()
 
 
-def _published_format(config: Mapping[str, Any], notes: list[str]) -> str:
+def _published_formats(config: Mapping[str, Any], notes: list[str]) -> tuple[str, str]:
+    """Of experts, and of all other matrices."""
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
         method = str(quantized.get("quant_method"))
         bits = quantized.get("bits", 4)
         if (known := _PUBLISHED.get((method, bits))) is not None:
             notes.append(f"weights as published: {method}, planned as {known}")
-            return known
+            return known, known
+        if (both := _EXPERTS_ALONE.get(method)) is not None:
+            notes.append(f"weights as published: experts in {both[0]}, the rest in {both[1]}")
+            return both
     notes.append(f"weights are taken to be packed as {DEFAULT_FORMAT}: --format says otherwise")
-    return DEFAULT_FORMAT
+    return DEFAULT_FORMAT, DEFAULT_FORMAT
 
 
 class _Builder:
     """Units of one config, in the order of a pass."""
 
     def __init__(
-        self, raw: _Config, kind: str, format: Format, head_slice: int, notes: list[str]
+        self,
+        raw: _Config,
+        kind: str,
+        expert_format: Format,
+        format: Format,
+        head_slice: int,
+        notes: list[str],
     ) -> None:
-        self.raw, self.kind, self.format, self.notes = raw, kind, format, notes
+        self.raw, self.kind, self.notes = raw, kind, notes
+        self.expert_format, self.format = expert_format, format
         self.family = MODEL_TYPES[kind]
         self.head_slice = head_slice
         self.parameters = 0
@@ -191,9 +222,10 @@ class _Builder:
         use: float = 1.0,
     ) -> PlacedUnit:
         nbytes, macs, formats = 4 * vectors, 0, dict[str, int]()
+        wanted = self.expert_format if kind == "expert" else self.format
         for rows, columns in matrices:
-            whole = columns % self.format.block == 0
-            fitting = self.format if whole else fitting_format(self.format, columns)
+            whole = columns % wanted.block == 0
+            fitting = wanted if whole else fitting_format(wanted, columns)
             size = padded_rows(rows) * fitting.row_bytes(columns)
             nbytes, macs = nbytes + size, macs + rows * columns
             formats[fitting.name] = formats.get(fitting.name, 0) + size
@@ -228,8 +260,13 @@ class _Builder:
         vectors = self.hidden * (2 if self.family.post_norms else 1)
         if self.family.qkv_bias or self.raw.values.get("attention_bias"):
             vectors += rows
+        if self.family.out_bias:
+            vectors += self.hidden
+        if self.family.sinks:
+            vectors += self.heads
         if self.family.qk_norm:
-            vectors += 2 * self.head_dim
+            normed = self.heads + self.kv_heads if self.family.joint_norms else 2
+            vectors += normed * self.head_dim
         matrices = [(rows, self.hidden), (self.hidden, self.heads * self.head_dim)]
         return self._unit(name, "attention", matrices, vectors=vectors, layer=layer)
 
@@ -267,17 +304,16 @@ class _Builder:
     # -- MLP and experts -------------------------------------------------------------------------
 
     def _experts(self) -> Experts | None:
-        keys = {
-            "mixtral": "num_local_experts",
-            "qwen2_moe": "num_experts",
-            "qwen3_moe": "num_experts",
-            "deepseek_v2": "n_routed_experts",
-            "deepseek_v3": "n_routed_experts",
-        }
-        if self.kind not in keys:
+        if not self.family.experts:
             return None
-        count = self.raw.positive(keys[self.kind])
-        return Experts(count=count, used=min(self.raw.positive("num_experts_per_tok"), count))
+        count = self.raw.positive(self.family.experts)
+        used = self.raw.positive("num_experts_per_tok")
+        if used > count:
+            raise CheckpointError(
+                f"{self.raw.name}: {used} experts for each token (top-k) cannot be chosen of "
+                f"{count}"
+            )
+        return Experts(count=count, used=used)
 
     def _is_sparse(self, layer: int) -> bool:
         if self.family.latent:
@@ -298,16 +334,22 @@ class _Builder:
         matrices = [(experts.count, self.hidden), *(self._gated(shared) if shared else [])]
         if self.kind == "qwen2_moe":
             matrices.append((1, self.hidden))  # the shared expert's own gate
-        yield self._unit(name, "mlp", matrices, vectors=norms, layer=layer)
+        vectors = norms + (experts.count if self.family.router_bias else 0)
+        yield self._unit(name, "mlp", matrices, vectors=vectors, layer=layer)
         share = experts.used / experts.count
+        biases = 2 * inner + self.hidden if self.family.expert_bias else 0
         for number in range(experts.count):
             label = f"layers.{layer}.expert.{number}"
-            yield self._unit(label, "expert", self._gated(inner), layer=layer, use=share)
+            yield self._unit(
+                label, "expert", self._gated(inner), vectors=biases, layer=layer, use=share
+            )
 
     def _shared_inner(self, inner: int) -> int:
         """Columns of the experts that every token sees, taken as one MLP."""
         if self.kind == "qwen2_moe":
             return self.raw.integer("shared_expert_intermediate_size", 0)
+        if self.kind == "granitemoeshared":
+            return self.raw.integer("shared_intermediate_size", 1024)
         return self.raw.integer("n_shared_experts", 0) * inner if self.family.latent else 0
 
     def _gated(self, inner: int) -> list[Matrix]:

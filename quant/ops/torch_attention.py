@@ -51,18 +51,23 @@ def visible_keys(
 
 
 def attend_rows(
-    q: Tensor, cache: TorchKVCache, layer: int, mask: Tensor | None, spec: AttentionSpec
+    q: Tensor,
+    cache: TorchKVCache,
+    layer: int,
+    mask: Tensor | None,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q (n, H, E), just appended, over the layer's keys and values: (n, H * E)."""
+    """q (n, H, E), just appended, over the layer's keys and values: (n, H * E). ``sinks`` (H,)."""
     n = q.shape[0]
-    if n == 1 or spec.softcap is not None:
+    if n == 1 or spec.softcap is not None or sinks is not None:
         # oneDNN keeps a compiled kernel per shape it has seen: rounded lengths keep those few.
         k, v = cache.view(layer, n, rounded=True)
         length = cache.length + n
         if mask is None:
-            return _attend_plainly(q, k, v, length, None, spec)
+            return _attend_plainly(q, k, v, length, None, spec, sinks)
         parts = zip(torch.split(q, _QUERY_BLOCK), torch.split(mask, _QUERY_BLOCK), strict=True)
-        return torch.cat([_attend_plainly(rows, k, v, length, m, spec) for rows, m in parts])
+        return torch.cat([_attend_plainly(rows, k, v, length, m, spec, sinks) for rows, m in parts])
     k, v = cache.view(layer, n)
     y = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
@@ -76,9 +81,15 @@ def attend_rows(
 
 
 def _attend_plainly(
-    q: Tensor, k: Tensor, v: Tensor, length: int, mask: Tensor | None, spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int,
+    mask: Tensor | None,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """The textbook path: quicker than SDPA for one row, and the only one that knows a softcap.
+    """The textbook path: quicker than SDPA for one row, and alone knows softcaps and sinks.
 
     k, v (G, L, E) count up to ``length``; mask (n, length).
     """
@@ -93,5 +104,10 @@ def _attend_plainly(
     if mask is not None:
         hidden = ~mask[:, None, :].expand(n, per, length).reshape(n * per, length)
         scores[..., :length].masked_fill_(hidden, float("-inf"))
-    y = torch.bmm(scores.softmax(-1).to(v.dtype), v)  # (G, n * per, E)
+    if sinks is not None:  # one more score, whose share goes to no value
+        own = sinks.float().view(groups, 1, per).expand(groups, n, per).reshape(groups, -1, 1)
+        shares = torch.cat([scores, own], -1).softmax(-1)[..., :-1]
+    else:
+        shares = scores.softmax(-1)
+    y = torch.bmm(shares.to(v.dtype), v)  # (G, n * per, E)
     return y.view(groups, n, per, -1).transpose(0, 1).reshape(n, -1)

@@ -20,6 +20,13 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.methods.restore import restored_rows
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
 from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -31,6 +38,7 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from localrt.quant.ops.torch_attention import attend_rows, visible_keys
+from localrt.quant.ops.torch_experts import TorchExpertTable, gated, route, slots_of
 from localrt.quant.ops.torch_kv import TorchKVCache
 
 __all__ = ["TorchOps"]
@@ -140,9 +148,9 @@ class TorchOps:
         qkv = qkv.view(-1, heads + 2 * groups, size)
         q, k, v = torch.split(qkv, [heads, groups, groups], dim=1)  # (R, heads, E)
         if weights.q_norm is not None:
-            q = self._norm(q, weights.q_norm, spec.eps)
+            q = self._norm_heads(q, weights.q_norm, spec)
         if weights.k_norm is not None:
-            k = self._norm(k, weights.k_norm, spec.eps)
+            k = self._norm_heads(k, weights.k_norm, spec)
         if spec.rope is not None:
             cos, sin = self._rope_tables(spec.rope, step)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -162,7 +170,8 @@ class TorchOps:
         for index, span in enumerate(step.spans):
             rows = q[row : row + span.rows]
             mask = self._mask(index, span, spec.window, step)
-            outputs.append(attend_rows(rows, _torch_cache(span), layer, mask, spec))
+            cache = _torch_cache(span)
+            outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
             row += span.rows
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         y = self.linear(joined, weights.out, weights.out_bias)
@@ -170,9 +179,8 @@ class TorchOps:
 
     def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D)."""
-        gate, up = self.linear(self._norm(x, weights.norm, spec.eps), weights.gate_up).chunk(2, -1)
-        gate = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        y = self.linear(gate * up, weights.down)
+        assert weights.norm is not None, "a layer's MLP has its norm"
+        y = self._gated_mlp(self._norm(x, weights.norm, spec.eps), weights, spec)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
     def add(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
@@ -201,7 +209,72 @@ class TorchOps:
         """The one matrix product that every step goes through, so that calibration can watch it."""
         return F.linear(x, weight, bias)
 
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def expert_table(self, count: int) -> TorchExpertTable:
+        """An empty table."""
+        return TorchExpertTable(count)
+
+    def norm_route(
+        self, x: Tensor, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Tensor, Routing]:
+        """The normed rows (R, D), and their experts."""
+        normed = self._norm(x, weights.norm, spec.eps)
+        bias = None if weights.gate_bias is None else weights.gate_bias.float()
+        logits = F.linear(normed.float(), weights.gate.float(), bias)
+        return normed, route(logits, weights.choice_bias, spec)
+
+    def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
+        """(R * K, D)."""
+        return normed.new_empty(normed.shape[0] * routing.used, normed.shape[1])
+
+    def run_experts(
+        self,
+        normed: Tensor,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Tensor,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Fill the slots of each expert with one pass over its rows."""
+        assert isinstance(table, TorchExpertTable), "tables belong to one implementation"
+        for expert, filled in slots_of(routing, experts):
+            weights = table[expert]
+            index = torch.from_numpy(filled).to(self._device)
+            rows = normed[index // routing.used]
+            hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
+            slots[index] = self.linear(hidden, weights.down, weights.down_bias)
+
+    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """(R, D): summed in float32, one k after another."""
+        weights = torch.from_numpy(routing.weights).to(self._device)
+        parts = slots.view(-1, routing.used, slots.shape[1])
+        total = torch.zeros(parts.shape[0], slots.shape[1], device=self._device)
+        for k in range(routing.used):
+            total += parts[:, k].float() * weights[:, k : k + 1]
+        if shared is not None:
+            total += shared.float()
+        return total.to(slots.dtype)
+
+    def shared_mlp(
+        self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Tensor | None
+    ) -> Tensor:
+        """(R, D)."""
+        y = self._gated_mlp(normed, weights, spec)
+        return y if gate is None else y * self.linear(normed, gate).sigmoid()
+
     # -- parts -----------------------------------------------------------------------------------
+
+    def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        hidden = gated(self.linear(normed, weights.gate_up), spec)
+        return self.linear(hidden, weights.down)
+
+    def _norm_heads(self, x: Tensor, weight: Tensor, spec: AttentionSpec) -> Tensor:
+        """Norms of queries or keys (R, heads, E): each head's, or one over all."""
+        if not spec.joint_norms:
+            return self._norm(x, weight, spec.eps)
+        return self._norm(x.reshape(x.shape[0], -1), weight, spec.eps).view(x.shape)
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -13,11 +13,18 @@ import transformers
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -107,10 +114,73 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_GRANITE: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+_GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+}
+
+# Mixtures of experts, which not every implementation of ``Ops`` computes.
+MIXTURES: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-window": lambda: MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
+    "qwen2-moe": lambda: Qwen2MoeConfig(**SIZES, **_EXPERTS, shared_expert_intermediate_size=64),
+    "qwen2-moe-window": lambda: Qwen2MoeConfig(
+        **SIZES,
+        **_EXPERTS,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SIZES, **_EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[]
+    ),
+    "qwen3-moe-steps": lambda: Qwen3MoeConfig(
+        **SIZES,
+        **_EXPERTS,
+        head_dim=32,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        tie_word_embeddings=True,
+    ),
+    "olmoe": lambda: OlmoeConfig(
+        **{**SIZES, "num_key_value_heads": 4}, num_experts=8, num_experts_per_tok=3
+    ),
+    "olmoe-groups": lambda: OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
+    "granite-moe": lambda: GraniteMoeConfig(**SIZES, **_GRANITE, tie_word_embeddings=True),
+    "granite-moe-shared": lambda: GraniteMoeSharedConfig(
+        **SIZES, **_GRANITE, shared_intermediate_size=32
+    ),
+    "gpt-oss": lambda: GptOssConfig(**SIZES, **_GPT_OSS),
+    "gpt-oss-full-first": lambda: GptOssConfig(
+        **SIZES,
+        **_GPT_OSS,
+        swiglu_limit=0.7,  # so that it is met
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+
+
 def save_tiny(name: str, folder: Path, seed: int = 0) -> Any:
     """Write a random model as a Hugging Face folder; returns transformers' own, in float32."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = (CONFIGS | MIXTURES)[name]()
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -8,6 +8,30 @@ from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.planner.shapes import Experts, KvShape, ModelShape
 
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "sliding_window": 128,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-70b": {
         "model_type": "llama",
@@ -99,6 +123,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "tie_word_embeddings": False,
     },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
+    },
+    "granite-3.1-3b-a800m": {
+        "model_type": "granitemoe",
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 49155,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 40,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": True,
+    },
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
         "hidden_size": 2048,

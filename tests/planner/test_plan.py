@@ -134,7 +134,7 @@ def test_a_card_that_is_too_small_is_left_out(vram: int) -> None:
     assert any("too little to be of use" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "qwen3-235b-a22b", "deepseek-v3"])
 def test_large_mixtures_are_planned_in_seconds(name: str) -> None:
     model = shape_from_config(CONFIGS[name], name=name)
     started = time.perf_counter()

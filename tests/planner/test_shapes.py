@@ -23,6 +23,10 @@ PUBLISHED = {  # billions, of the model cards
     "mixtral-8x7b": (46.7, 12.7),
     "qwen2-57b-a14b": (57.4, 13.7),
     "qwen3-235b-a22b": (235.1, 21.6),
+    "olmoe-1b-7b": (6.92, 1.18),  # its card counts the embedding as active
+    "granite-3.1-3b-a800m": (3.30, 0.88),
+    "gpt-oss-20b": (20.91, 3.61),
+    "gpt-oss-120b": (116.83, 5.13),
     "deepseek-v2-lite": (15.7, 2.45),
     "deepseek-v3": (671.0, 36.6),
 }
@@ -75,6 +79,23 @@ def test_what_a_config_was_quantized_to_is_kept_where_it_is_known() -> None:
     assert shape.units[1].format == "int4-g128m"
     assert "gptq" in shape.notes[0]
     assert "int4-g32" in shape_from_config(CONFIGS["deepseek-v3"], name="m").notes[0]
+
+
+def test_experts_alone_are_quantized_where_the_config_says_so() -> None:
+    shape = shape_from_config(CONFIGS["gpt-oss-20b"], name="m")
+    formats = {unit.kind: unit.format for unit in shape.units if unit.kind != "norm"}
+    assert formats.pop("expert") == "mxfp4"
+    assert set(formats.values()) == {"bf16"}
+    assert "experts in mxfp4" in shape.notes[0]
+    assert shape.nbytes == pytest.approx(13.8e9, rel=0.01)  # the published files'
+    other = shape_from_config(CONFIGS["gpt-oss-20b"], name="m", format="int4-g32")
+    assert {unit.format for unit in other.units if unit.kind != "norm"} == {"int4-g32"}
+
+
+def test_more_experts_for_a_token_than_there_are() -> None:
+    config = {**CONFIGS["mixtral-8x7b"], "num_experts_per_tok": 9}
+    with pytest.raises(CheckpointError, match="9 experts for each token"):
+        shape_from_config(config, name="m")
 
 
 def test_bad_configs_fail_in_one_line() -> None:

@@ -1,0 +1,169 @@
+"""A tensor of all experts of a layer, taken apart: each expert's matrix as an ordinary tensor.
+
+Where an expert's rows lie together, it is a range of the file and nothing else: no copy, no reading
+of other experts. Where they do not (gpt-oss publishes gate and up in turns, and transposed), its
+own bytes are read and put in order. Knows names and shapes; which architecture stacks what is a
+table elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor, checked_rows
+from localrt.quant.formats import PackedTensor
+
+__all__ = ["Stack", "check_stack", "split_ranges", "split_stack"]
+
+_MATRIX = ".weight"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What the parts of a stacked tensor are called, below ``model.layers.N.``.
+
+    ``{}`` in a name is the expert's number; with none, the tensor is one matrix. Of two names each
+    has half the rows: the first half, or with ``turns`` every second. A ``transposed`` tensor is
+    (experts, columns, rows).
+    """
+
+    names: tuple[str, ...]
+    turns: bool = False
+    transposed: bool = False
+
+
+def split_stack(
+    tensor: StoredTensor, stack: Stack, prefix: str, count: int | None
+) -> Iterator[RowSource]:
+    """Every part of ``tensor`` under its own name; ``count`` is the number of experts, if known.
+
+    Raises:
+        CheckpointError: the tensor's shape is not that of so many experts.
+    """
+    parts = len(stack.names)
+    for number, own in enumerate(split_ranges(tensor, stack, prefix, count)):
+        part = number % parts
+        whole = own.offset - part * own.info.nbytes  # where the expert's own bytes begin
+        if stack.transposed and len(own.info.shape) > 1:
+            yield _Columns(own.info, tensor.file, whole, part, parts)
+        elif stack.turns:
+            yield _Turns(own.info, tensor.file, whole, part, parts)
+        else:
+            yield own
+
+
+def split_ranges(
+    tensor: StoredTensor, stack: Stack, prefix: str, count: int | None
+) -> Iterator[StoredTensor]:
+    """``split_stack``, taking it that parts lie one after another, as they do in GGUF."""
+    info, parts = tensor.info, len(stack.names)
+    is_vector = not stack.names[0].endswith(_MATRIX)
+    stacked = "{}" in stack.names[0]
+    experts = check_stack(info, 2 if is_vector else 3, count) if stacked else 1
+    shape = info.shape[1:] if stacked else info.shape
+    if len(shape) == 2 and stack.transposed:
+        shape = (shape[1], shape[0])
+    if shape[0] % parts:
+        raise CheckpointError(
+            f"tensor {info.name!r} has the shape {info.shape}, which is not {parts} equal matrices"
+        )
+    shape = (shape[0] // parts, *shape[1:])
+    nbytes = info.nbytes // (experts * parts)
+    offset = tensor.offset
+    for expert in range(experts):
+        for name in stack.names:
+            own = TensorInfo(prefix + name.format(expert), shape, info.format, nbytes)
+            yield StoredTensor(own, tensor.file, offset)
+            offset += nbytes
+
+
+def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
+    """The number of experts in a stacked tensor of ``dims`` dimensions.
+
+    Raises:
+        CheckpointError: it has others, or is not for ``count`` experts.
+    """
+    if len(info.shape) != dims:
+        raise CheckpointError(
+            f"tensor {info.name!r} has the shape {info.shape}: of all experts of a layer it would "
+            f"have {dims} axes"
+        )
+    if count is not None and info.shape[0] != count:
+        raise CheckpointError(
+            f"tensor {info.name!r} holds {info.shape[0]} experts, the config says {count}: "
+            "download the model again"
+        )
+    return info.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A matrix whose rows are columns ``first``, ``first + step``, ... of one in the file.
+
+    A row's values are as far apart as the file's rows are long, so the whole matrix is read for
+    any of them; ``blocks`` reads it once.
+    """
+
+    info: TensorInfo
+    file: RangedFile
+    offset: int
+    first: int
+    step: int
+
+    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Rows ``start`` to ``stop``, in order."""
+        start, stop = checked_rows(self.info, start, stop)
+        return self._take(self._whole(), start, stop)
+
+    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
+        """All rows in order, in pieces."""
+        whole = self._whole()
+        rows, columns = self.info.shape
+        step = max(1, max_bytes // max(1, self.info.format.row_bytes(columns)))
+        for start in range(0, rows, step):
+            yield self._take(whole, start, min(start + step, rows))
+
+    def _whole(self) -> Bytes:
+        """The values' bytes, (columns, rows, size)."""
+        rows, columns = self.info.shape
+        data = self.file.read(self.offset, self.info.nbytes * self.step)
+        size = self.info.format.block_bytes
+        return data.reshape(columns, rows * self.step, size)[:, self.first :: self.step]
+
+    def _take(self, whole: Bytes, start: int, stop: int) -> PackedTensor:
+        data = np.ascontiguousarray(whole[:, start:stop].swapaxes(0, 1))
+        rows, columns = stop - start, self.info.shape[1]
+        data = data.reshape(rows, self.info.format.row_bytes(columns))
+        return PackedTensor(self.info.name, self.info.format, (rows, columns), data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """A vector whose values are those at ``first``, ``first + step``, ... in the file."""
+
+    info: TensorInfo
+    file: RangedFile
+    offset: int
+    first: int
+    step: int
+
+    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """The whole vector, as its one row."""
+        start, stop = checked_rows(self.info, start, stop)
+        data = self.file.read(self.offset, self.info.nbytes * self.step)
+        values = data.reshape(-1, self.step, self.info.format.block_bytes)[:, self.first]
+        row = np.ascontiguousarray(values).reshape(1, -1)
+        return PackedTensor(self.info.name, self.info.format, self.info.shape, row[start:stop])
+
+    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
+        """The whole vector."""
+        yield self.read()

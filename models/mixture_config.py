@@ -1,0 +1,59 @@
+"""What the configs of mixtures have in common: how many experts, how they are chosen, where.
+
+Keys are Hugging Face's, defaults each architecture's own. It knows no architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from localrt.errors import CheckpointError
+from localrt.models.decoder import DecoderConfig
+from localrt.models.moe import MixtureSpec
+from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.experts import RouterSpec, Scoring
+
+__all__ = ["SCORING", "read_router", "sparse_layers", "with_mixture"]
+
+SCORING: Mapping[str, Scoring] = {
+    "softmax": "softmax",
+    "sigmoid": "sigmoid",
+    "softmax-chosen": "softmax-chosen",
+}
+_COUNT_KEYS = ("num_experts", "num_local_experts")
+
+
+def read_router(
+    raw: RawConfig, eps: float, *, scoring: Scoring = "softmax", normalize: bool = True
+) -> RouterSpec:
+    """The router of every sparse layer; ``scoring`` and ``normalize`` are the defaults.
+
+    Raises:
+        ValueError: more experts are used than there are.
+    """
+    key = next((key for key in _COUNT_KEYS if raw.has(key)), _COUNT_KEYS[0])
+    return RouterSpec(
+        count=raw.integer(key),
+        used=raw.integer("num_experts_per_tok"),
+        eps=eps,
+        scoring=raw.choice("scoring_func", scoring, SCORING),
+        normalize=raw.flag("norm_topk_prob", normalize),
+    )
+
+
+def sparse_layers(raw: RawConfig, layers: int) -> list[bool]:
+    """Qwen's ``mlp_only_layers`` and ``decoder_sparse_step``: which layers are mixtures."""
+    step = raw.integer("decoder_sparse_step", 1)
+    dense = raw.sequence("mlp_only_layers") or []
+    if any(type(layer) is not int for layer in dense):
+        raise CheckpointError(f"config mlp_only_layers must be a list of layers, is {dense!r:.60}")
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+
+
+def with_mixture(
+    config: DecoderConfig, spec: MixtureSpec, sparse: Sequence[bool] | None = None
+) -> DecoderConfig:
+    """``config`` with the mixture in the layers that are ``sparse``; None means in all."""
+    chosen = sparse if sparse is not None else [True] * config.layers
+    return replace(config, mixtures=tuple(spec if here else None for here in chosen))

@@ -1,0 +1,115 @@
+"""The mixture's own arithmetic on torch: routing, who fills which slots, the gated activations.
+
+Written to be read, as the oracle of the kernels. It knows neither the experts' products nor where
+their weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, Routing
+from localrt.quant.ops.protocol import MlpSpec
+
+__all__ = ["TorchExpertTable", "gated", "route", "slots_of"]
+
+_GATE_SIGMOID = 1.702  # ``swiglu_oai``
+_LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
+
+
+class TorchExpertTable:
+    """See ``ExpertTable``."""
+
+    def __init__(self, count: int) -> None:
+        self._weights: list[ExpertWeights | None] = [None] * count
+
+    def put(self, expert: int, weights: ExpertWeights) -> None:
+        """Hold it."""
+        self._weights[expert] = weights
+
+    def drop(self, expert: int) -> None:
+        """Forget it."""
+        self._weights[expert] = None
+
+    def holds(self, expert: int) -> bool:
+        """Whether it is there."""
+        return self._weights[expert] is not None
+
+    def __getitem__(self, expert: int) -> ExpertWeights:
+        weights = self._weights[expert]
+        assert weights is not None, f"expert {expert} is not in the table"
+        return weights
+
+
+def route(logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec) -> Routing:
+    """Experts of rows by their logits (R, E), float32.
+
+    A row whose logits are not all finite gets weights that are not.
+    """
+    scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
+    # By the logits themselves, scores being equal where a softmax vanishes.
+    rank = logits if spec.scoring == "softmax-chosen" else scores
+    if choice_bias is not None:
+        rank = rank + choice_bias.float()
+    order = rank.sort(dim=-1, descending=True, stable=True).indices  # ties: the lower number
+    if spec.groups > 1:
+        allowed = _in_used_groups(rank, spec).gather(1, order)
+        first = allowed.int().sort(dim=-1, descending=True, stable=True).indices
+        order = order.gather(1, first)
+    order = order[:, : spec.ranked]
+    chosen = order[:, : spec.used]
+    if spec.scoring == "softmax-chosen":
+        weights = logits.gather(1, chosen).softmax(-1)
+    else:
+        weights = scores.gather(1, chosen)
+        if spec.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
+    weights = weights * spec.scale
+    finite = logits.isfinite().all(-1, keepdim=True)
+    weights = weights.masked_fill(~finite, float("nan"))
+    return Routing(
+        order.to(torch.int32).cpu().numpy(),
+        scores.gather(1, order).cpu().numpy(),
+        weights.cpu().numpy(),
+    )
+
+
+def slots_of(
+    routing: Routing, experts: Sequence[int] | npt.NDArray[np.int32] | None
+) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Each of ``experts`` (default: all) that is chosen, with its slots in rising order."""
+    chosen = routing.chosen.reshape(-1)
+    order = np.argsort(chosen, kind="stable")
+    found, starts = np.unique(chosen[order], return_index=True)
+    wanted = None if experts is None else {int(expert) for expert in experts}
+    for expert, slots in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
+        if wanted is None or expert in wanted:
+            yield expert, slots
+
+
+def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:
+    """The activation of stacked gate and up, (R, 2F) to (R, F)."""
+    gate, up = gate_up.chunk(2, -1)
+    if spec.activation == "silu":
+        return F.silu(gate) * up
+    if spec.activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    assert isinstance(spec, ExpertSpec), "a dense MLP has no other activation"
+    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return gate * torch.sigmoid(gate * _GATE_SIGMOID) * (up + 1)
+
+
+def _in_used_groups(rank: Tensor, spec: RouterSpec) -> Tensor:
+    """Which experts (R, E) are in the best groups, by the sum of a group's largest."""
+    grouped = rank.view(len(rank), spec.groups, -1)
+    top = min(spec.group_top, grouped.shape[-1])
+    totals = grouped.topk(top, dim=-1).values.sum(-1)  # (R, groups)
+    best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : spec.used_groups]
+    allowed = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
+    return allowed[:, :, None].expand_as(grouped).reshape(rank.shape)

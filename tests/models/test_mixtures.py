@@ -1,0 +1,249 @@
+"""Mixtures: the choices of routers, GGUF's and packed forms, and what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.moe import SparseMlp
+from localrt.models.registry import load_decoder, read_config
+from localrt.offload.store import pack_store
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.torch_ops import TorchOps
+from tests.models.gguf_mixture import ARCHITECTURES, write_mixture
+from tests.models.tiny import MIXTURES, load_ours, relative_error, save_tiny, tokens
+
+TOLERANCE = 1e-4
+LENGTH = 40
+
+
+@pytest.fixture(scope="module", params=sorted(MIXTURES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(name, folder, transformers' model)."""
+    path = tmp_path_factory.mktemp(request.param)
+    return request.param, path, save_tiny(request.param, path)
+
+
+def logits_of(path: Path, ids: list[int]) -> np.ndarray:
+    ours = load_ours(path, context=LENGTH)
+    return ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
+
+
+def oracle(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor([ids])).logits[0].numpy())
+
+
+def test_routers_choose_what_transformers_routers_choose(folder: Any) -> None:
+    _, path, theirs = folder
+    ours, ids = load_ours(path, context=LENGTH), tokens(LENGTH, seed=5)
+    found: list[Routing] = []
+    for block in ours.blocks:
+        if isinstance(block.mlp, SparseMlp):
+            block.mlp.watch = found.append
+    expected: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def listen(_module: Any, _inputs: Any, output: Any) -> None:
+        expected.append(tuple(part.detach().float().numpy() for part in output))
+
+    routers = [m for m in theirs.modules() if type(m).__name__.endswith("TopKRouter")]
+    handles = [router.register_forward_hook(listen) for router in routers]
+    ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]), rows=[])
+    oracle(theirs, ids)
+    for handle in handles:
+        handle.remove()
+    assert len(found) == len(expected) == len(routers) > 0
+    for routing, (logits, weights, experts) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(routing.chosen, experts)
+        np.testing.assert_allclose(routing.weights, weights, atol=1e-5)
+        ranked = np.argsort(-logits, axis=1, kind="stable")[:, : routing.experts.shape[1]]
+        np.testing.assert_array_equal(routing.experts, ranked)
+        shares = torch.tensor(logits).softmax(-1).numpy()
+        expected_scores = np.take_along_axis(shares, ranked, 1)
+        np.testing.assert_allclose(routing.scores, expected_scores, atol=1e-5)
+        assert routing.loads(logits.shape[1]).sum() == experts.size
+
+
+def test_a_packed_mixture_gives_the_same_logits(folder: Any, tmp_path: Path) -> None:
+    _, path, _ = folder
+    with closing(open_checkpoint(path)) as source:
+        store = pack_store(source, tmp_path / "store", tiler=tile_tensor)
+        count = read_config(source).mixtures
+        names = set(source.tensors)
+    with closing(open_checkpoint(store)) as opened:
+        units = [unit.name for unit in opened.manifest.units]
+        assert set(opened.tensors) == names
+    experts = sum(spec.router.count for spec in count if spec is not None)
+    assert sum(".expert." in unit for unit in units) == experts
+    ids = tokens(LENGTH, seed=6)
+    np.testing.assert_array_equal(logits_of(store, ids), logits_of(path, ids))
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(name, GGUF file, transformers' model)."""
+    path = tmp_path_factory.mktemp(request.param)
+    theirs = save_tiny(request.param, path)
+    return request.param, write_mixture(path, path / "m.gguf", request.param), theirs
+
+
+def test_stacked_experts_of_gguf(gguf: Any) -> None:
+    _, path, theirs = gguf
+    ids = tokens(LENGTH, seed=7)
+    assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < TOLERANCE
+
+
+@pytest.mark.llamacpp
+def test_llama_cpp_computes_the_same(gguf: Any) -> None:
+    """Nearly: its cache is half precision."""
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+    from localrt.engine.llamacpp import LlamaCppEngine
+
+    _, path, _ = gguf
+    ids = tokens(LENGTH, seed=8)
+    engine = LlamaCppEngine.load(path, threads=1)
+    try:
+        theirs = np.concatenate(list(engine.logits(ids)))
+    finally:
+        engine.close()
+    assert relative_error(logits_of(path, ids), theirs) < 0.005
+
+
+def test_experts_one_by_one_as_in_the_first_gguf_files(tmp_path: Path) -> None:
+    theirs = save_tiny("mixtral", tmp_path)
+    path = write_mixture(tmp_path, tmp_path / "m.gguf", "mixtral", stacked=False)
+    ids = tokens(LENGTH)
+    assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < TOLERANCE
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    """Experts in MXFP4, in a folder and in a store of it, against transformers' dequantization."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs = save_tiny("gpt-oss", tmp_path)
+    file, rng = tmp_path / "model.safetensors", np.random.default_rng(3)
+    tensors = load_file(file)
+    for layer, block in enumerate(theirs.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            stem = f"model.layers.{layer}.mlp.experts.{name}"
+            experts, columns, rows = tensors.pop(stem).shape
+            packed = rng.integers(0, 256, (experts, rows, columns // 32, 16), np.uint8)
+            scales = rng.integers(122, 126, packed.shape[:3], np.uint8)
+            tensors[f"{stem}_blocks"], tensors[f"{stem}_scales"] = packed, scales
+            values = convert_moe_packed_tensors(
+                torch.from_numpy(packed), torch.from_numpy(scales), dtype=torch.float32
+            )
+            getattr(block.mlp.experts, name).data = values
+    save_file(tensors, file)
+    edited(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    ids = tokens(LENGTH, seed=4)
+    assert relative_error(logits_of(tmp_path, ids), oracle(theirs, ids)) < TOLERANCE
+    with closing(open_checkpoint(tmp_path)) as source:
+        store = pack_store(source, tmp_path / "store", tiler=tile_tensor)
+    with closing(open_checkpoint(store)) as opened:
+        formats = {i.format.name for n, i in opened.tensors.items() if ".experts." in n}
+    assert formats == {"mxfp4", "f32"}  # matrices and biases
+    np.testing.assert_array_equal(logits_of(store, ids), logits_of(tmp_path, ids))
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 9}, r"9 experts for each token \(top-k\) cannot be chosen of 8"),
+        ({"num_experts": 0}, "num_experts must be an integer from 1"),
+        ({"num_experts": 9}, r"mlp\.gate\.weight \(8, 64\); the config asks for \(9, 64\)"),
+        ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
+        ({"scoring_func": "entmax"}, "scoring_func 'entmax' is not supported"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ({"mlp_only_layers": [0]}, "gate_proj.weight is missing"),
+        ({"moe_intermediate_size": 48}, "wrong shape"),
+    ],
+)
+def test_a_bad_config_is_one_clear_line(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_tiny("qwen3-moe", tmp_path)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        load_ours(edited(tmp_path, **change))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    save_tiny("qwen3-moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    message = rf"layer 1 lacks expert 5: tensor {re.escape(name)} is missing; download"
+    with pytest.raises(CheckpointError, match=message):
+        load_ours(tmp_path)
+    with (
+        closing(open_checkpoint(tmp_path)) as source,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        pack_store(source, tmp_path / "store", tiler=tile_tensor)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
+        ("gpt-oss", {"num_local_experts": 6}, "holds 8 experts, the config says 6"),
+        ("granite-moe", {"num_local_experts": 12}, "holds 8 experts, the config says 12"),
+    ],
+)
+def test_what_an_architecture_refuses(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_tiny(name, tmp_path)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        load_ours(edited(tmp_path, **change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A mixture whose second router has a NaN in it."""
+    theirs = save_tiny("qwen3-moe", tmp_path)
+    with torch.no_grad():
+        theirs.model.layers[1].mlp.gate.weight[3, 5] = float("nan")
+    theirs.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_router_that_gives_no_numbers(damaged: Path) -> None:
+    ours = load_ours(damaged)
+    cache = ours.cache(LENGTH)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp: .*not numbers"):
+        ours.forward(Batch.extend([(cache, tokens(4))]))
+    assert cache.length == 0
+
+
+def test_bf16_computes_the_same_model(tmp_path: Path) -> None:
+    """Roughly: rounding moves some choices, not the text's sense."""
+    theirs = save_tiny("gpt-oss", tmp_path)
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        ours = load_decoder(checkpoint, TorchOps(compute_format="bf16"), read_config(checkpoint))
+    ids = tokens(12)
+    logits = ours.forward(Batch.extend([(ours.cache(16), ids)]))
+    assert relative_error(logits, oracle(theirs, ids)) < 0.2

@@ -1,0 +1,82 @@
+"""Quantizing mixtures: experts are rounded, the rest is calibrated, routers stay as they are."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.models.checkpoints import Checkpoint, open_checkpoint
+from localrt.quant.methods import restore
+from localrt.quantize import QuantizeReport, quantize_model
+from tests.models.tiny import save_tiny
+from tests.test_quantize import TEXT, distance, logits, one_thread
+
+__all__ = ["one_thread"]  # a fixture
+
+EXPERT = "model.layers.1.mlp.experts.3.{}_proj.weight"
+
+
+@pytest.fixture(scope="module", params=["qwen2-moe", "granite-moe", "gpt-oss"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_tiny(request.param, path)
+    return path
+
+
+def run(source: Path, out: Path, format: str, method: str) -> QuantizeReport:
+    options: dict[str, Any] = {}
+    if method != "rtn":
+        options = {"calibration": TEXT, "calibration_tokens": 64 * 16}
+    return quantize_model(source, out, format, method=method, threads=1, **options)
+
+
+def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    return np.concatenate([restore(block) for block in checkpoint.blocks(name)])
+
+
+@pytest.mark.parametrize("format", ["int8-g32", "nvfp4"])
+def test_rounding(folder: Path, tmp_path: Path, format: str) -> None:
+    report = run(folder, tmp_path / "store", format, "rtn")
+    assert report.fallbacks == {}
+    assert distance(logits(report.path), logits(folder)) < (0.05 if format == "int8-g32" else 1.0)
+    with closing(open_checkpoint(report.path)) as store, closing(open_checkpoint(folder)) as source:
+        router = "model.layers.1.mlp.gate.weight"
+        np.testing.assert_array_equal(values(store, router), values(source, router))
+        for part in ("gate", "up", "down"):
+            assert store.tensors[EXPERT.format(part)].format.name == format
+        blocks = [next(iter(store.blocks(EXPERT.format(part)))) for part in ("gate", "up")]
+        assert blocks[0].scale == blocks[1].scale  # they share their input
+
+
+@pytest.mark.parametrize("method", ["gptq", "mr-gptq"])
+def test_calibrating_all_but_the_experts(folder: Path, tmp_path: Path, method: str) -> None:
+    rounded = run(folder, tmp_path / "rounded", "int4-g32", "rtn")
+    report = run(folder, tmp_path / "store", "int4-g32", method)
+    assert distance(logits(report.path), logits(folder)) < 1.2 * distance(
+        logits(rounded.path), logits(folder)
+    )
+    query = "model.layers.1.self_attn.q_proj.weight"
+    with (
+        closing(open_checkpoint(report.path)) as one,
+        closing(open_checkpoint(rounded.path)) as two,
+    ):
+        for part in ("gate", "up", "down"):
+            name = EXPERT.format(part)
+            np.testing.assert_array_equal(values(one, name), values(two, name))
+        assert not np.array_equal(values(one, query), values(two, query))
+
+
+def test_shared_experts_are_calibrated(tmp_path: Path) -> None:
+    save_tiny("qwen2-moe", tmp_path)
+    rounded = run(tmp_path, tmp_path / "rounded", "int4-g32", "rtn")
+    report = run(tmp_path, tmp_path / "store", "int4-g32", "gptq")
+    name = "model.layers.1.mlp.shared_experts.down_proj.weight"
+    with (
+        closing(open_checkpoint(report.path)) as one,
+        closing(open_checkpoint(rounded.path)) as two,
+    ):
+        assert not np.array_equal(values(one, name), values(two, name))
