@@ -52,6 +52,7 @@ struct Span {
 struct AttentionArgs {
     float *x, *q, *out;          // (R, D), (R, H, E), (R, D)
     const float *norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *post_norm;
+    const float* sinks;          // (H), or null
     const float *cos, *sin;      // (R, rotary / 2), or null
     const float* near_turns;     // (16, rotary / 2, 2, 16), cosines and sines of 256 positions, or null
     const float* far_turns;      // (blocks, rotary / 2, 2), of every 256th position, times the rotary scale
@@ -59,16 +60,50 @@ struct AttentionArgs {
     const Span* spans;
     Stack qkv, proj;
     int32_t rows, span_count, heads, kv_heads, head_dim, rotary, window;  // window 0: none
-    float eps, scale, softcap;                                            // softcap 0: none
+    int32_t joint_norms;  // of all heads at once: q_norm (H * E), k_norm (G * E)
+    float eps, scale, softcap;  // softcap 0: none
 };
+
+enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI };
 
 struct MlpArgs {
     const float* x;
     float* out;
-    const float *norm, *post_norm;
+    const float *norm, *post_norm;  // or null
     Stack gate_up, down;
-    int32_t rows, activation;  // 0 silu, 1 gelu_tanh
+    Stack row_gate;                 // (1, D), or no parts
+    int32_t rows, activation;
     float eps;
+};
+
+enum Scoring : int32_t { SOFTMAX, SIGMOID, SOFTMAX_CHOSEN };
+
+// A router: see RouterSpec in quant/ops/experts.py.
+struct RouteArgs {
+    const float* x;              // (R, D)
+    float* normed;               // (R, D)
+    int32_t* experts;            // (R, ranked)
+    float *scores, *weights;     // (R, ranked), (R, used)
+    const float *norm, *gate_bias, *choice_bias;  // the latter two (E) or null
+    Stack gate;                  // (E, D)
+    int32_t rows, used, ranked, scoring, normalize, groups, used_groups, group_top;
+    float eps, scale;
+};
+
+// An expert of a table; one without parts is not there.
+struct Expert {
+    Stack gate_up, down;
+    const float *gate_up_bias, *down_bias;  // (2F), (D), or null
+};
+
+struct ExpertArgs {
+    const float* x;         // (R, D), normed
+    float* slots;           // (R * used, D)
+    const Expert* table;    // (count)
+    const int32_t* chosen;  // (R, stride), of which the first `used` are
+    const int32_t* asked;   // (asked_count), or null for all that are chosen
+    int32_t rows, used, stride, count, asked_count, activation;
+    float limit;
 };
 
 struct HeadArgs {

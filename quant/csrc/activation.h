@@ -1,4 +1,4 @@
-// Functions of sixteen lanes: exp, tanh, and the gates of an MLP.
+// Functions of sixteen lanes: exp, tanh, and the gates of an MLP and of experts.
 #pragma once
 
 namespace {
@@ -26,12 +26,31 @@ inline F16L tanh16(F16L x) {
     return (e - one) / (e + one);
 }
 
-// 0 is SiLU, 1 is GELU by its tanh approximation.
+// SiLU, or GELU by its tanh approximation.
 inline F16L activate(F16L g, int activation) {
     const F16L one = F16L::set1(1.f);
-    if (activation == 0) return g / (one + exp16(F16L::zero() - g));
+    if (activation == SILU) return g / (one + exp16(F16L::zero() - g));
     const F16L inner = (g * g * g).fma(F16L::set1(0.044715f), g) * F16L::set1(0.7978845608f);
     return F16L::set1(0.5f) * g * (one + tanh16(inner));
 }
+
+inline F16L sigmoid16(F16L x) {
+    const F16L one = F16L::set1(1.f);
+    return one / (one + exp16(F16L::zero() - x));
+}
+
+// What joins gates and ups.
+struct Gate {
+    int activation;
+    float limit;
+
+    F16L operator()(F16L gate, F16L up) const {
+        if (activation != SWIGLU_OAI) return activate(gate, activation) * up;
+        const F16L most = F16L::set1(limit);
+        gate = gate.min(most);
+        up = up.min(most).max(negated(most));
+        return gate * sigmoid16(gate * F16L::set1(1.702f)) * (up + F16L::set1(1.f));
+    }
+};
 
 }  // namespace

@@ -505,6 +505,12 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
             }
             const int row = index / per, head = group * per + index % per;
             float* to = out + ((size_t)row * args.heads + head) * size;
+            if (args.sinks) {
+                // A logit without a value: it takes its share of the sum.
+                const float peak = most(sofar.peak, args.sinks[head]), keep = std::exp(sofar.peak - peak);
+                for (int e = 0; e < size; e++) first[2 + e] *= keep;
+                sofar.total = sofar.total * keep + std::exp(args.sinks[head] - peak);
+            }
             const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
             for (int e = 0; e < size; e++) to[e] = first[2 + e] * inverse;
         }

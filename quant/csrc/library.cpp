@@ -65,7 +65,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 5; }
+LRT_API int lrt_abi_version() { return 6; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -81,6 +81,13 @@ LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->name; }
 LRT_API void lrt_norm_qkv_rope_append(Runtime* r, const AttentionArgs* args) { r->kernels.norm_qkv_rope_append(r->context, *args); }
 LRT_API void lrt_attention_output(Runtime* r, const AttentionArgs* args) { r->kernels.attention_output(r->context, *args); }
 LRT_API void lrt_norm_gated_mlp(Runtime* r, const MlpArgs* args) { r->kernels.norm_gated_mlp(r->context, *args); }
+LRT_API void lrt_norm_route(Runtime* r, const RouteArgs* args) { r->kernels.norm_route(r->context, *args); }
+// -1, or an expert that is not in the table: then nothing is computed.
+LRT_API int lrt_run_experts(Runtime* r, const ExpertArgs* args) { return r->kernels.run_experts(r->context, *args); }
+LRT_API void lrt_combine_experts(Runtime* r, const float* slots, const float* weights, const float* shared, int rows, int used, int cols,
+                                 float* out) {
+    r->kernels.combine_experts(r->context, slots, weights, shared, rows, used, cols, out);
+}
 LRT_API void lrt_head(Runtime* r, const HeadArgs* args) { r->kernels.head(r->context, *args); }
 LRT_API void lrt_linear(Runtime* r, const Stack* stack, const float* x, int rows, float* out) {
     r->kernels.linear(r->context, *stack, x, rows, out);

@@ -64,13 +64,16 @@ inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* tot
     for (auto& four : sums)
         for (auto& one : four) one = F16L::zero();
     int k = 0;
-    for (; k + 4 <= cols; k += 4)
+    for (; k + 4 <= cols; k += 4) {
+        if (R == 1)
+            for (int line = 0; line < 4 * Float::BYTES; line += 64) __builtin_prefetch(tile + (size_t)k * Float::BYTES + PREFETCH + line);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             const F16L w = Float::load(tile + (size_t)(k + i) * Float::BYTES);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) sums[r][i] = w.fma(F16L::set1(x[(size_t)r * cols + k + i]), sums[r][i]);
         }
+    }
     for (; k < cols; k++)
         for (int r = 0; r < R; r++)
             sums[r][0] = Float::load(tile + (size_t)k * Float::BYTES).fma(F16L::set1(x[(size_t)r * cols + k]), sums[r][0]);
@@ -90,17 +93,28 @@ inline int panel_index(int tile, int row, int rows) {
     return (tile / PANEL_TILES * rows + row) * PANEL_TILES + tile % PANEL_TILES;
 }
 
+// The last ones of several numbers may be fewer than sixteen.
+inline F16L load_some(const float* from, int count) {
+    if (count >= 16) return F16L::load(from);
+    alignas(64) float lanes[16] = {};
+    copy_floats(from, count, lanes);
+    return F16L::load(lanes);
+}
+
 // Where products go: rows of `stride` floats, sums times `factor`, the matrix's last tile cut.
 struct Target {
     float* out;
     size_t stride;
     int columns;  // of the matrix
     float factor;
+    const float* bias;     // (columns), or null
+    const int32_t* lines;  // where each row goes; null for one after the other
 
     void put(F16L sum, int row, int tile) const {
-        float* to = out + row * stride + 16 * tile;
-        if (factor != 1.f) sum = sum * F16L::set1(factor);
+        float* to = out + (lines ? lines[row] : row) * stride + 16 * tile;
         const int valid = columns - 16 * tile;
+        if (bias) sum = sum.fma(F16L::set1(factor), load_some(bias + 16 * tile, valid));
+        else if (factor != 1.f) sum = sum * F16L::set1(factor);
         if (valid >= 16) return sum.store(to);
         float lanes[16];
         sum.store(lanes);
@@ -111,7 +125,9 @@ struct Target {
 // Where gated rows go: rotated if the next matrix asks for it, then to its codes.
 struct Gated {
     const Acts& acts;
-    int activation, hadamard;
+    Gate gate;
+    int hadamard;
+    const float *gate_bias, *up_bias;  // or null
 
     void finish(const Runs& runs, int row, float* values, int column, int count) const {
         if (hadamard) block_hadamard(values, count, hadamard);
@@ -164,8 +180,10 @@ template <class Layout> struct Packed {
         }
         alignas(64) float values[PIECE_TILES * 16];
         auto put = [&](F16L g, F16L u, int t) {
-            g = activate(g * F16L::set1(gate.scale), out.activation);
-            (g * (u * F16L::set1(up.scale))).store(values + 16 * t);
+            const int column = 16 * (tile + t);
+            g = g.fma(F16L::set1(gate.scale), out.gate_bias ? F16L::load(out.gate_bias + column) : F16L::zero());
+            u = u.fma(F16L::set1(up.scale), out.up_bias ? F16L::load(out.up_bias + column) : F16L::zero());
+            out.gate(g, u).store(values + 16 * t);
         };
         if (acts.rows <= DIRECT_ROWS) {
             F16L gates[PIECE_TILES][DIRECT_ROWS], ups[PIECE_TILES][DIRECT_ROWS];
@@ -326,7 +344,7 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
     parallel(context, chunks.count * count, [&](int index) {
         const Task& task = tasks[index % count];
         const Matrix& m = *task.matrix;
-        const Target target = {out + task.column, (size_t)stack.rows, m.rows, m.scale};
+        const Target target = {out + task.column, (size_t)stack.rows, m.rows, m.scale, nullptr, nullptr};
         with_layout(m.layout, [&](auto kind) {
             kind.multiply(m, task.tile, task.tiles, acts, runs, chunks[index / count], target);
         });
@@ -336,25 +354,34 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
 // Tiles of gated columns that must stay together: whole groups and rotations of the next matrix.
 inline int gated_unit(const Stack& down) { return most(2, down.hadamard / 16); }
 
+// The two halves of a stack: gates and ups.
+struct Halves { Matrix gate, up; };
+
 // Whether gate and up can be taken side by side, and straight to codes.
-inline bool can_gate(const Stack& stack, const Stack& down) {
-    if (stack.count != 2) return false;
+inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
     for (int i = 0; i < down.count; i++)
         if (!is_packed(down.parts[i].layout)) return false;
-    const Matrix &gate = stack.parts[0], &up = stack.parts[1];
+    Matrix &gate = halves.gate, &up = halves.up;
+    gate = up = stack.parts[0];
+    if (stack.count == 2) {
+        up = stack.parts[1];
+    } else if (stack.count == 1 && stack.rows % 32 == 0) {
+        gate.rows = up.rows = stack.rows / 2;
+        with_layout(up.layout, [&](auto kind) { up.data += gate.rows / 16 * kind.tile_bytes(up); });
+    } else {
+        return false;
+    }
     const int unit = gated_unit(down);
     return is_packed(gate.layout) && gate.layout == up.layout && gate.span == up.span && gate.rows == up.rows &&
            2 * unit <= TASK_TILES && gate.rows % (16 * unit) == 0;
 }
 
-// The codes (R, F) of activation(gate x) * (up x), of a stack that `can_gate`.
-inline void gated_matmul(Context& context, const Stack& stack, const Acts& acts, int activation, const Stack& down, const Acts& out) {
-    const Matrix &gate = stack.parts[0], &up = stack.parts[1];
+// The codes (R, F) of what `target.gate` makes of both products.
+inline void gated_matmul(Context& context, const Halves& halves, const Acts& acts, const Gated& target) {
     const Runs runs(acts.rows);
     const Chunks chunks(runs);
-    const int tiles = gate.rows / 16, unit = gated_unit(down);
-    const Gated target = {out, activation, down.hadamard};
-    with_layout(gate.layout, [&](auto kind) {
+    const int tiles = halves.gate.rows / 16, unit = most(2, target.hadamard / 16);
+    with_layout(halves.gate.layout, [&](auto kind) {
         if constexpr (decltype(kind)::PACKED) {
             const bool panels = acts.rows > DIRECT_ROWS;
             int* starts = scratch<int>(context.tasks, tiles + 1);
@@ -368,7 +395,7 @@ inline void gated_matmul(Context& context, const Stack& stack, const Acts& acts,
             starts[count] = tiles;
             parallel(context, chunks.count * count, [&](int index) {
                 const int tile = starts[index % count], tiles_here = starts[index % count + 1] - tile;
-                kind.multiply_gated(gate, up, tile, tiles_here, unit, acts, runs, chunks[index / count], target);
+                kind.multiply_gated(halves.gate, halves.up, tile, tiles_here, unit, acts, runs, chunks[index / count], target);
             });
         }
     });

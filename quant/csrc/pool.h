@@ -39,7 +39,7 @@ struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
     struct Rows { Scratch normed, codes, meta, halves, starts; } rows, inner;  // of a step, of its second half
-    Scratch wide, gated, partial, joined, tasks;
+    Scratch wide, gated, partial, joined, tasks, crowd, places;
 };
 
 namespace {

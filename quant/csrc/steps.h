@@ -23,23 +23,25 @@ inline void rms_norm(const float* x, const float* weight, float eps, int n, floa
     for (int i = 0; i < n; i++) out[i] = x[i] * inverse * weight[i];
 }
 
-// Room for rows that `stack` multiplies: codes if a part is packed.
-inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack) {
-    Acts acts = {x, nullptr, nullptr, nullptr, {}, 0, rows, stack.cols};
-    const size_t count = (size_t)Runs(rows).padded() * (stack.cols / 32);  // groups of all rows
+// Notes what a stack's matrices start from; returns whether one of them is packed.
+inline bool note_starts(const Stack& stack, Acts& acts) {
     bool packed = false;
-    size_t starts = 0;
     for (int i = 0; i < stack.count; i++)
         with_layout(stack.parts[i].layout, [&](auto part) {
             if constexpr (decltype(part)::PACKED) {
                 using Layout = typename decltype(part)::Kind;
                 packed = true;
-                if (!Layout::SYMMETRIC || acts.find_start(Layout::ZERO, Layout::HALVES)) return;
-                starts += count * Layout::HALVES;
-                acts.starts[acts.start_count++] = {Layout::ZERO, Layout::HALVES, nullptr};
+                if (Layout::SYMMETRIC && !acts.find_start(Layout::ZERO, Layout::HALVES))
+                    acts.starts[acts.start_count++] = {Layout::ZERO, Layout::HALVES, nullptr};
             }
         });
-    if (!packed) return acts;
+    return packed;
+}
+
+// Room for the codes of `count` groups, and for what is noted.
+inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts) {
+    size_t starts = 0;
+    for (int i = 0; i < acts.start_count; i++) starts += count * acts.starts[i].halves;
     acts.codes = scratch<int8_t>(memory.codes, count * 32);
     acts.meta = scratch<float>(memory.meta, count * 2);
     acts.halves = scratch<float>(memory.halves, count * 2);
@@ -48,6 +50,12 @@ inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack
         acts.starts[i].values = values;
         values += count * acts.starts[i].halves;
     }
+}
+
+// Room for rows that `stack` multiplies: codes if a part is packed.
+inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack) {
+    Acts acts = {x, nullptr, nullptr, nullptr, {}, 0, rows, stack.cols};
+    if (note_starts(stack, acts)) reserve_groups(memory, (size_t)Runs(rows).padded() * (stack.cols / 32), acts);
     return acts;
 }
 
@@ -101,10 +109,14 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             const Span& span = args.spans[owner];
             const int slot = span.held + index;
             for (int g = 0; g < groups; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
+            if (args.joint_norms) {
+                if (args.q_norm) rms_norm(line, args.q_norm, args.eps, heads * size, line);
+                if (args.k_norm) rms_norm(line + heads * size, args.k_norm, args.eps, groups * size, line + heads * size);
+            }
             for (int h = 0; h < heads + groups; h++) {
                 float* head = line + h * size;
                 const float* norm = h < heads ? args.q_norm : args.k_norm;
-                if (norm) rms_norm(head, norm, args.eps, size, head);
+                if (norm && !args.joint_norms) rms_norm(head, norm, args.eps, size, head);
                 if (args.cos) {
                     const int half = args.rotary / 2;
                     rotate(head, args.cos + (size_t)row * half, args.sin + (size_t)row * half, half);
@@ -143,20 +155,40 @@ void attention_output(Context& context, const AttentionArgs& args) {
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
 }
 
+// Numbers [begin, end) of a row of F gated ones, from its gates and ups.
+inline void gate_row(const float* gate, const float* up, int begin, int end, const Gate& join, const float* gate_bias,
+                     const float* up_bias, float* gated) {
+    for (int i = begin; i < end; i += 16) {
+        const int n = least(16, end - i);
+        F16L g = load_some(gate + i, n), u = load_some(up + i, n);
+        if (gate_bias) {
+            g = g + load_some(gate_bias + i, n);
+            u = u + load_some(up_bias + i, n);
+        }
+        alignas(64) float lanes[16];
+        join(g, u).store(lanes);
+        copy_floats(lanes, n, gated + i);
+    }
+}
+
 // gated (R, F) from wide (R, 2F), which has the gates first.
-inline void gate_rows(Context& context, const float* wide, int rows, int inner, int activation, float* gated) {
+inline void gate_rows(Context& context, const float* wide, int rows, int inner, const Gate& join, float* gated) {
     // Long rows are cut as well: at one row the gate would otherwise run on one thread.
     const int piece = 2048, pieces = (inner + piece - 1) / piece;
     parallel(context, rows * pieces, [&](int task) {
         const int row = task / pieces, begin = task % pieces * piece, end = least(inner, begin + piece);
         const float* gate = wide + (size_t)row * 2 * inner;
-        for (int i = begin; i < end; i += 16) {
-            alignas(64) float a[16] = {}, b[16] = {}, c[16];
-            const int n = least(16, end - i);
-            copy_floats(gate + i, n, a);
-            copy_floats(gate + inner + i, n, b);
-            (activate(F16L::load(a), activation) * F16L::load(b)).store(c);
-            copy_floats(c, n, gated + (size_t)row * inner + i);
+        gate_row(gate, gate + inner, begin, end, join, nullptr, nullptr, gated + (size_t)row * inner);
+    });
+}
+
+// Rows times the sigmoids of `gates`.
+inline void scale_rows(Context& context, float* out, int rows, int cols, const float* gates) {
+    parallel(context, (rows + 15) / 16, [&](int task) {
+        for (int row = task * 16; row < least(rows, task * 16 + 16); row++) {
+            const float factor = 1.f / (1.f + std::exp(-gates[row]));
+            float* line = out + (size_t)row * cols;
+            for (int i = 0; i < cols; i++) line[i] *= factor;
         }
     });
 }
@@ -164,19 +196,25 @@ inline void gate_rows(Context& context, const float* wide, int rows, int inner, 
 void norm_gated_mlp(Context& context, const MlpArgs& args) {
     const int inner = args.down.cols;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
+    const Gate gate = {args.activation, 0.f};
     Acts gated;
-    if (can_gate(args.gate_up, args.down)) {
+    Halves halves;
+    if (can_gate(args.gate_up, args.down, halves)) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
-        gated_matmul(context, args.gate_up, acts, args.activation, args.down, gated);
+        gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr});
     } else {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * 2 * inner);
         matmul(context, args.gate_up, acts, wide);
         float* values = scratch<float>(context.gated, (size_t)args.rows * inner + 16);
-        gate_rows(context, wide, args.rows, inner, args.activation, values);
+        gate_rows(context, wide, args.rows, inner, gate, values);
         gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);
     }
     matmul(context, args.down, gated, args.out);
     finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.eps);
+    if (args.row_gate.count == 0) return;
+    float* gates = scratch<float>(context.wide, args.rows);
+    matmul(context, args.row_gate, prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.row_gate), gates);
+    scale_rows(context, args.out, args.rows, args.down.rows, gates);
 }
 
 // What rounding a row to int8 leaves over.
@@ -190,39 +228,66 @@ inline void rounding_left(const float* x, int cols, float* out) {
     }
 }
 
+constexpr int PRECISE_ROWS = 32;         // at once
+constexpr size_t PRECISE_PRODUCTS = 8 << 20;  // bytes at once: a vocabulary times many rows is tens of megabytes
+
+// out (count, stride): the products of pairs of rows, added, with the numbers of `stack`.
+inline void add_pairs(Context& context, const Stack& stack, const Acts& acts, int count, float* out, size_t stride) {
+    const int numbers = stack.rows;
+    float* products = scratch<float>(context.wide, (size_t)2 * count * numbers);
+    matmul(context, stack, acts, products);
+    const int piece = 16384, pieces = (numbers + piece - 1) / piece;
+    parallel(context, count * pieces, [&](int task) {
+        const int row = task / pieces, begin = task % pieces * piece, end = least(numbers, begin + piece);
+        const float *x = products + (size_t)2 * row * numbers, *rest = x + numbers;
+        float* to = out + row * stride;
+        for (int i = begin; i < end; i++) to[i] = x[i] + rest[i];
+    });
+}
+
 // Logits feel every rounding, and a head waits for its weights: rows go in with their rounding's rest as
 // another row each, and the two products are added.
-void precise_head(Context& context, const HeadArgs& args, int first, int count) {
-    const int cols = args.weight.cols, vocabulary = args.weight.rows;
+void precise_matmul(Context& context, Stack weight, const float* from, const int64_t* wanted, int count, const float* norm, float eps,
+                    float* out) {
+    const int cols = weight.cols, numbers = weight.rows;
     float* pairs = scratch<float>(context.joined, (size_t)2 * count * cols);
     parallel(context, count, [&](int row) {
         float *x = pairs + (size_t)2 * row * cols, *rest = x + cols;
-        rms_norm(args.x + (size_t)args.wanted[first + row] * cols, args.norm, args.eps, cols, x);
-        if (args.weight.hadamard) block_hadamard(x, cols, args.weight.hadamard);
+        const float* line = from + (size_t)(wanted ? wanted[row] : row) * cols;
+        if (norm) rms_norm(line, norm, eps, cols, x);
+        else copy_floats(line, cols, x);
+        if (weight.hadamard) block_hadamard(x, cols, weight.hadamard);
         rounding_left(x, cols, rest);
     });
-    Stack weight = args.weight;
     weight.hadamard = 0;
     const Acts acts = prepare(context, context.rows, pairs, nullptr, 2 * count, nullptr, 0, weight);
-    float* products = scratch<float>(context.wide, (size_t)2 * count * vocabulary);
-    matmul(context, weight, acts, products);
-    const int piece = 16384, pieces = (vocabulary + piece - 1) / piece;
-    parallel(context, count * pieces, [&](int task) {
-        const int row = task / pieces, begin = task % pieces * piece, end = least(vocabulary, begin + piece);
-        const float *x = products + (size_t)2 * row * vocabulary, *rest = x + vocabulary;
-        float* out = args.logits + (size_t)(first + row) * vocabulary;
-        for (int i = begin; i < end; i++) out[i] = x[i] + rest[i];
-    });
+    const int at_once = (int)(PRECISE_PRODUCTS / (2 * sizeof(float) * count)) / 16 * 16;
+    if (numbers <= at_once) return add_pairs(context, weight, acts, count, out, numbers);
+    for (int part = 0, column = 0; part < weight.count; column += weight.parts[part++].rows) {
+        const Matrix& whole = weight.parts[part];
+        with_layout(whole.layout, [&](auto kind) {
+            for (int row = 0; row < whole.rows; row += at_once) {
+                Matrix slice = whole;
+                slice.data += row / 16 * kind.tile_bytes(whole);
+                slice.rows = least(at_once, whole.rows - row);
+                add_pairs(context, {&slice, 1, slice.rows, cols, 0}, acts, count, out + column + row, numbers);
+            }
+        });
+    }
+}
+
+inline bool all_packed(const Stack& stack) {
+    for (int i = 0; i < stack.count; i++)
+        if (!is_packed(stack.parts[i].layout)) return false;
+    return true;
 }
 
 void head(Context& context, const HeadArgs& args) {
     if (args.count == 0) return;  // a chunk of a prompt wants no logits
-    bool packed = true;
-    for (int i = 0; i < args.weight.count; i++) packed &= is_packed(args.weight.parts[i].layout);
-    if (packed) {
-        const int at_once = 32;  // bounds the products' memory
-        for (int first = 0; first < args.count; first += at_once)
-            precise_head(context, args, first, least(at_once, args.count - first));
+    if (all_packed(args.weight)) {
+        for (int first = 0; first < args.count; first += PRECISE_ROWS)
+            precise_matmul(context, args.weight, args.x, args.wanted + first, least(PRECISE_ROWS, args.count - first), args.norm,
+                           args.eps, args.logits + (size_t)first * args.weight.rows);
     } else {
         const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight);
         matmul(context, args.weight, acts, args.logits);
@@ -240,6 +305,13 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
     matmul(context, stack, prepare(context, context.rows, x, nullptr, rows, nullptr, 0, stack), out);
 }
 
+}  // namespace
+
+#include "routing.h"
+#include "experts.h"
+
+namespace {
+
 // Rows of a tiled matrix as float32: the embedding, and the kernels' own reference.
 void read_rows(const Matrix& matrix, const int64_t* rows, int count, float factor, float* out) {
     with_layout(matrix.layout, [&](auto kind) {
@@ -251,4 +323,4 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, head, linear, read_rows, multiply_peak, read_all};
+const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear, read_rows, multiply_peak, read_all};

@@ -1,15 +1,17 @@
-"""Page-aligned memory: for direct reads from a disk, and for pinning."""
+"""Memory straight from the system: page-aligned for reads and pinning, given back when freed."""
 
 from __future__ import annotations
 
+import math
 import mmap
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["aligned_buffer"]
+__all__ = ["aligned_buffer", "large_floats"]
 
 _LARGE_PAGE = 1 << 21
+_LARGE_ARRAY = 4 << 20
 
 
 def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -30,3 +32,14 @@ def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
         except OSError:  # a kernel without them
             pass
     return np.frombuffer(region, np.uint8)
+
+
+def large_floats(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """An array whose values are not set; one of megabytes goes back to the system when it is freed.
+
+    The C library would keep it: beneath a memory budget each megabyte is missing elsewhere.
+    """
+    nbytes = 4 * math.prod(shape)
+    if nbytes < _LARGE_ARRAY:
+        return np.empty(shape, np.float32)
+    return aligned_buffer(nbytes).view(np.float32).reshape(shape)

@@ -26,10 +26,12 @@ __all__ = [
     "RouterSpec",
     "RouterWeights",
     "Routing",
+    "Scoring",
 ]
 
 Array: TypeAlias = Any  # as in protocol.py
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai"]
+Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class RouterSpec:
     count: int
     used: int
     eps: float  # of the norm before it
-    scoring: Literal["softmax", "sigmoid", "softmax-chosen"] = "softmax"
+    scoring: Scoring = "softmax"
     normalize: bool = True
     scale: float = 1.0
     groups: int = 1
@@ -121,7 +123,7 @@ class Routing:
     @property
     def used(self) -> int:
         """K."""
-        return self.weights.shape[1]
+        return int(self.weights.shape[1])
 
     @property
     def chosen(self) -> npt.NDArray[np.int32]:

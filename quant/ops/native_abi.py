@@ -29,11 +29,16 @@ if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
 __all__ = [
+    "ACTIVATIONS",
+    "SCORINGS",
     "SOURCES",
     "AttentionArgs",
+    "ExpertArgs",
+    "ExpertParts",
     "HeadArgs",
     "Matrix",
     "MlpArgs",
+    "RouteArgs",
     "SpanArgs",
     "Stack",
     "best_isa",
@@ -42,7 +47,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
 SOURCES = {
@@ -76,6 +81,10 @@ _LAYOUTS = {
         )
     )
 }
+# In the order of abi.h.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
+SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
+
 # GGUF's rows whose tiles are those of an affine format.
 _SAME_TILES = {"q4_0": "int4", "q4_1": "int4m", "q5_0": "int5", "q5_1": "int5m", "q8_0": "int8"}
 
@@ -142,6 +151,7 @@ class AttentionArgs(Structure):
         ("k_norm", c_void_p),
         ("out_bias", c_void_p),
         ("post_norm", c_void_p),
+        ("sinks", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("near_turns", c_void_p),
@@ -157,6 +167,7 @@ class AttentionArgs(Structure):
         ("head_dim", c_int32),
         ("rotary", c_int32),
         ("window", c_int32),
+        ("joint_norms", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("softcap", c_float),
@@ -173,9 +184,66 @@ class MlpArgs(Structure):
         ("post_norm", c_void_p),
         ("gate_up", Stack),
         ("down", Stack),
+        ("row_gate", Stack),
         ("rows", c_int32),
         ("activation", c_int32),
         ("eps", c_float),
+    )
+
+
+class RouteArgs(Structure):
+    """A mixture's norm and router."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("normed", c_void_p),
+        ("experts", c_void_p),
+        ("scores", c_void_p),
+        ("weights", c_void_p),
+        ("norm", c_void_p),
+        ("gate_bias", c_void_p),
+        ("choice_bias", c_void_p),
+        ("gate", Stack),
+        ("rows", c_int32),
+        ("used", c_int32),
+        ("ranked", c_int32),
+        ("scoring", c_int32),
+        ("normalize", c_int32),
+        ("groups", c_int32),
+        ("used_groups", c_int32),
+        ("group_top", c_int32),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class ExpertParts(Structure):
+    """An expert of a table; one without parts is not there."""
+
+    _fields_ = (
+        ("gate_up", Stack),
+        ("down", Stack),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+    )
+
+
+class ExpertArgs(Structure):
+    """Experts of a layer, and the rows that chose them."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("slots", c_void_p),
+        ("table", c_void_p),
+        ("chosen", c_void_p),
+        ("asked", c_void_p),
+        ("rows", c_int32),
+        ("used", c_int32),
+        ("stride", c_int32),
+        ("count", c_int32),
+        ("asked_count", c_int32),
+        ("activation", c_int32),
+        ("limit", c_float),
     )
 
 
@@ -202,6 +270,12 @@ _SIGNATURES = {
     "lrt_norm_qkv_rope_append": (None, (c_void_p, POINTER(AttentionArgs))),
     "lrt_attention_output": (None, (c_void_p, POINTER(AttentionArgs))),
     "lrt_norm_gated_mlp": (None, (c_void_p, POINTER(MlpArgs))),
+    "lrt_norm_route": (None, (c_void_p, POINTER(RouteArgs))),
+    "lrt_run_experts": (c_int, (c_void_p, POINTER(ExpertArgs))),
+    "lrt_combine_experts": (
+        None,
+        (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p),
+    ),
     "lrt_head": (None, (c_void_p, POINTER(HeadArgs))),
     "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),

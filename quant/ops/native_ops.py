@@ -20,11 +20,11 @@ import numpy.typing as npt
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
+from localrt.quant.ops.aligned import large_floats
 from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.native_abi import (
     AttentionArgs,
     HeadArgs,
-    MlpArgs,
     SpanArgs,
     find_library,
     load_library,
@@ -36,14 +36,19 @@ from localrt.quant.ops.native_kv import (
     NativeKVCache,
     token_nbytes,
 )
+from localrt.quant.ops.native_mlp import NativeMlps
 from localrt.quant.ops.native_turns import Turns
-from localrt.quant.ops.native_weights import NativeWeight, Tiler, build_weight
+from localrt.quant.ops.native_weights import (
+    NativeVector,
+    NativeWeight,
+    Tiler,
+    address_of,
+    build_weight,
+)
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
     Batch,
-    MlpSpec,
-    MlpWeights,
     Rope,
     Span,
 )
@@ -51,18 +56,6 @@ from localrt.quant.ops.protocol import (
 __all__ = ["NativeOps", "NativeWeight"]
 
 Floats = npt.NDArray[np.float32]
-
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-
-
-class NativeVector:
-    """A norm weight or bias, and where it lies: asking numpy again costs half a microsecond."""
-
-    __slots__ = ("address", "values")
-
-    def __init__(self, values: Floats) -> None:
-        self.values = values
-        self.address: int = values.ctypes.data
 
 
 @dataclass(slots=True)
@@ -76,7 +69,7 @@ class _Pass:
     tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
 
 
-class NativeOps:
+class NativeOps(NativeMlps):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
     ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
@@ -207,23 +200,6 @@ class NativeOps:
         self._spare[q.shape] = q
         return out
 
-    def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
-        """(R, D)."""
-        out = self._array(x.shape[0], weights.down.stack.rows)
-        args = MlpArgs(
-            x=x.ctypes.data,
-            out=out.ctypes.data,
-            norm=_vector(weights.norm),
-            post_norm=_vector(weights.post_norm),
-            gate_up=weights.gate_up.stack,
-            down=weights.down.stack,
-            rows=x.shape[0],
-            activation=_ACTIVATIONS[spec.activation],
-            eps=spec.eps,
-        )
-        self._api.lrt_norm_gated_mlp(self._handle, args)
-        return out
-
     def add(self, x: Floats, y: Floats, scale: float = 1.0) -> Floats:
         """Residual sum in place of ``x``."""
         if scale != 1.0:
@@ -242,7 +218,7 @@ class NativeOps:
         softcap: float | None = None,
     ) -> Floats:
         """(len(rows), V)."""
-        logits = np.empty((len(rows), weight.stack.rows), np.float32)
+        logits = large_floats((len(rows), weight.stack.rows))
         wanted = np.ascontiguousarray(rows, np.int64)
         args = HeadArgs(
             x=x.ctypes.data,
@@ -278,11 +254,6 @@ class NativeOps:
         """Read every byte once, on all threads."""
         self._api.lrt_read_all(self._handle, data.ctypes.data, data.nbytes)
 
-    def _array(self, rows: int, cols: int) -> Floats:
-        """An array that the pass before gave up, or a new one: fresh pages cost more than a row."""
-        spare = self._spare.pop((rows, cols), None)
-        return np.empty((rows, cols), np.float32) if spare is None else spare
-
     # -- parts -----------------------------------------------------------------------------------
 
     def _attention_args(
@@ -293,12 +264,13 @@ class NativeOps:
         near, far = self._bias_tables(weights, spec, step)
         spans = self._spans(step, layer)
         args = step.attention[layer] = AttentionArgs(
-            norm=_vector(weights.norm),
-            qkv_bias=_vector(weights.qkv_bias),
-            q_norm=_vector(weights.q_norm),
-            k_norm=_vector(weights.k_norm),
-            out_bias=_vector(weights.out_bias),
-            post_norm=_vector(weights.post_norm),
+            norm=address_of(weights.norm),
+            qkv_bias=address_of(weights.qkv_bias),
+            q_norm=address_of(weights.q_norm),
+            k_norm=address_of(weights.k_norm),
+            out_bias=address_of(weights.out_bias),
+            post_norm=address_of(weights.post_norm),
+            sinks=address_of(weights.sinks),
             cos=cos,
             sin=sin,
             near_turns=near,
@@ -314,6 +286,7 @@ class NativeOps:
             head_dim=spec.head_dim,
             rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
             window=spec.window or 0,
+            joint_norms=spec.joint_norms,
             eps=spec.eps,
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
@@ -367,10 +340,6 @@ def _native_cache(span: Span) -> NativeKVCache:
     cache = span.cache
     assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
     return cache
-
-
-def _vector(vector: NativeVector | None) -> int | None:
-    return None if vector is None else vector.address
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:

@@ -58,7 +58,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Shape and behaviour of one attention layer. ``window`` counts the query's own position."""
+    """Shape and behaviour of one attention layer. ``window`` counts the query's own position.
+
+    With ``joint_norms``, queries are normed over all heads at once, and so are keys.
+    """
 
     heads: int
     kv_heads: int
@@ -69,6 +72,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False  # a learned logit per head joins the softmax and takes its share
+    joint_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -88,8 +92,8 @@ class AttentionWeights:
     out: Weight  # (D, H * E)
     qkv_bias: Vector | None = None
     out_bias: Vector | None = None
-    q_norm: Vector | None = None  # (E,), before the rotary embedding
-    k_norm: Vector | None = None
+    q_norm: Vector | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
+    k_norm: Vector | None = None  # (E,) or (G * E,)
     post_norm: Vector | None = None  # on the output projection's result
     sinks: Vector | None = None  # (H,)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localrt.errors import UnsupportedModelError
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.kv_growth import grown_capacity
@@ -31,6 +32,7 @@ from localrt.quant.ops.protocol import (
 from localrt.quant.ops.torch_attention import attend_rows, visible_keys
 from localrt.quant.ops.torch_kv import TorchKVCache
 from localrt.quant.ops.triton_attention import attend
+from localrt.quant.ops.triton_experts import TritonExperts
 from localrt.quant.ops.triton_linear import MOST_ROWS, Tiles, dense_linear, tiled_linear
 from localrt.quant.ops.triton_pass import Numbers, Recording, Stream, TritonPass
 from localrt.quant.ops.triton_rows import unpack_rows
@@ -52,7 +54,7 @@ Forward = Callable[..., Logits]
 _UNPACKED = 32 << 20
 
 
-class TritonOps:
+class TritonOps(TritonExperts):
     """See the ``Ops`` protocol. On ``device="cpu"`` it runs in Triton's interpreter, for tests."""
 
     name = "triton"
@@ -111,7 +113,16 @@ class TritonOps:
         return shape[0] * shape[1] * 2
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
-        """Bytes of keys and values once grown to ``length`` tokens."""
+        """Bytes of keys and values once grown to ``length`` tokens.
+
+        Raises:
+            UnsupportedModelError: attention of a kind that the card's kernels do not know.
+        """
+        if any(spec.sinks or spec.joint_norms for spec in layers):
+            raise UnsupportedModelError(
+                "attention sinks, and norms over all heads at once, do not run on the GPU yet: "
+                "use --device cpu"
+            )
         row = sum(2 * spec.kv_heads * spec.head_dim for spec in layers)
         return row * grown_capacity(length) * 2
 
@@ -231,6 +242,7 @@ class TritonOps:
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""
+        assert weights.norm is not None, "experts that all rows see have a step of their own"
         h = x.normed(weights.norm, spec.eps)
         inner = self._gated(h, weights.gate_up, spec.activation)
         y = self.linear(inner, weights.down, dtype=torch.float32)

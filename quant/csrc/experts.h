@@ -1,0 +1,336 @@
+// The experts of a layer that a pass asks for, all in one call: rows are gathered by expert and quantized, every
+// expert's gate and up go into one queue of tasks, then every expert's down. A row's result is what it would be alone.
+#pragma once
+
+namespace {
+
+// Acts of `rows` rows from row `at` on, of a store that many share.
+inline Acts rows_from(const Acts& all, size_t at, int rows) {
+    Acts acts = all;
+    const size_t groups = at * (all.cols / 32);
+    acts.rows = rows;
+    if (!all.codes) return acts;
+    acts.codes += groups * 32;
+    acts.meta += groups * 2;
+    acts.halves += groups * 2;
+    for (int i = 0; i < acts.start_count; i++) acts.starts[i].values += groups * acts.starts[i].halves;
+    return acts;
+}
+
+// The codes of a row that is alone in `from`, to a row of a run among others.
+inline void copy_row(const Acts& from, const Acts& to, const Runs& runs, int row) {
+    const RowRun run = runs.of(row);
+    const int groups = to.cols / 32;
+    for (int g = 0; g < groups; g++) {
+        const size_t index = (size_t)run.start * groups + (size_t)g * run.size + row - run.start;
+        __builtin_memcpy(to.codes + index * 32, from.codes + g * 32, 32);
+        copy_floats(from.meta + g * 2, 2, to.meta + index * 2);
+        copy_floats(from.halves + g * 2, 2, to.halves + index * 2);
+        for (int i = 0; i < to.start_count; i++)
+            for (int h = 0; h < to.starts[i].halves; h++)
+                to.starts[i].values[index * to.starts[i].halves + h] = from.starts[i].values[g * to.starts[i].halves + h];
+    }
+}
+
+inline bool any_plain(const Stack& stack) {
+    for (int i = 0; i < stack.count; i++)
+        if (!is_packed(stack.parts[i].layout)) return true;
+    return false;
+}
+
+// An expert at work: its rows, and where they are.
+struct Busy {
+    const Expert* expert;
+    int rows, first;        // `first` among the rows of all, where each expert has room for whole runs
+    int rotation;           // which of the inputs' rotations it takes
+    bool gated;             // its gates go straight to codes
+    Halves halves;
+    Acts in, inner;
+    float *wide, *values;   // of one that is not gated: (rows, 2F), (rows, F)
+    const int32_t* slots;   // of its rows
+};
+
+constexpr int ROTATIONS = 5;  // none, 16, 32, 64, 128
+
+inline int rotation_of(int hadamard) {
+    int index = 0;
+    for (; hadamard >= 16; hadamard /= 2) index++;
+    return index;
+}
+
+// All experts at work in a call.
+struct Crowd {
+    const ExpertArgs& args;
+    Busy* busy;
+    int count, missing, total;  // total rows, runs filled up
+    int32_t *of, *place;        // an expert's index here or -1; a slot's place among its expert's rows
+    int32_t* slots;
+    int hidden, inner;
+
+    Crowd(Context& context, const ExpertArgs& args) : args(args), count(0), missing(-1), total(0), hidden(0), inner(0) {
+        const int every = args.rows * args.used;
+        of = scratch<int32_t>(context.places, (size_t)2 * args.count + 2 * every);
+        int32_t* loads = of + args.count;
+        place = loads + args.count;
+        slots = place + every;
+        for (int e = 0; e < args.count; e++) of[e] = args.asked ? -1 : 0, loads[e] = 0;
+        for (int i = 0; i < args.asked_count; i++) {
+            const int e = args.asked[i];
+            if (!known(e)) return;
+            of[e] = 0;
+        }
+        for (int slot = 0; slot < every; slot++) {
+            const int e = at(slot);
+            if (e < 0 || e >= args.count || (of[e] == 0 && !known(e))) {
+                missing = e < 0 ? args.count : e;
+                return;
+            }
+            place[slot] = loads[e]++;
+        }
+        busy = scratch<Busy>(context.crowd, least(args.count, every));
+        int first_slot = 0;
+        for (int e = 0; e < args.count; e++) {
+            const bool works = of[e] == 0 && loads[e];
+            of[e] = works ? count : -1;
+            if (!works) continue;
+            Busy& b = busy[count++];
+            b.expert = args.table + e;
+            b.rows = loads[e];
+            b.first = total;
+            b.slots = slots + first_slot;
+            b.rotation = rotation_of(b.expert->gate_up.hadamard);
+            b.gated = can_gate(b.expert->gate_up, b.expert->down, b.halves);
+            total += Runs(b.rows).padded();
+            first_slot += b.rows;
+        }
+        for (int slot = 0; slot < every; slot++)
+            if (const Busy* b = find(slot)) const_cast<int32_t*>(b->slots)[place[slot]] = slot;
+        if (count) hidden = busy[0].expert->gate_up.cols, inner = busy[0].expert->down.cols;
+    }
+    bool known(int e) {
+        const bool there = e >= 0 && e < args.count && args.table[e].gate_up.count;
+        if (!there) missing = e < 0 ? args.count : e;
+        return there;
+    }
+    int at(int slot) const { return args.chosen[(size_t)(slot / args.used) * args.stride + slot % args.used]; }
+    // Who fills a slot, if it is asked for.
+    const Busy* find(int slot) const {
+        const int index = of[at(slot)];
+        return index < 0 ? nullptr : busy + index;
+    }
+};
+
+// The rows of every expert, quantized. A row is quantized once for all that take it; an expert that sees one row
+// takes it where it is.
+inline void gather(Context& context, Crowd& crowd) {
+    const ExpertArgs& args = crowd.args;
+    const int cols = crowd.hidden, rows = args.rows;
+    Acts all = {nullptr, nullptr, nullptr, nullptr, {}, 0, 0, cols};
+    bool packed = false, plain = false, rotated[ROTATIONS] = {};
+    for (int i = 0; i < crowd.count; i++) {
+        const Busy& b = crowd.busy[i];
+        packed |= note_starts(b.expert->gate_up, all);
+        plain |= any_plain(b.expert->gate_up);
+        rotated[b.rotation] = true;
+    }
+    int lone[ROTATIONS], singles = 0;  // where single rows of each rotation begin
+    for (int i = 0; i < ROTATIONS; i++) {
+        lone[i] = singles;
+        if (rotated[i]) singles += rows;
+    }
+    if (packed) reserve_groups(context.rows, (size_t)(singles + crowd.total) * (cols / 32), all);
+    float* floats = plain ? scratch<float>(context.joined, (size_t)crowd.total * cols) : nullptr;
+    float* turned = singles > (rotated[0] ? rows : 0) ? scratch<float>(context.rows.normed, (size_t)singles * cols) : nullptr;
+    for (int i = 0; i < crowd.count; i++) {
+        Busy& b = crowd.busy[i];
+        b.in = rows_from(all, singles + b.first, b.rows);
+        if (plain) b.in.x = floats + (size_t)b.first * cols;
+    }
+    parallel(context, rows, [&](int row) {
+        bool ready[ROTATIONS] = {};
+        for (int slot = row * args.used; slot < (row + 1) * args.used; slot++) {
+            const Busy* b = crowd.find(slot);
+            if (!b) continue;
+            const int at = lone[b->rotation] + row, place = crowd.place[slot];
+            const float* x = args.x + (size_t)row * cols;
+            const Acts single = rows_from(all, at, 1);
+            float* turn = b->rotation ? turned + (size_t)at * cols : nullptr;
+            if (!ready[b->rotation]) {
+                ready[b->rotation] = true;
+                if (turn) {
+                    copy_floats(x, cols, turn);
+                    block_hadamard(turn, cols, b->expert->gate_up.hadamard);
+                }
+                if (packed) quantize_row(single, Runs(1), 0, turn ? turn : x, 0, cols);
+            }
+            const Runs runs(b->rows);
+            if (plain) copy_floats(turn ? turn : x, cols, const_cast<float*>(b->in.x) + (size_t)place * cols);
+            if (!packed || b->rows == 1) continue;
+            copy_row(single, b->in, runs, place);
+            if (place == b->rows - 1 && runs.padded() > b->rows) quantize_row(b->in, runs, b->rows, nullptr, 0, cols);
+        }
+    });
+    for (int i = 0; i < crowd.count; i++) {
+        Busy& b = crowd.busy[i];
+        if (b.rows > 1 || !packed) continue;
+        const float* x = b.in.x;
+        b.in = rows_from(all, lone[b.rotation] + b.slots[0] / args.used, 1);
+        b.in.x = x;
+    }
+}
+
+// Where what the gates give goes.
+inline void reserve_inner(Context& context, Crowd& crowd) {
+    Acts all = {nullptr, nullptr, nullptr, nullptr, {}, 0, 0, crowd.inner};
+    bool packed = false;
+    int loose = 0;  // rows of those that are not gated
+    for (int i = 0; i < crowd.count; i++) {
+        packed |= note_starts(crowd.busy[i].expert->down, all);
+        if (!crowd.busy[i].gated) loose += crowd.busy[i].rows;
+    }
+    if (packed) reserve_groups(context.inner, (size_t)crowd.total * (crowd.inner / 32), all);
+    float* wide = scratch<float>(context.wide, (size_t)loose * 2 * crowd.inner);
+    float* values = scratch<float>(context.gated, (size_t)loose * crowd.inner);
+    for (int i = 0; i < crowd.count; i++) {
+        Busy& b = crowd.busy[i];
+        b.inner = rows_from(all, b.first, b.rows);
+        if (b.gated) continue;
+        b.wide = wide, b.values = values, b.inner.x = values;
+        wide += (size_t)b.rows * 2 * crowd.inner;
+        values += (size_t)b.rows * crowd.inner;
+    }
+}
+
+// Some tiles of an expert's matrix for a chunk of its rows; part -1 is gate and up beside each other.
+struct Portion { int busy, part, column, tile, tiles, chunk; };
+
+inline int tiles_of(const Matrix& m) { return (m.rows + 15) / 16; }
+
+// Calls fn(part, tiles, unit, column) for an expert's matrices of one step.
+template <class Fn> inline void each_part(const Busy& b, bool down, Fn fn) {
+    if (!down && b.gated) return fn(-1, tiles_of(b.halves.gate), gated_unit(b.expert->down), 0);
+    const Stack& stack = down ? b.expert->down : b.expert->gate_up;
+    for (int part = 0, column = 0; part < stack.count; column += stack.parts[part++].rows) fn(part, tiles_of(stack.parts[part]), 1, column);
+}
+
+// The portions of a step of all experts: those of many rows first, then those that only read.
+inline int cut(Context& context, const Crowd& crowd, bool down, Portion*& portions) {
+    size_t most_portions = 0;
+    int left[2] = {0, 0};
+    for (int i = 0; i < crowd.count; i++) {
+        const Busy& b = crowd.busy[i];
+        each_part(b, down, [&](int, int tiles, int, int) {
+            most_portions += (size_t)tiles * Chunks(Runs(b.rows)).count;
+            left[b.rows > DIRECT_ROWS] += tiles;
+        });
+    }
+    portions = scratch<Portion>(context.tasks, most_portions);
+    int count = 0;
+    for (int panels = 1; panels >= 0; panels--)
+        for (int i = 0; i < crowd.count; i++) {
+            const Busy& b = crowd.busy[i];
+            if ((b.rows > DIRECT_ROWS) != panels) continue;
+            const Runs runs(b.rows);
+            const int chunks = Chunks(runs).count;
+            each_part(b, down, [&](int part, int tiles, int unit, int column) {
+                for (int tile = 0; tile < tiles;) {
+                    int step = next_tiles(context, left[panels], panels);
+                    if (panels && part < 0) step = least(step, TASK_TILES / 2);
+                    step = least((step + unit - 1) / unit * unit, tiles - tile);
+                    for (int chunk = 0; chunk < chunks; chunk++) portions[count++] = {i, part, column, tile, step, chunk};
+                    tile += step;
+                    left[panels] -= step;
+                }
+            });
+        }
+    return count;
+}
+
+inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
+    const ExpertArgs& args = crowd.args;
+    Portion* portions;
+    const int count = cut(context, crowd, down, portions);
+    parallel(context, count, [&](int index) {
+        const Portion& portion = portions[index];
+        const Busy& b = crowd.busy[portion.busy];
+        const Expert& expert = *b.expert;
+        const Runs runs(b.rows);
+        const RunRange range = Chunks(runs)[portion.chunk];
+        if (portion.part < 0) {
+            const float* bias = expert.gate_up_bias;
+            const Gated target = {b.inner, {args.activation, args.limit}, expert.down.hadamard, bias, bias ? bias + crowd.inner : nullptr};
+            return with_layout(b.halves.gate.layout, [&](auto kind) {
+                if constexpr (decltype(kind)::PACKED)
+                    kind.multiply_gated(b.halves.gate, b.halves.up, portion.tile, portion.tiles, gated_unit(expert.down), b.in, runs, range, target);
+            });
+        }
+        const Matrix& m = (down ? expert.down : expert.gate_up).parts[portion.part];
+        Target target = {b.wide + portion.column, (size_t)2 * crowd.inner, m.rows, m.scale, nullptr, nullptr};
+        if (down) {
+            const float* bias = expert.down_bias ? expert.down_bias + portion.column : nullptr;
+            target = {args.slots + portion.column, (size_t)crowd.hidden, m.rows, m.scale, bias, b.slots};
+        }
+        with_layout(m.layout, [&](auto kind) { kind.multiply(m, portion.tile, portion.tiles, down ? b.inner : b.in, runs, range, target); });
+    });
+}
+
+// Gates and codes of the experts that took another way: their formats differ, or their rotation is too wide.
+inline void gate_loose(Context& context, const Crowd& crowd) {
+    struct Line { int busy, row; };
+    Line* lines = scratch<Line>(context.tasks, crowd.total);
+    int count = 0;
+    for (int i = 0; i < crowd.count; i++)
+        for (int row = 0; !crowd.busy[i].gated && row < crowd.busy[i].rows; row++) lines[count++] = {i, row};
+    const int inner = crowd.inner;
+    parallel(context, count, [&](int index) {
+        const Busy& b = crowd.busy[lines[index].busy];
+        const int row = lines[index].row, hadamard = b.expert->down.hadamard;
+        const float *wide = b.wide + (size_t)row * 2 * inner, *bias = b.expert->gate_up_bias;
+        float* values = b.values + (size_t)row * inner;
+        gate_row(wide, wide + inner, 0, inner, {crowd.args.activation, crowd.args.limit}, bias, bias ? bias + inner : nullptr, values);
+        if (hadamard) block_hadamard(values, inner, hadamard);
+        if (!b.inner.codes) return;
+        const Runs runs(b.rows);
+        quantize_row(b.inner, runs, row, values, 0, inner);
+        if (row == b.rows - 1 && runs.padded() > b.rows) quantize_row(b.inner, runs, b.rows, nullptr, 0, inner);
+    });
+}
+
+// -1, or an expert that is not in the table: then nothing is computed.
+int run_experts(Context& context, const ExpertArgs& args) {
+    Crowd crowd(context, args);
+    if (crowd.missing >= 0 || crowd.count == 0) return crowd.missing;
+    gather(context, crowd);
+    reserve_inner(context, crowd);
+    multiply_portions(context, crowd, false);
+    gate_loose(context, crowd);
+    multiply_portions(context, crowd, true);
+    return -1;
+}
+
+// out (R, D): slots (R * K, D) times their weights in the order of k, then `shared`, which may be `out`.
+void combine_experts(Context& context, const float* slots, const float* weights, const float* shared, int rows, int used, int cols,
+                     float* out) {
+    const int share = most(1, 8192 / cols);
+    parallel(context, (rows + share - 1) / share, [&](int task) {
+        for (int row = task * share; row < least(rows, (task + 1) * share); row++)
+            for (int i = 0; i < cols; i += 16) {
+                const int n = least(16, cols - i);
+                F16L sum = F16L::zero();
+                for (int k = 0; k < used; k++) {
+                    const size_t slot = (size_t)row * used + k;
+                    sum = load_some(slots + slot * cols + i, n).fma(F16L::set1(weights[slot]), sum);
+                }
+                if (shared) sum = sum + load_some(shared + (size_t)row * cols + i, n);
+                if (n == 16) {
+                    sum.store(out + (size_t)row * cols + i);
+                } else {
+                    alignas(64) float lanes[16];
+                    sum.store(lanes);
+                    copy_floats(lanes, n, out + (size_t)row * cols + i);
+                }
+            }
+    });
+}
+
+}  // namespace

@@ -1,0 +1,324 @@
+"""Experts on packed weights: every format and way, the same in any batch and thread count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from localrt.quant.formats import FORMATS, PackedTensor
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from tests.ops.packed import random_tensor
+from tests.ops.test_native_matmul import ISAS, NAMES, PACKED, computed, quantized
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+HIDDEN, INNER, COUNT, USED = 256, 512, 8, 3
+SPEC = ExpertSpec()
+
+
+class Expert:
+    """One expert's tensors, in the formats of gate, up and down; ``rotations`` of both inputs."""
+
+    def __init__(
+        self,
+        names: tuple[str, str, str],
+        seed: int,
+        *,
+        shape: tuple[int, int] = (HIDDEN, INNER),
+        rotations: tuple[int, int] = (0, 0),
+        fused: bool = False,
+        biased: bool = False,
+    ) -> None:
+        hidden, inner = shape
+        self.rotations, self.fused = rotations, fused
+        if fused:
+            both = random_tensor(names[0], 2 * inner, hidden, 3 * seed)
+            self.gate_up = [both]
+        else:
+            self.gate_up = [
+                replace(random_tensor(names[i], inner, hidden, 3 * seed + i), name="gu"[i])
+                for i in range(2)
+            ]
+        self.down = random_tensor(names[2], hidden, inner, 3 * seed + 2)
+        rng = np.random.default_rng(seed)
+        self.biases = (
+            [rng.standard_normal(n).astype(np.float32) for n in (2 * inner, hidden)]
+            if biased
+            else [None, None]
+        )
+
+    def load(self, ops: NativeOps) -> ExpertWeights:
+        rows = sum(t.shape[0] for t in self.gate_up)
+        first = [tile_tensor(t, hadamard=self.rotations[0]) for t in self.gate_up]
+        last = tile_tensor(self.down, hadamard=self.rotations[1])
+        vectors = [None if b is None else ops.vector(b) for b in self.biases]
+        return ExpertWeights(
+            gate_up=ops.weight((rows, self.gate_up[0].shape[1]), first),
+            down=ops.weight(self.down.shape, [last]),
+            gate_up_bias=vectors[0],
+            down_bias=vectors[1],
+        )
+
+    def reference(self, x: np.ndarray, spec: ExpertSpec) -> np.ndarray:
+        """In float64, on the activations that the kernels quantize to."""
+        wide = np.concatenate([product(x, t, self.rotations[0]) for t in self.gate_up], axis=1)
+        if self.biases[0] is not None:
+            wide = wide + self.biases[0]
+        gate, up = np.split(wide, 2, axis=1)
+        if spec.activation == "swiglu_oai":
+            gate, up = np.minimum(gate, spec.limit), np.clip(up, -spec.limit, spec.limit)
+            gated = gate * sigmoid(1.702 * gate) * (up + 1)
+        elif spec.activation == "gelu_tanh":
+            inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            gated = 0.5 * gate * (1 + np.tanh(inner)) * up
+        else:
+            gated = gate * sigmoid(gate) * up
+        out = product(gated.astype(np.float32), self.down, self.rotations[1])
+        return out if self.biases[1] is None else out + self.biases[1]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(x, -500, 500)))
+
+
+def product(x: np.ndarray, tensor: PackedTensor, rotation: int) -> np.ndarray:
+    if rotation:
+        x = block_hadamard(x, rotation)
+    seen = quantized(x) if tensor.format.name in PACKED else x.astype(np.float64)
+    return seen @ values(tensor.format.name, tensor.shape, tensor.data.tobytes(), tensor.scale)
+
+
+@lru_cache(maxsize=256)
+def values(name: str, shape: tuple[int, int], data: bytes, scale: float) -> np.ndarray:
+    rows = np.frombuffer(data, np.uint8).reshape(shape[0], -1)
+    return computed(PackedTensor(name, FORMATS[name], shape, rows, scale)).T
+
+
+def inputs(rows: int, hidden: int = HIDDEN, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, hidden)).astype(np.float32)
+
+
+def routing(rows: int, *, count: int = COUNT, used: int = USED, seed: int = 0) -> Routing:
+    """Random choices, where expert 0 is chosen often and the last one hardly ever."""
+    rng = np.random.default_rng(seed)
+    odds = np.geomspace(1, 0.05, count)
+    ranked = min(2 * used, count)
+    experts = [rng.choice(count, ranked, replace=False, p=odds / odds.sum()) for _ in range(rows)]
+    scores = rng.random((rows, ranked)).astype(np.float32)
+    return Routing(np.array(experts, np.int32), scores, scores[:, :used].copy())
+
+
+def fill(ops: NativeOps, experts: list[Expert]) -> ExpertTable:
+    table = ops.expert_table(len(experts))
+    for number, expert in enumerate(experts):
+        table.put(number, expert.load(ops))
+    return table
+
+
+def run(
+    ops: NativeOps,
+    table: ExpertTable,
+    x: np.ndarray,
+    choice: Routing,
+    spec: ExpertSpec = SPEC,
+    experts: list[int] | None = None,
+) -> np.ndarray:
+    slots = ops.expert_slots(x, choice)
+    slots[:] = np.nan
+    ops.run_experts(x, choice, table, spec, slots, experts)
+    return slots
+
+
+def expected(experts: list[Expert], x: np.ndarray, choice: Routing, spec: ExpertSpec = SPEC):
+    slots = np.empty((choice.weights.size, x.shape[1]))
+    rows = np.repeat(np.arange(len(x)), choice.used)
+    for number, expert in enumerate(experts):
+        mine = np.flatnonzero(choice.chosen.reshape(-1) == number)
+        if len(mine):
+            slots[mine] = expert.reference(x[rows[mine]], spec)
+    return slots
+
+
+def some_rows(choice: Routing, rows: slice) -> Routing:
+    return Routing(choice.experts[rows], choice.scores[rows], choice.weights[rows])
+
+
+# The last digit of a product may move an activation to the next code.
+def assert_close(found: np.ndarray, wanted: np.ndarray, bound: float = 5e-3) -> None:
+    assert np.abs(found - wanted).max() < bound * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format(name: str, isa: str) -> None:
+    experts = [Expert((name, name, name), seed) for seed in range(COUNT)]
+    ops = NativeOps(threads=2, isa=isa)
+    table, x, choice = fill(ops, experts), inputs(9), routing(9)
+    assert_close(run(ops, table, x, choice), expected(experts, x, choice))
+    alone = run(ops, table, x[:1], some_rows(choice, slice(1)))
+    assert_close(alone, expected(experts, x[:1], some_rows(choice, slice(1))))
+
+
+WAYS = {
+    "side by side": Expert(("q4_k", "q4_k", "q6_k"), 1),
+    "one matrix": Expert(("int4-g32m", "", "q8_0"), 2, fused=True),
+    "rotated": Expert(("int4-g64", "int4-g64", "int8-g32"), 3, rotations=(128, 32)),
+    "rotated far": Expert(("nvfp4", "nvfp4", "mxfp4"), 4, rotations=(16, 128)),
+    "layouts differ": Expert(("q4_k", "q5_k", "q4_k"), 5),
+    "down takes floats": Expert(("q4_0", "q4_0", "bf16"), 6, rotations=(32, 64)),
+    "plain": Expert(("f16", "f16", "f16"), 7, rotations=(64, 0)),
+    "half plain": Expert(("f32", "nf4", "nf4"), 8, biased=True),
+}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_the_same_in_any_batch_and_thread_count(way: str, isa: str) -> None:
+    two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
+    experts = [WAYS[way]] * COUNT
+    x, choice = inputs(64), routing(64)
+    whole = run(two, fill(two, experts), x, choice)
+    assert_close(whole, expected(experts, x, choice))
+    table = fill(one, experts)
+    for rows in (1, 2, 3, 4, 5, 7, 13, 31, 64):
+        part = run(one, table, x[:rows], some_rows(choice, slice(rows)))
+        assert np.array_equal(part, whole[: rows * USED])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_experts_of_one_layer_may_differ(isa: str) -> None:
+    experts = list(WAYS.values())
+    two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
+    x, choice = inputs(40), routing(40)
+    whole = run(two, fill(two, experts), x, choice)
+    assert_close(whole, expected(experts, x, choice))
+    table = fill(one, experts)
+    alone = [run(one, table, x[i : i + 1], some_rows(choice, slice(i, i + 1))) for i in range(40)]
+    assert np.array_equal(np.concatenate(alone), whole)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_several_calls_equal_one(rows: int) -> None:
+    experts = list(WAYS.values())
+    ops = NativeOps(threads=2)
+    table, x, choice = fill(ops, experts), inputs(rows), routing(rows)
+    whole = run(ops, table, x, choice)
+    slots = np.full_like(whole, np.nan)
+    for some in ([], [5], [1, 0, 7], np.array([2, 3, 4, 6], np.int32)):
+        before = slots.copy()
+        ops.run_experts(x, choice, table, SPEC, slots, some)
+        untouched = ~np.isin(choice.chosen.reshape(-1), some)
+        assert np.array_equal(slots[untouched], before[untouched], equal_nan=True)
+    assert np.array_equal(slots, whole)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("names", [("mxfp4",) * 3, ("f32",) * 3])
+def test_activations_and_biases(names: tuple[str, str, str], activation, isa: str) -> None:
+    """Widths as gpt-oss has them: whole groups, not whole tiles of anything larger."""
+    shape, spec = (160, 96), ExpertSpec(activation=activation, limit=1.5)
+    experts = [Expert(names, seed, shape=shape, biased=True) for seed in range(COUNT)]
+    ops = NativeOps(threads=2, isa=isa)
+    table, x, choice = fill(ops, experts), inputs(30, 160), routing(30)
+    whole = run(ops, table, x, choice, spec)
+    assert_close(whole, expected(experts, x, choice, spec))
+    assert np.array_equal(run(ops, table, x[:1], some_rows(choice, slice(1)), spec), whole[:USED])
+
+
+def test_widths_that_fill_no_tile() -> None:
+    experts = [Expert(("f32", "bf16", "f32"), seed, shape=(37, 21), biased=True) for seed in (0, 1)]
+    ops = NativeOps(threads=2)
+    x, choice = inputs(20, 37), routing(20, count=2, used=2)
+    assert_close(run(ops, fill(ops, experts), x, choice), expected(experts, x, choice), 1e-5)
+
+
+def test_an_expert_that_is_not_there_is_refused_before_anything_is_computed() -> None:
+    expert = Expert(("q4_0", "q4_0", "q4_0"), 0)
+    ops = NativeOps(threads=2)
+    table, x, choice = fill(ops, [expert] * COUNT), inputs(12), routing(12)
+    whole = run(ops, table, x, choice)
+    assert table.holds(2)
+    table.drop(2)
+    assert not table.holds(2)
+    assert not table.holds(COUNT)
+    slots = np.full_like(whole, np.nan)
+    for asked in (None, [0, 2], [0, COUNT], [-1]):
+        with pytest.raises(ValueError, match="not in the table"):
+            ops.run_experts(x, choice, table, SPEC, slots, asked)
+    assert np.isnan(slots).all()
+    ops.run_experts(x, choice, table, SPEC, slots, [0, 1, 3, 4, 5, 6, 7])
+    table.put(2, expert.load(ops))
+    ops.run_experts(x, choice, table, SPEC, slots, [2])
+    assert np.array_equal(slots, whole)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    ops = NativeOps(threads=1)
+    good = Expert(("q4_0",) * 3, 0).load(ops)
+    table = ops.expert_table(2)
+    table.put(0, good)
+    with pytest.raises(ValueError, match="does not exist"):
+        table.put(2, good)
+    with pytest.raises(ValueError, match="others are"):
+        table.put(1, Expert(("q4_0",) * 3, 0, shape=(256, 256)).load(ops))
+    with pytest.raises(ValueError, match="gate and up"):
+        table.put(1, replace(good, down=good.gate_up))
+    with pytest.raises(ValueError, match="bias"):
+        table.put(1, replace(good, down_bias=ops.vector(np.zeros(3, np.float32))))
+    choice = routing(4, count=2, used=1)
+    with pytest.raises(ValueError, match="slots"):
+        ops.run_experts(inputs(4), choice, table, SPEC, np.empty((3, HIDDEN), np.float32))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("hidden", [256, 37])
+def test_slots_are_summed_in_order(hidden: int, isa: str) -> None:
+    ops = NativeOps(threads=2, isa=isa)
+    choice = routing(70)
+    slots, shared = inputs(70 * USED, hidden, 1), inputs(70, hidden, 2)
+    terms = slots.reshape(70, USED, hidden).astype(np.float64) * choice.weights[..., None]
+    alone = ops.combine_experts(slots.copy(), choice, None)
+    np.testing.assert_allclose(alone, terms.sum(1), rtol=1e-5, atol=1e-6)
+    both = ops.combine_experts(slots.copy(), choice, shared.copy())
+    assert np.array_equal(both, alone + shared)
+    few = ops.combine_experts(slots[: 2 * USED].copy(), some_rows(choice, slice(2)), None)
+    assert np.array_equal(few, alone[:2])
+
+
+def test_slots_that_were_given_up_are_used_again() -> None:
+    ops = NativeOps(threads=1)
+    x, choice = inputs(5), routing(5)
+    first = ops.expert_slots(x, choice)
+    assert first.shape == (5 * USED, HIDDEN)
+    first[:] = 0
+    ops.combine_experts(first, choice, None)
+    assert ops.expert_slots(x, choice) is first
+    assert ops.expert_slots(x, choice) is not first
+
+
+@pytest.mark.parametrize("gate_format", ["f32", "q8_0"])
+def test_shared_experts_take_normed_rows_and_a_gate(gate_format: str) -> None:
+    expert = Expert(("q4_k", "q4_k", "q6_k"), 3)
+    gate = random_tensor(gate_format, 1, HIDDEN, 5)
+    ops = NativeOps(threads=2)
+    loaded = expert.load(ops)
+    weights = MlpWeights(norm=None, gate_up=loaded.gate_up, down=loaded.down)
+    spec = MlpSpec(activation="silu", eps=1e-6)
+    x = inputs(21)
+    plain = expert.reference(x, SPEC)
+    assert_close(ops.shared_mlp(x, weights, spec, None), plain)
+    scaled = plain * sigmoid(product(x, gate, 0))
+    whole = ops.shared_mlp(x, weights, spec, ops.weight((1, HIDDEN), [gate]))
+    assert_close(whole, scaled)
+    for rows in (1, 3, 6):
+        part = ops.shared_mlp(x[:rows], weights, spec, ops.weight((1, HIDDEN), [gate]))
+        assert np.array_equal(part, whole[:rows])

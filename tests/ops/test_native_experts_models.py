@@ -1,0 +1,96 @@
+"""Mixtures on the native kernels: torch's choices and sums, and whole tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_kv import KVFormat
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
+from localrt.quant.ops.torch_ops import TorchOps
+from tests.models.test_architectures import oracle
+from tests.models.tiny import MIXTURES, relative_error, save_tiny, tokens
+from tests.ops.packed import random_tensor
+from tests.ops.test_native_experts_routing import SPECS
+from tests.ops.test_native_steps import LENGTH, TOLERANCE, load
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+HIDDEN, INNER = 64, 96
+
+
+def mixture(ops: Any, spec: RouterSpec, expert: ExpertSpec, x: np.ndarray, convert: Any) -> Any:
+    """Routing and result of a layer whose weights are float32."""
+
+    def matrix(rows: int, columns: int, seed: int) -> Any:
+        tensor = random_tensor("f32", rows, columns, seed)
+        tensor.data.view(np.float32)[:] *= columns**-0.5
+        return ops.weight((rows, columns), [tensor])
+
+    def vector(size: int, seed: int) -> Any:
+        return ops.vector(np.random.default_rng(seed).uniform(0.1, 1, size).astype(np.float32))
+
+    table = ops.expert_table(spec.count)
+    for number in range(spec.count):
+        weights = ExpertWeights(
+            gate_up=matrix(2 * INNER, HIDDEN, 2 * number),
+            down=matrix(HIDDEN, INNER, 2 * number + 1),
+            gate_up_bias=vector(2 * INNER, number),
+            down_bias=vector(HIDDEN, number),
+        )
+        table.put(number, weights)
+    router = RouterWeights(
+        norm=vector(HIDDEN, 1000),
+        gate=matrix(spec.count, HIDDEN, 1001),
+        gate_bias=vector(spec.count, 1002),
+        choice_bias=vector(spec.count, 1003),
+    )
+    normed, routing = ops.norm_route(convert(x), router, spec)
+    slots = ops.expert_slots(normed, routing)
+    ops.run_experts(normed, routing, table, expert, slots)
+    shared = MlpWeights(
+        norm=None, gate_up=matrix(2 * INNER, HIDDEN, 2000), down=matrix(HIDDEN, INNER, 2001)
+    )
+    mlp = MlpSpec(activation="silu", eps=spec.eps)
+    extra = ops.shared_mlp(normed, shared, mlp, matrix(1, HIDDEN, 2002))
+    return routing, np.asarray(ops.combine_experts(slots, routing, extra))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.count < 100])
+def test_a_layer_is_torchs(spec: RouterSpec, activation: Any) -> None:
+    import torch
+
+    x = np.random.default_rng(0).standard_normal((17, HIDDEN)).astype(np.float32)
+    expert = ExpertSpec(activation=activation, limit=0.5)
+    with torch.inference_mode():
+        theirs, expected = mixture(
+            TorchOps(compute_format="f32"), spec, expert, x, torch.from_numpy
+        )
+    ours, found = mixture(NativeOps(threads=2), spec, expert, x, np.copy)
+    assert np.array_equal(ours.experts, theirs.experts)
+    np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(ours.weights, theirs.weights, rtol=1e-4, atol=1e-6)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("name", sorted(MIXTURES))
+def test_every_mixture(name: str, kv: KVFormat, tmp_path: Path) -> None:
+    theirs = save_tiny(name, tmp_path)
+    ours = load(tmp_path, kv=kv)
+    ids = tokens(LENGTH)
+    expected = oracle(theirs, ids)
+    whole = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
+    # A rounded key may change a choice: one row may be far off, most are not.
+    errors = np.abs(whole - expected).max(1) / np.abs(expected).max()
+    assert np.quantile(errors, 0.8) < TOLERANCE * (1 if kv == "bf16" else 3)
+    cache = ours.cache(LENGTH)
+    steps = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids])
+    assert np.array_equal(steps, whole)

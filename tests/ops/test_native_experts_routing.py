@@ -1,0 +1,216 @@
+"""Routers on the native kernels: scores, choices and weights against numpy in float64."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.quant.formats import unpack
+from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from tests.ops.packed import random_tensor
+from tests.ops.test_native_matmul import ISAS
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+HIDDEN = 256
+
+
+def normed_rows(x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+    wide = x.astype(np.float64)
+    return wide / np.sqrt((wide**2).mean(1, keepdims=True) + eps) * norm
+
+
+def choose(logits: np.ndarray, spec: RouterSpec, choice_bias: np.ndarray | None) -> Routing:
+    """``RouterSpec``'s words in numpy, for float64 logits (R, E)."""
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    scores = exps / exps.sum(1, keepdims=True)
+    if spec.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    keys = logits if spec.scoring == "softmax-chosen" else scores
+    keys = keys + (0 if choice_bias is None else choice_bias)
+    rows, size = len(logits), spec.count // spec.groups
+    grouped = keys.reshape(rows, spec.groups, size)
+    best = np.sort(grouped, axis=2)[..., -spec.group_top :].sum(2)
+    open_ = np.argsort(-best, axis=1, kind="stable")[:, : spec.used_groups]
+    closed = np.ones((rows, spec.groups), bool)
+    np.put_along_axis(closed, open_, False, axis=1)
+    # Experts that cannot be chosen come behind all others.
+    order = np.lexsort((-keys, np.repeat(closed, size, axis=1)), axis=1)[:, : spec.ranked]
+    chosen = order[:, : spec.used]
+    weights = np.take_along_axis(scores, chosen, 1)
+    if spec.scoring == "softmax-chosen":
+        weights = np.take_along_axis(exps, chosen, 1)
+    if spec.normalize or spec.scoring == "softmax-chosen":
+        weights = weights / weights.sum(1, keepdims=True)
+    return Routing(order, np.take_along_axis(scores, order, 1), weights * spec.scale)
+
+
+def assert_same(found: Routing, wanted: Routing) -> None:
+    assert found.experts.dtype == np.int32
+    assert found.scores.dtype == found.weights.dtype == np.float32
+    assert np.array_equal(found.experts, wanted.experts)
+    np.testing.assert_allclose(found.scores, wanted.scores, rtol=3e-5, atol=1e-7)
+    np.testing.assert_allclose(found.weights, wanted.weights, rtol=3e-5, atol=1e-7)
+
+
+SPECS = [
+    RouterSpec(count=8, used=2, eps=1e-6),
+    RouterSpec(count=128, used=8, eps=1e-6),
+    RouterSpec(count=60, used=4, eps=1e-5, normalize=False),
+    RouterSpec(count=32, used=4, eps=1e-5, scoring="softmax-chosen"),
+    RouterSpec(count=64, used=6, eps=1e-6, scale=2.5, groups=8, used_groups=3, normalize=False),
+    RouterSpec(
+        count=96,
+        used=8,
+        eps=1e-6,
+        scoring="sigmoid",
+        scale=2.5,
+        groups=6,
+        used_groups=2,
+        group_top=2,
+    ),
+    RouterSpec(count=24, used=3, eps=1e-6, groups=8, used_groups=1, group_top=9),
+    RouterSpec(count=5, used=5, eps=1e-6, scoring="sigmoid", normalize=False),
+    RouterSpec(count=1, used=1, eps=1e-6),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("spec", "biased"), product(SPECS, (False, True)))
+def test_choices_are_as_written(spec: RouterSpec, biased: bool, isa: str) -> None:
+    rng = np.random.default_rng(spec.count)
+    gate = random_tensor("f32", spec.count, HIDDEN, seed=spec.count)
+    gate.data.view(np.float32)[:] *= 0.1
+    norm = rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32)
+    gate_bias, choice_bias = rng.standard_normal((2, spec.count)).astype(np.float32)
+    choice_bias *= 0.1
+    x = rng.standard_normal((40, HIDDEN)).astype(np.float32)
+    expected_rows = normed_rows(x, norm, spec.eps)
+    logits = expected_rows @ unpack(gate).astype(np.float64).T + (gate_bias if biased else 0)
+    two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
+    found = []
+    for ops, rows in ((two, 40), (one, 40), (one, 1), (two, 3), (one, 7)):
+        weights = RouterWeights(
+            norm=ops.vector(norm),
+            gate=ops.weight((spec.count, HIDDEN), [gate]),
+            gate_bias=ops.vector(gate_bias) if biased else None,
+            choice_bias=ops.vector(choice_bias) if biased else None,
+        )
+        normed, routing = ops.norm_route(x[:rows], weights, spec)
+        np.testing.assert_allclose(normed, expected_rows[:rows], rtol=1e-5, atol=1e-6)
+        found.append((normed, routing))
+    assert_same(found[0][1], choose(logits, spec, choice_bias if biased else None))
+    for normed, routing in found[1:]:
+        rows = len(normed)
+        assert np.array_equal(normed, found[0][0][:rows])
+        for field in ("experts", "scores", "weights"):
+            assert np.array_equal(getattr(routing, field), getattr(found[0][1], field)[:rows])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["f16", "bf16", "q8_0", "q6_k", "mxfp4", "int4-g32m"])
+def test_logits_are_float32_whatever_the_gate_is_kept_in(name: str, isa: str) -> None:
+    spec = RouterSpec(count=32, used=4, eps=1e-6, scoring="sigmoid", normalize=False)
+    gate = random_tensor(name, 32, HIDDEN, seed=1)
+    values = unpack(gate).astype(np.float64)
+    x = np.random.default_rng(1).standard_normal((70, HIDDEN)).astype(np.float32) * 0.1
+    norm = np.full(HIDDEN, 0.1, np.float32)
+    ops = NativeOps(threads=2, isa=isa)
+    weights = RouterWeights(norm=ops.vector(norm), gate=ops.weight((32, HIDDEN), [gate]))
+    _, found = ops.norm_route(x, weights, spec)
+    logits = normed_rows(x, norm, spec.eps) @ values.T
+    scores = 1 / (1 + np.exp(-logits))
+    wanted = np.take_along_axis(scores, found.experts, 1)
+    error = np.abs(found.scores - wanted).max()
+    assert error < (1e-6 if name in ("f16", "bf16") else 2e-4) * np.abs(logits).max()
+    _, alone = ops.norm_route(x[69:], weights, spec)
+    assert np.array_equal(alone.scores[0], found.scores[69])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_ties_go_to_the_lower_number(isa: str) -> None:
+    gate = random_tensor("f32", 1, HIDDEN, seed=2)
+    rows = np.repeat(0.01 * unpack(gate), 40, axis=0)
+    rows[[7, 23]] += 0.002 * np.sign(rows[0])
+    rows[30] -= 0.002 * np.sign(rows[0])
+    ops = NativeOps(threads=2, isa=isa)
+    tensor = random_tensor("f32", 40, HIDDEN)
+    tensor.data.view(np.float32)[:] = rows
+    weights = RouterWeights(
+        norm=ops.vector(np.ones(HIDDEN, np.float32)), gate=ops.weight((40, HIDDEN), [tensor])
+    )
+    x = np.sign(rows[:1])
+    for spec in (
+        RouterSpec(count=40, used=5, eps=1e-6),
+        RouterSpec(count=40, used=5, eps=1e-6, scoring="sigmoid"),
+        RouterSpec(count=40, used=5, eps=1e-6, scoring="softmax-chosen"),
+    ):
+        _, found = ops.norm_route(x, weights, spec)
+        assert found.experts[0].tolist() == [7, 23, 0, 1, 2, 3, 4, 5, 6, 8]
+    grouped = RouterSpec(count=40, used=5, eps=1e-6, groups=8, used_groups=3)
+    _, found = ops.norm_route(x, weights, grouped)
+    # The groups of 7 and 23, and the first of the others.
+    assert found.experts[0].tolist() == [7, 23, 0, 1, 2, 3, 4, 5, 6, 8]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax-chosen"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_rows_without_numbers_give_weights_without_numbers(bad, scoring, isa: str) -> None:
+    spec = RouterSpec(count=20, used=3, eps=1e-6, scoring=scoring, groups=4, used_groups=2)
+    ops = NativeOps(threads=2, isa=isa)
+    bias = np.zeros(20, np.float32)
+    gate = ops.weight((20, HIDDEN), [random_tensor("f32", 20, HIDDEN)])
+    norm = ops.vector(np.ones(HIDDEN, np.float32))
+    x = np.random.default_rng(3).standard_normal((5, HIDDEN)).astype(np.float32)
+    x[2, 9] = bad
+    weights = RouterWeights(norm=norm, gate=gate)
+    _, found = ops.norm_route(x, weights, spec)
+    finite = np.isfinite(found.weights).all(1)
+    assert finite.tolist() == [True, True, False, True, True]
+    assert ((found.experts >= 0) & (found.experts < 20)).all()
+    bias[4] = bad
+    for biased in (
+        RouterWeights(norm=norm, gate=gate, gate_bias=ops.vector(bias)),
+        RouterWeights(norm=norm, gate=gate, choice_bias=ops.vector(bias)),
+    ):
+        _, found = ops.norm_route(x, biased, spec)
+        assert not np.isfinite(found.weights).any()
+        assert ((found.experts >= 0) & (found.experts < 20)).all()
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_router(data: st.DataObject) -> None:
+    groups = data.draw(st.sampled_from([1, 2, 3, 7]))
+    count = groups * data.draw(st.integers(1, 40))
+    used_groups = data.draw(st.integers(1, groups))
+    spec = RouterSpec(
+        count=count,
+        used=data.draw(st.integers(1, min(24, used_groups * (count // groups)))),
+        eps=1e-6,
+        scoring=data.draw(st.sampled_from(["softmax", "sigmoid", "softmax-chosen"])),
+        normalize=data.draw(st.booleans()),
+        groups=groups,
+        used_groups=used_groups,
+        group_top=data.draw(st.integers(1, 3)),
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    # Logits that are exact: one column is 1, the others are 0.
+    logits = rng.permutation(np.linspace(-6, 6, count, dtype=np.float32))
+    gate = random_tensor("f32", count, 32)
+    gate.data.view(np.float32)[:] = 0
+    ops = NativeOps(threads=1)
+    weights = RouterWeights(
+        norm=ops.vector(np.ones(32, np.float32)),
+        gate=ops.weight((count, 32), [gate]),
+        gate_bias=ops.vector(logits),
+    )
+    _, found = ops.norm_route(np.ones((1, 32), np.float32), weights, spec)
+    assert_same(found, choose(logits[None].astype(np.float64), spec, None))
