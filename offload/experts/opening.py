@@ -1,0 +1,88 @@
+"""Makes a mixture's expert memory of what a placement gives its experts, and fills it.
+
+The bytes of all experts that are placed in RAM, and of the ring that would otherwise read the
+others, are one pool of equal slots: which experts are in them is the cache's, not the placement's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.decoder import DecoderConfig
+from localrt.offload.experts.cache import ExpertCache, Key, slots_within
+from localrt.offload.experts.memory import ExpertMemory, Verify
+from localrt.offload.experts.reader import DemandReader
+from localrt.offload.files import ReadMode
+from localrt.offload.placement import Where
+from localrt.offload.unit_parts import PartBuilder
+from localrt.offload.unit_reader import Source
+from localrt.quant.ops.experts import ExpertWeights
+
+__all__ = ["expert_units", "fill_order", "open_experts", "sparse_layers"]
+
+
+def sparse_layers(config: DecoderConfig) -> dict[int, int]:
+    """The layers with experts, each with its number among them."""
+    layers = [layer for layer in range(config.layers) if config.mixture(layer) is not None]
+    return {layer: place for place, layer in enumerate(layers)}
+
+
+def expert_units(config: DecoderConfig, units: Mapping[str, StoredUnit]) -> dict[Key, StoredUnit]:
+    """Every expert's unit by (sparse layer's number, expert)."""
+    found: dict[Key, StoredUnit] = {}
+    for layer, place in sparse_layers(config).items():
+        spec = config.mixture(layer)
+        assert spec is not None, "see sparse_layers"
+        for number in range(spec.router.count):
+            found[place, number] = units[f"layers.{layer}.expert.{number}"]
+    return found
+
+
+def fill_order(keys: Mapping[Key, StoredUnit]) -> list[Key]:
+    """What to read first where nothing is known of the text: a little of every layer."""
+    return sorted(keys, key=lambda key: (key[1], key[0]))
+
+
+def open_experts(
+    config: DecoderConfig,
+    units: Mapping[Key, StoredUnit],
+    where: Mapping[str, Where],
+    builder: PartBuilder,
+    source: Source,
+    *,
+    ring: int,
+    mode: ReadMode,
+    verify: Verify,
+    stall_s: float,
+    alloc: Callable[[int], Any],
+) -> ExpertMemory:
+    """Slots for as many experts as ``where`` places in RAM, and for ``ring`` bytes more.
+
+    Raises:
+        MemoryBudgetError: that is not even one expert.
+    """
+    layers = list(sparse_layers(config))
+    kept = sum(unit.nbytes for unit in units.values() if where.get(unit.name) is Where.RAM)
+    specs = [config.mixture(layer) for layer in layers]
+    counts = [spec.router.count for spec in specs if spec is not None]
+    used = [spec.router.used for spec in specs if spec is not None]
+    largest = max(unit.nbytes for unit in units.values())
+    slots = min(slots_within(kept + ring, largest), len(units))
+    if kept >= sum(unit.nbytes for unit in units.values()):
+        slots = len(units)
+    cache = ExpertCache(len(layers), max(counts), max(used), slots)
+
+    def build(key: Key, unit: StoredUnit, data: Any) -> ExpertWeights:
+        return builder.expert(layers[key[0]], key[1], unit, data)
+
+    return ExpertMemory(
+        units,
+        [builder.table(layer) for layer in layers],
+        cache,
+        DemandReader(source, threads=mode.threads, block=mode.block, stall_s=stall_s),
+        build=build,
+        verify=verify,
+        alloc=alloc,
+    )

@@ -1,0 +1,51 @@
+"""Small random routing, and hypothesis strategies for it."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from localrt.offload.experts.trace import RoutingTrace, TraceHeader
+
+
+def random_trace(
+    *,
+    layers: int = 3,
+    count: int = 8,
+    used: int = 2,
+    passes: tuple[int, ...] = (1,) * 40,
+    skew: float = 0.8,
+    seed: int = 0,
+) -> RoutingTrace:
+    """``passes`` gives the rows of each; experts are drawn in proportion to rank^-skew."""
+    header = TraceHeader(
+        model="tiny", architecture="test", fingerprint="f", layers=layers, count=count, used=used
+    )
+    random = np.random.default_rng(seed)
+    tokens = sum(passes)
+    logits = -skew * np.log(np.arange(1, count + 1)) + random.gumbel(size=(tokens, layers, count))
+    experts = np.argsort(-logits, axis=-1)[..., : header.width]
+    shares = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    scores = np.take_along_axis(shares, experts, -1)
+    pass_of = np.repeat(np.arange(len(passes)), passes)
+    return RoutingTrace(
+        header, experts.astype(np.int16), scores.astype(np.float16), pass_of.astype(np.int32)
+    )
+
+
+traces = st.builds(
+    lambda layers, count, used, passes, skew, seed: random_trace(
+        layers=layers,
+        count=count,
+        used=min(used, count),
+        passes=tuple(passes),
+        skew=skew,
+        seed=seed,
+    ),
+    st.integers(1, 4),
+    st.integers(1, 10),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    st.floats(0, 2),
+    st.integers(0, 1000),
+)

@@ -1,0 +1,204 @@
+"""The expert cache: what it holds, what it never lets go, what it counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import MemoryBudgetError, OptionError
+from localrt.offload.experts.cache import ExpertCache, slots_within
+from localrt.offload.experts.policies import POLICIES
+from localrt.offload.experts.replay import replay
+from localrt.offload.experts.trace import RoutingTrace
+from tests.offload.experts.routing import random_trace, traces
+
+policies = st.sampled_from(sorted(POLICIES))
+
+
+def cache_for(
+    trace: RoutingTrace, capacity: int, policy: str = "mrs", **more: object
+) -> ExpertCache:
+    header = trace.header
+    return ExpertCache(
+        header.layers,
+        header.count,
+        header.used,
+        capacity,
+        policy=policy,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """One row's experts, best first, with falling scores."""
+    return np.array([experts]), np.linspace(0.9, 0.1, len(experts))[None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces, policy=policies, data=st.data())
+def test_it_is_a_cache(trace: RoutingTrace, policy: str, data: st.DataObject) -> None:
+    """Never too full, nothing in use or pinned evicted, the counts right: whatever happens."""
+    header = trace.header
+    every = [(layer, e) for layer in range(header.layers) for e in range(header.count)]
+    pinned = data.draw(st.lists(st.sampled_from(every), max_size=3, unique=True))
+    capacity = data.draw(st.integers(max(1, len(pinned)), len(every) + 2))
+    cache = cache_for(trace, capacity, policy, pinned=pinned)
+    held = set(pinned)
+    hits = demands = 0
+    for step in trace.steps():
+        demand = cache.touch(step.layer, step.experts, step.scores)
+        wanted = set(step.experts[:, : header.used].ravel().tolist())
+        assert set(demand.experts.tolist()) == wanted
+        assert demand.rows.sum() == step.experts[:, : header.used].size
+        using = {(step.layer, expert) for expert in wanted}
+        hits, demands = hits + len(using & held), demands + len(using)
+        for expert, resident in zip(demand.experts.tolist(), demand.resident, strict=True):
+            key = (step.layer, expert)
+            assert resident == (key in held)
+            if resident or not cache.room:
+                continue
+            room = cache.room
+            victim = cache.admit(*key)
+            assert cache.room == room - 1
+            assert (victim is None) == (len(held) < capacity)
+            if victim is not None:
+                assert victim in held
+                assert victim not in using
+                assert victim not in pinned
+                held.remove(victim)
+            held.add(key)
+        if data.draw(st.booleans()):
+            cache.release(step.layer)
+        assert set(cache.keys()) == held
+        assert len(cache) == len(held) <= capacity
+        assert set(np.flatnonzero(cache.resident(step.layer))) == {
+            expert for layer, expert in held if layer == step.layer
+        }
+    stats = cache.stats()
+    assert (sum(stats.hits), sum(stats.demands)) == (hits, demands)
+
+
+@settings(max_examples=30, deadline=None)
+@given(trace=traces, policy=policies, smaller=st.integers(1, 12))
+def test_memory_pressure(trace: RoutingTrace, policy: str, smaller: int) -> None:
+    """Shrinking gives up just enough, the least worth first; growing makes room again."""
+    cache = cache_for(trace, trace.header.layers * trace.header.count, policy)
+    replay(trace, cache)
+    before = set(cache.keys())
+    worth = cache.policy.value
+    gone = cache.resize(smaller)
+    kept = set(cache.keys())
+    assert kept | set(gone) == before
+    assert len(kept) == min(smaller, len(before))
+    if gone:
+        assert max(worth[key] for key in gone) <= min(worth[key] for key in kept)
+    assert cache.resize(len(before)) == []
+
+
+def test_what_is_in_use_outlives_pressure() -> None:
+    cache = ExpertCache(2, 4, 2, 4)
+    cache.touch(0, *route(0, 1, 2, 3))
+    for expert in (0, 1):
+        cache.admit(0, expert)
+    cache.admit(1, 3)
+    assert cache.resize(1) == [(1, 3)]
+    assert cache.keys() == [(0, 0), (0, 1)]
+    with pytest.raises(ValueError, match="in use"):
+        cache.admit(1, 0)
+    cache.release(0)
+    assert len(cache.resize(1)) == 1
+
+
+def test_what_was_computed_can_make_room_for_the_rest() -> None:
+    cache = ExpertCache(1, 8, 4, 2)
+    cache.touch(0, *route(0, 1, 2, 3))
+    cache.admit(0, 0)
+    cache.admit(0, 1)
+    assert cache.room == 0
+    cache.finish(0, [1])
+    assert cache.room == 1
+    assert cache.admit(0, 2) == (0, 1)
+    cache.finish(0, [1, 5])  # over already, and never asked for
+    cache.release(0)
+    assert cache.room == 2
+
+
+def test_held_experts_stay_until_let_go() -> None:
+    cache = ExpertCache(1, 4, 1, 2)
+    cache.admit(0, 2)
+    cache.hold(0, [2])
+    cache.admit(0, 3)
+    assert cache.admit(0, 0) == (0, 3)
+    cache.let_go(0, [2])
+    cache.touch(0, *route(0, 1))
+    assert cache.admit(0, 1) == (0, 2)
+
+
+def test_a_cancelled_load_gives_its_slot_back() -> None:
+    cache = ExpertCache(1, 4, 1, 1)
+    cache.admit(0, 2)
+    cache.drop(0, 2)
+    assert (0, 2) not in cache
+    assert cache.admit(0, 1) is None
+    with pytest.raises(ValueError, match="not held"):
+        cache.drop(0, 2)
+
+
+def test_a_candidate_is_well_worth_what_it_replaces() -> None:
+    cache = ExpertCache(1, 4, 1, 1, policy="lfu")
+    assert cache.candidate(0) is not None  # there is room
+    cache.admit(0, 0)
+    cache.touch(0, *route(0, 1))
+    cache.release(0)
+    cache.touch(0, *route(1, 2))
+    assert cache.keeps(0, 1)
+    assert cache.candidate(0) is None  # one use each
+    for _ in range(2):
+        cache.touch(0, *route(1, 2))
+    assert cache.candidate(0) == 1
+    assert cache.candidate(0, margin=4) is None
+    cache.admit(0, 1)
+    cache.release(0)
+    assert not cache.keeps(0, 2)
+    assert cache.candidate(0) is None
+
+
+def test_a_prompt_does_not_evict_what_its_next_layers_need() -> None:
+    layers, count, used = 4, 16, 2
+    cache = ExpertCache(layers, count, used, 32, policy="mrs")
+    for layer in range(layers):
+        for expert in range(8):
+            cache.admit(layer, expert)
+    every = np.stack([np.roll(np.arange(count), n)[:4] for n in range(count)])
+    scores = np.tile([0.4, 0.3, 0.2, 0.1], (count, 1))
+    for layer in range(layers):
+        demand = cache.touch(layer, every, scores)
+        assert demand.resident.sum() == 8
+        cache.finish(layer, range(count))
+        for expert in demand.experts[~demand.resident].tolist():
+            victim = cache.admit(layer, expert)
+            assert victim is not None
+            assert victim[0] <= layer
+        cache.release(layer)
+
+
+def test_shared_experts_are_pinned_for_good() -> None:
+    trace = random_trace(passes=(3,) * 20)
+    cache = cache_for(trace, 4, pinned=[(0, 7), (2, 7)])
+    replay(trace, cache)
+    assert (0, 7) in cache
+    assert (2, 7) in cache
+    with pytest.raises(MemoryBudgetError, match="at least 2 slots"):
+        cache.resize(1)
+
+
+def test_budgets() -> None:
+    assert slots_within(10_000_000, 3_000_000) == 3
+    with pytest.raises(MemoryBudgetError, match=r"at least 6 MB .2 experts of 3 MB.*has 5 MB"):
+        slots_within(5_000_000, 3_000_000, least=2)
+    with pytest.raises(MemoryBudgetError, match="at least 1 slot"):
+        ExpertCache(1, 4, 1, 0)
+    with pytest.raises(OptionError, match="lru, lfu, mrs"):
+        ExpertCache(1, 4, 1, 1, policy="random")

@@ -1,0 +1,231 @@
+"""The scheduler: valid, never worse than one device alone, and how far from the best it can be."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.offload.experts.assignment import (
+    Assignment,
+    Device,
+    ExpertCosts,
+    Rate,
+    Ready,
+    all_on,
+    split_misses,
+)
+from localrt.offload.experts.q_star import q_star
+from localrt.offload.experts.scheduler import balanced, greedy, schedule
+
+seconds = st.floats(0.01, 10)
+waits = st.floats(0, 10)
+rates = st.builds(Rate, st.floats(0, 5), seconds, st.floats(0, 1))
+all_costs = st.builds(ExpertCosts, cpu=rates, gpu=rates, fetch=seconds, link_load=st.floats(0, 0.9))
+all_ready = st.builds(Ready, cpu=waits, gpu=waits, link=waits, cpu_back=waits, gpu_back=waits)
+layers = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=12).map(
+    lambda experts: tuple(zip(*experts, strict=True))
+)
+EXACT = 1e-9
+
+
+@settings(max_examples=300, deadline=None)
+@given(layer=layers, costs=all_costs, ready=all_ready, most=st.none() | st.integers(0, 4))
+@pytest.mark.parametrize("scheduler", [balanced, greedy])
+def test_an_assignment_is_one(
+    scheduler: object, layer: tuple, costs: ExpertCosts, ready: Ready, most: int | None
+) -> None:
+    rows, resident = layer
+    found = scheduler(rows, resident, costs, ready, most_fetched=most)  # type: ignore[operator]
+    everyone = list(range(len(rows)))
+    assert sorted(found.cpu + found.gpu) == everyone
+    for i in everyone:
+        assert (i in found.cpu) == (found.device[i] is Device.CPU)
+        assert (i in found.fetch) == (found.device[i] is Device.FETCH)
+        assert resident[i] != (found.device[i] is Device.FETCH) or i in found.cpu or resident[i]
+        assert found.device[i] is not Device.GPU or resident[i]
+    assert most is None or len(found.fetch) <= most
+    check_times(found, rows, costs, ready)
+
+
+def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, ready: Ready) -> None:
+    """Each resource does one thing at a time, nothing begins before its weights are there."""
+    clock = ready.link
+    arrived = {}
+    for i in found.fetch:
+        clock += costs.fetch
+        arrived[i] = clock
+    assert found.link_end == pytest.approx(clock)
+    clock = ready.gpu
+    for i in found.gpu:
+        clock = max(clock, arrived.get(i, 0.0)) + costs.gpu.at(rows[i])
+        assert found.ends[i] == pytest.approx(clock)
+    work = sum(costs.cpu.at(rows[i]) for i in found.cpu)
+    ends = [found.ends[i] for i in found.cpu]
+    assert ends == sorted(ends)
+    assert found.cpu_end >= ready.cpu + work - EXACT
+    assert found.cpu_end <= ready.cpu + work / (1 - costs.link_load) + EXACT
+    if costs.link_load == 0:
+        assert found.cpu_end == pytest.approx(ready.cpu + work)
+    # No schedule ends before each expert on its better device could.
+    least = max(
+        min(
+            ready.cpu + costs.cpu.at(n) + ready.cpu_back,
+            ready.gpu + costs.gpu.at(n) + ready.gpu_back,
+        )
+        for n in rows
+    )
+    assert found.end >= least - EXACT
+    assert found.end >= max(found.ends) - EXACT
+
+
+@settings(max_examples=300, deadline=None)
+@given(layer=layers, costs=all_costs, ready=all_ready)
+def test_never_worse_than_the_simple_ways(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
+    rows, resident = layer
+    end = balanced(rows, resident, costs, ready).end + EXACT
+    for device in Device:
+        assert end <= all_on(device, rows, resident, costs, ready).end * (1 + EXACT) + 2 * EXACT
+    assert end <= greedy(rows, resident, costs, ready).end * (1 + EXACT) + 2 * EXACT
+    for fetched in range(resident.count(False) + 1):
+        other = split_misses(fetched, rows, resident, costs, ready).end
+        assert end <= other * (1 + EXACT) + 2 * EXACT
+
+
+def shortest(rows: tuple[int, ...], resident: tuple[bool, ...], costs: ExpertCosts) -> float:
+    """Of every assignment; copies in the order of Johnson's rule, which is the best of theirs."""
+    best = float("inf")
+    ways = [(Device.CPU, Device.GPU if held else Device.FETCH) for held in resident]
+    for devices in product(*ways):
+        cpu = sum(costs.cpu.at(n) for n, d in zip(rows, devices, strict=True) if d is Device.CPU)
+        gpu = sum(costs.gpu.at(n) for n, d in zip(rows, devices, strict=True) if d is Device.GPU)
+        copied = [costs.gpu.at(n) for n, d in zip(rows, devices, strict=True) if d is Device.FETCH]
+        link = 0.0
+        for gpu_s in sorted(copied, reverse=True):
+            link += costs.fetch
+            gpu = max(gpu, link) + gpu_s
+        best = min(best, max(cpu, gpu))
+    return best
+
+
+small = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=7).map(
+    lambda experts: tuple(zip(*experts, strict=True))
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(used=small, cpu=rates, gpu=seconds, fetch=seconds)
+def test_balanced_is_the_best_for_decoding(
+    used: tuple, cpu: Rate, gpu: float, fetch: float
+) -> None:
+    """All experts alike: nothing of any shape ends sooner."""
+    resident = used[1]
+    rows = (1,) * len(resident)
+    costs = ExpertCosts(cpu=cpu, gpu=Rate(0.0, gpu, 0.0), fetch=fetch)
+    assert balanced(rows, resident, costs).end == pytest.approx(shortest(rows, resident, costs))
+
+
+def test_how_far_from_the_best_it_is_for_prompts() -> None:
+    """Random layers whose loads differ, at costs like those of a small card."""
+    random = np.random.default_rng(0)
+    costs = ExpertCosts(cpu=Rate(8, 55, 7), gpu=Rate(10, 11, 1), fetch=220)
+    ratios: dict[str, list[float]] = {"balanced": [], "greedy": []}
+    for _ in range(150):
+        count = int(random.integers(3, 9))
+        rows = tuple(int(n) for n in random.geometric(1 / 32, count))
+        resident = tuple(bool(r) for r in random.random(count) < 0.3)
+        best = shortest(rows, resident, costs)
+        for name, scheduler in (("balanced", balanced), ("greedy", greedy)):
+            ratios[name].append(scheduler(rows, resident, costs).end / best)
+    assert np.mean(ratios["balanced"]) < 1.06
+    assert max(ratios["balanced"]) < 1.6
+    assert np.mean(ratios["greedy"]) < 1.15
+    assert max(ratios["greedy"]) < 2.0
+
+
+def test_decoding_with_a_slow_link() -> None:
+    """Copies take three times what the CPU needs: of four misses one is copied."""
+    costs = ExpertCosts(cpu=Rate(0, 75, 75), gpu=Rate(0, 20, 1), fetch=221)
+    found = schedule([1] * 8, [True] * 4 + [False] * 4, costs)
+    assert [d.name for d in found.device].count("FETCH") == 1
+    assert found.end == 241
+    assert found.gpu[-1] == found.fetch[0]
+    # A link that is busy for long is not waited for.
+    busy = schedule([1] * 8, [True] * 4 + [False] * 4, costs, Ready(link=500))
+    assert busy.fetch == []
+    assert busy.end == 300
+
+
+def test_ties_go_to_the_gpu() -> None:
+    costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 10, 0), fetch=0.0)
+    for scheduler in (balanced, greedy):
+        assert scheduler([1], [True], costs).device == [Device.GPU]
+        assert scheduler([1], [False], costs).device == [Device.FETCH]
+
+
+def test_results_ways_back_count() -> None:
+    costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 12, 0), fetch=100)
+    assert schedule([1], [True], costs).device == [Device.CPU]
+    assert schedule([1], [True], costs, Ready(cpu_back=5)).device == [Device.GPU]
+
+
+def test_arrays_are_taken_as_they_come() -> None:
+    costs = ExpertCosts(cpu=Rate(0, 10, 1), gpu=Rate(0, 2, 1), fetch=30)
+    rows, resident = np.array([3, 1, 9]), np.array([True, False, False])
+    assert schedule(rows, resident, costs) == schedule([3, 1, 9], [True, False, False], costs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(misses=st.integers(0, 64), link=st.floats(1e9, 60e9), host=st.floats(10e9, 200e9))
+def test_q_star(misses: int, link: float, host: float) -> None:
+    """Near misses * link / host, and what the scheduler finds where nothing is cached."""
+    copied = q_star(misses, link_bytes_s=link, host_bytes_s=host)
+    assert 0 <= copied <= misses
+    if link >= host:
+        assert copied == misses
+        return
+    assert abs(copied - misses * link / host) <= 1
+    costs = ExpertCosts(
+        cpu=Rate(0, 1e9 / host, 0),
+        gpu=Rate(0, 0, 0),
+        fetch=1e9 / link,
+        link_load=link / host,
+    )
+    if misses and link / host < 0.95:
+        free = schedule([1] * misses, [False] * misses, costs)
+        mine = split_misses(copied, [1] * misses, [False] * misses, costs)
+        assert mine.end == pytest.approx(free.end)
+
+
+def test_q_star_rounds_to_what_ends_sooner() -> None:
+    assert q_star(4, link_bytes_s=12e9, host_bytes_s=48e9) == 1
+    assert q_star(1, link_bytes_s=12e9, host_bytes_s=48e9) == 0
+    assert q_star(8, link_bytes_s=12e9, host_bytes_s=48e9) == 2
+    assert q_star(0, link_bytes_s=12e9, host_bytes_s=48e9) == 0
+    assert q_star(3, link_bytes_s=0, host_bytes_s=48e9) == 0
+
+
+def test_copies_slow_the_cpu_where_they_share_memory() -> None:
+    costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 1, 0), fetch=20, link_load=0.5)
+    found = split_misses(1, [1, 1], [False, False], costs)
+    assert found.cpu_end == 20  # half as fast for as long as it takes
+    assert split_misses(1, [1] * 4, [False] * 4, costs).cpu_end == 40
+    assert split_misses(1, [1, 1], [False, False], replace(costs, link_load=0.0)).cpu_end == 10
+
+
+def test_a_decode_step_costs_little() -> None:
+    """Far below what a layer takes. The limit is generous: machines are busy."""
+    costs = ExpertCosts(cpu=Rate(8, 55, 7), gpu=Rate(10, 11, 1), fetch=220, link_load=0.2)
+    rows, resident = np.ones(8, np.intp), np.arange(8) < 4
+    took = []
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(50):
+            schedule(rows, resident, costs)
+        took.append((time.thread_time() - start) / 50)
+    assert min(took) < 3e-4
