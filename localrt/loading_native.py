@@ -200,6 +200,8 @@ def _scratch(config: DecoderConfig, ops: Ops) -> int:
     if ops.name != "native":
         return _SCRATCH_BYTES
     row = 16 * config.hidden_size + 5 * (config.intermediate_size + config.hidden_size)
+    slots = [m.router.used * (9 * config.hidden_size + 5 * m.inner) for m in config.mixtures if m]
+    row += max(slots, default=0)
     return _PREFILL_ROWS * row + 8 * config.vocab_size + (16 << 20)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localrt.cards import open_card
-from localrt.engine.base import Forecast, Forecaster
+from localrt.engine.base import Forecast, Forecaster, Rates
 from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import StorageError
 from localrt.offload.pressure import MemoryPressure
@@ -186,17 +186,18 @@ def _kv_tier(
 
 
 def _forecaster(plan: Plan, simulated: bool) -> Forecaster:
-    """The plan's prediction for the rates that disk and CPU have now."""
+    """The plan's prediction for the rates that there are now."""
     from localrt.offload.planner.simulate import simulate
 
-    def forecast(ssd_bytes_s: float, cpu_s: float | None) -> Forecast:
-        machine = replace(plan.request.machine, ssd_bytes_s=ssd_bytes_s)
-        costs = replace(plan.request, machine=machine).costs()
+    def forecast(rates: Rates) -> Forecast:
+        machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
+        costs = replace(plan.request, machine=machine).costs(expert_hits=rates.expert_hits)
         steady = simulate(costs, plan.placement)
         planned = steady.busy["cpu"] - costs.per_pass()  # what no stage does was not measured
-        if cpu_s is not None and planned > 0:
-            machine = machine.with_cpu(cpu_s / planned)
-            steady = simulate(replace(plan.request, machine=machine).costs(), plan.placement)
+        if rates.cpu_s is not None and planned > 0:
+            machine = machine.with_cpu(rates.cpu_s / planned)
+            request = replace(plan.request, machine=machine)
+            steady = simulate(request.costs(expert_hits=rates.expert_hits), plan.placement)
         return Forecast(1 / steady.seconds, 1 / steady.bound, simulated)
 
     return forecast

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.decoder import Attention, DecoderConfig, GatedMlp
+from localrt.models.moe import SparseMlp
 from localrt.offload.clock import Clock, later
+from localrt.offload.experts.stage import SparseStage
 from localrt.offload.lane import Lane
 from localrt.offload.placement import Where
 from localrt.offload.residency import Residency
@@ -25,6 +27,7 @@ from localrt.offload.row_table import RowTable
 from localrt.offload.split_cache import SplitCache, grown_length, split_batch
 from localrt.offload.stages import Stage
 from localrt.offload.trace import PipelineCounts, Trace
+from localrt.quant.ops.aligned import large_floats
 from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector, Weight
 
@@ -38,7 +41,8 @@ Check = Callable[[], None]
 class Resources:
     """What a placed decoder runs on, made and freed by ``pipeline.py``.
 
-    ``card`` is None without one. ``norms`` are the final norm's weights, on each lane.
+    ``card`` is None without one. ``norms`` are the final norm's weights, on each lane. ``experts``
+    runs the sparse layers of a mixture.
     """
 
     cpu: Lane
@@ -53,6 +57,7 @@ class Resources:
     abandon: Callable[[], None]
     ssd_bytes: Callable[[], int]
     close: Callable[[], None]
+    experts: SparseStage | None = None
 
 
 class PlacedDecoder:
@@ -100,6 +105,7 @@ class PlacedDecoder:
         """Totals so far."""
         res = self._res
         link = 0 if self._card is None or self._card.card is None else self._card.card.link_bytes
+        hits, uses = (0, 0) if res.experts is None else res.experts.hits_and_uses
         return PipelineCounts(
             ssd_read_bytes=res.ssd_bytes(),
             link_bytes=link,
@@ -108,6 +114,8 @@ class PlacedDecoder:
             clock_s=res.clock.now(),
             decode_passes=self._decode_passes,
             decode_cpu_s=self._decode_cpu_s,
+            expert_uses=uses,
+            expert_hits=hits,
         )
 
     def cache(self, capacity: int) -> KVCache:
@@ -320,6 +328,9 @@ class _Run:
             if memory is not None and lane.card is None:
                 self._res.residency.adopt(stage, memory)
             with ops.scope():
+                if isinstance(part, SparseMlp):
+                    ended = self._mark = self._sparse(stage, part, lane, later(self._mark, there))
+                    return
                 step = self._step(lane) if stage.kind == "attention" else None
                 started = clock.begin(lane.resource)
                 if isinstance(part, Attention):
@@ -339,6 +350,13 @@ class _Run:
         finally:
             lane.release(stage, ended)
 
+    def _sparse(self, stage: Stage, part: SparseMlp, lane: Lane, mark: Mark) -> Mark:
+        """A mixture of experts; returns the mark of its end."""
+        assert self._res.experts is not None, "a mixture has experts"
+        out, mark = self._res.experts.run(stage.layer, part, self._x, mark, self._check)
+        self._x = lane.ops.add(self._x, out, self._config.residual_scale)
+        return mark
+
     def _project(
         self, lane: Lane, weight: Weight, first_row: int, wanted: npt.NDArray[np.intp]
     ) -> None:
@@ -354,7 +372,7 @@ class _Run:
             self._logits = part
             return
         if self._logits is None:  # at once: all slices and the whole would be twice the memory
-            self._logits = np.empty((len(wanted), vocab), np.float32)
+            self._logits = large_floats((len(wanted), vocab))
         self._logits[:, first_row : first_row + part.shape[1]] = part
 
     def logits(self, rows: int) -> Logits:

@@ -21,6 +21,14 @@ from localrt.models.units import EMBEDDING
 from localrt.offload.accelerator import Accelerator
 from localrt.offload.clock import Clock, WallClock, later
 from localrt.offload.decoder import PlacedDecoder, Resources
+from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.experts.opening import (
+    expert_units,
+    fill_order,
+    open_experts,
+    sparse_layers,
+)
+from localrt.offload.experts.stage import SparseStage
 from localrt.offload.files import FileReader, ReadMode, StoreFiles
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.lane import Lane, Verifier
@@ -99,6 +107,7 @@ def open_pipeline(
             abandon=maker.abandon,
             ssd_bytes=lambda: maker.ssd_bytes() + (kv_tier.read_bytes if kv_tier else 0),
             close=maker.held.close,
+            experts=maker.sparse_stage(),
         )
         decoder = PlacedDecoder(config, resources)
         # Its threads would otherwise keep the memory of a decoder that nobody closed.
@@ -139,11 +148,16 @@ class _Maker:
         self._reader: UnitReader | None = None
         self._link: LinkSource | None = None
         self.card_lane: Lane | None = None
+        self._experts: ExpertMemory | None = None
 
     def make_lanes(self, verify: Verifier, stall_s: float) -> None:
         """Rings, threads and lanes."""
         placement, mode, card = self._placement, self._mode, self._card
-        if placement.ram_ring:
+        # Experts are read into slots of their own: where they alone are read, the ring is theirs.
+        streams = placement.ram_ring > 0 and (
+            not self._config.sparse or any(stage.where.read for stage in self.stages)
+        )
+        if streams:
             # What is copied over the link must not be paged out on the way.
             memory = None if card is None else card.host_buffer(placement.ram_ring)
             ring = Ring(placement.ram_ring, mode.block, memory)
@@ -154,10 +168,11 @@ class _Maker:
             self.held.callback(self._reader.close)
         self._verify, self._stall_s = verify, stall_s
         split = card is not None and card.ops is not self._ops
-        self.cpu = Lane(
-            self._ops, self._builder(self._ops, False, split), self._reader, verify=verify
-        )
+        builder = self._cpu_builder = self._builder(self._ops, False, split)
+        self.cpu = Lane(self._ops, builder, self._reader, verify=verify)
         self.held.callback(self.cpu.close)
+        if self._config.sparse:
+            self._make_experts(0 if streams else placement.ram_ring)
         if card is not None:
             self.held.callback(card.close)
             self._card_builder = self._builder(card.ops, True, split)
@@ -218,6 +233,8 @@ class _Maker:
             self._reader.schedule([stage.unit for stage in self.stages if stage.where.read])
         if lane is not None:
             lane.stream([stage for stage in self.stages if stage.where.copied])
+        if self._experts is not None:
+            self._experts.fill(fill_order(expert_units(self._config, self._units)))
         self.table = RowTable(
             self._store, EMBEDDING, self._rows, self.cpu.memory, stall_s=self._stall_s
         )
@@ -249,7 +266,15 @@ class _Maker:
             shortage,
             self.abandon,
             chunk=self._mode.block,
+            experts=self._experts,
         )
+
+    def sparse_stage(self) -> SparseStage | None:
+        """What runs a mixture's layers."""
+        if self._experts is None:
+            return None
+        places = sparse_layers(self._config)
+        return SparseStage(self._experts, places, self._ops, self.clock)
 
     def abandon(self) -> None:
         """A pass ended early: nobody waits for what is on its way."""
@@ -258,7 +283,23 @@ class _Maker:
 
     def ssd_bytes(self) -> int:
         """Bytes that passes have read."""
-        return 0 if self._reader is None else self._reader.bytes_read
+        experts = 0 if self._experts is None else self._experts.bytes_read
+        return experts + (0 if self._reader is None else self._reader.bytes_read)
+
+    def _make_experts(self, ring: int) -> None:
+        self._experts = open_experts(
+            self._config,
+            expert_units(self._config, self._units),
+            self._placement.where,
+            self._cpu_builder,
+            DiskSource(self.files, self.clock),
+            ring=ring,
+            mode=self._mode,
+            verify=self._verify,
+            stall_s=self._stall_s,
+            alloc=aligned_buffer,
+        )
+        self.held.callback(self._experts.close)
 
     def _put_on_card(self, stage: Stage, data: Bytes) -> None:
         card, lane = self._card, self.card_lane

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.giving_back import choose_units
 from localrt.offload.lane import Lane
 from localrt.offload.placement import Where
@@ -37,7 +38,8 @@ class Residency:
     ``shortage`` says how many bytes of RAM (below zero: how many are spare again) and of the card's
     memory others need now. ``forget``
     ends what copies wait for, before other units are streamed. ``chunk`` is that of the CPU's ring,
-    which is made larger where only larger units are left to be given back.
+    which is made larger where only larger units are left to be given back. ``experts`` are a
+    mixture's slots.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Residency:
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
         forget: Callable[[], None] = lambda: None,
         chunk: int = 2 << 20,
+        experts: ExpertMemory | None = None,
     ) -> None:
         self.stages = list(stages)
         self._cpu, self._card, self._host = cpu, card, host
@@ -63,18 +66,23 @@ class Residency:
         self._withheld = 0  # bytes of the budget that others have needed
         self._given: list[str] = []  # the latest last
         self._adopting: dict[str, Bytes] = {}
+        self._experts = experts
+        self._most_experts = 0 if experts is None else experts.nbytes
 
     @property
     def ram_nbytes(self) -> int:
         """Weights in RAM, without the ring."""
-        return self._cpu.resident_nbytes + sum(data.nbytes for data in self._host.values())
+        experts = 0 if self._experts is None else self._experts.nbytes
+        host = sum(data.nbytes for data in self._host.values())
+        return self._cpu.resident_nbytes + host + experts
 
     @property
     def reclaimable(self) -> int:
         """Bytes of RAM that could be given back."""
+        experts = 0 if self._experts is None else self._experts.reclaimable
         if self._ram_ring == 0:
-            return 0
-        return sum(stage.unit.nbytes for stage in self.stages if stage.where in _IN_RAM)
+            return experts
+        return experts + sum(s.unit.nbytes for s in self.stages if s.where in _IN_RAM)
 
     def make_room(self, caches: int) -> None:
         """Before a pass whose caches take ``caches`` bytes of RAM: give back what is missing.
@@ -93,6 +101,7 @@ class Residency:
         if missing > 0 and self.give_back(missing) < missing and not self._widen(missing):
             raise self._budget.error(caches)
         self._choose_adopted(caches)
+        self._grow_experts(caches)
 
     def adopt(self, stage: Stage, memory: Any) -> None:
         """A unit is in the ring: copy it if it is to stay from now on."""
@@ -115,7 +124,19 @@ class Residency:
         self._schedule()
 
     def give_back(self, nbytes: int) -> int:
-        """Stream units of at least ``nbytes`` of RAM from now on; 0 if that is not possible."""
+        """Free at least ``nbytes`` of RAM from now on; 0 if that is not possible.
+
+        Slots of experts go first: they cost the least, and come back the easiest.
+        """
+        if self._experts is not None:
+            freed = self._experts.resize(self._experts.nbytes - nbytes)
+            if freed >= nbytes:
+                return freed
+            return freed + self._give_back_units(nbytes - freed)
+        return self._give_back_units(nbytes)
+
+    def _give_back_units(self, nbytes: int) -> int:
+        """Stream units from now on."""
         return self._move(choose_units(self.stages, nbytes, self._able()), _RAM_TO_SSD)
 
     def give_back_card(self, nbytes: int) -> int:
@@ -172,6 +193,16 @@ class Residency:
         self._cpu.stream([stage for stage in self.stages if stage.where.read], ring)
         if self._card is not None:
             self._card.stream([stage for stage in self.stages if stage.where.copied])
+
+    def _grow_experts(self, caches: int) -> None:
+        """Slots that were given back, as far as there is room for them again."""
+        experts = self._experts
+        if experts is None or experts.nbytes >= self._most_experts:
+            return
+        taken = self._withheld + self._ring_growth + self.ram_nbytes + caches
+        room = self._budget.nbytes - taken
+        if room >= experts.slot_nbytes:
+            experts.resize(min(self._most_experts, experts.nbytes + room))
 
     def _choose_adopted(self, caches: int) -> None:
         """Of what was given back, the latest first, as much as there is room for now."""

@@ -41,7 +41,8 @@ class Stage:
 def list_stages(units: tuple[StoredUnit, ...], where: Mapping[str, Where]) -> tuple[Stage, ...]:
     """The stages of a store's ``units``, in order: layers, then the head's slices.
 
-    Units that ``where`` does not name are resident in RAM.
+    Units that ``where`` does not name are resident in RAM. Experts are no stages of their own: they
+    belong to their layer's MLP.
     """
     stages: list[Stage] = []
     for unit in units:
@@ -49,7 +50,9 @@ def list_stages(units: tuple[StoredUnit, ...], where: Mapping[str, Where]) -> tu
         kind, _, rest = unit.name.partition(".")
         if kind == "layers":
             number, _, part = rest.partition(".")
-            assert part in ("attention", "mlp"), "a layer has two units"
+            if part.startswith("expert."):
+                continue
+            assert part in ("attention", "mlp"), "a layer has two units beside its experts"
             stages.append(Stage(unit, part, place, layer=int(number)))  # type: ignore[arg-type]
         elif kind == "head":
             stages.append(Stage(unit, "head", place, first_row=unit.tensors[0].row))

@@ -24,7 +24,8 @@ class PipelineCounts:
     """What a pipeline has done since it was made: bytes, and seconds by resource.
 
     ``clock_s`` is the time now, on the clock that these seconds are of. ``decode_passes`` counts
-    the passes of one row, ``decode_cpu_s`` are the CPU's busy seconds in them.
+    the passes of one row, ``decode_cpu_s`` are the CPU's busy seconds in them. Of the experts that
+    layers have asked for (``expert_uses``), ``expert_hits`` were in memory.
     """
 
     ssd_read_bytes: int
@@ -34,6 +35,8 @@ class PipelineCounts:
     clock_s: float
     decode_passes: int = 0
     decode_cpu_s: float = 0.0
+    expert_uses: int = 0
+    expert_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,12 @@ from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo, WeightBlock
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit, UnitTensor
-from localrt.models.decoder import Attention, DecoderConfig, GatedMlp, LayerNames
+from localrt.models.decoder import Attention, DecoderConfig, GatedMlp, LayerNames, sparse_mlp
+from localrt.models.moe import SparseMlp, load_expert
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Ops, Vector, Weight
 
 __all__ = ["PartBuilder", "UnitMemory", "verify_unit"]
@@ -110,6 +112,7 @@ class PartBuilder:
         self._ops = ops
         self._place = None if layers is None else {layer: n for n, layer in enumerate(layers)}
         self._vectors: dict[str, dict[str, PackedTensor]] = {}
+        self._tables: dict[int, ExpertTable] = {}
 
     def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
         """Keep a unit's norms and biases: its bytes will lie where the CPU cannot read them."""
@@ -124,10 +127,30 @@ class PartBuilder:
             part.layer = self._place[layer]
         return part
 
-    def mlp(self, layer: int, unit: StoredUnit, data: Any) -> GatedMlp:
-        """A layer's MLP."""
+    def mlp(self, layer: int, unit: StoredUnit, data: Any) -> GatedMlp | SparseMlp:
+        """A layer's MLP; a sparse one computes with the layer's ``table``."""
+        config, names = self._config, self._names
         weights, prefix = self._loader(unit, data), f"model.layers.{layer}."
-        return GatedMlp(self._config, self._names, prefix, weights)
+        spec = config.mixture(layer)
+        if spec is None:
+            return GatedMlp(config, names, prefix, weights)
+        return sparse_mlp(config, spec, names, prefix, weights, self.table(layer))
+
+    def table(self, layer: int) -> ExpertTable:
+        """The experts of a sparse layer that are in memory: the same one at every call."""
+        if layer not in self._tables:
+            spec = self._config.mixture(layer)
+            assert spec is not None, "a dense layer has no experts"
+            self._tables[layer] = self._ops.expert_table(spec.router.count)
+        return self._tables[layer]
+
+    def expert(self, layer: int, number: int, unit: StoredUnit, data: Any) -> ExpertWeights:
+        """One expert of a sparse layer."""
+        spec = self._config.mixture(layer)
+        assert spec is not None, "a dense layer has no experts"
+        weights, prefix = self._loader(unit, data), f"model.layers.{layer}."
+        hidden, names = self._config.hidden_size, self._names.mixture
+        return load_expert(spec, hidden, number, names, prefix, weights)
 
     def matrix(self, unit: StoredUnit, data: Any) -> Weight:
         """The one matrix, or slice of a matrix, of a unit."""

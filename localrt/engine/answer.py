@@ -173,6 +173,9 @@ class Meter:
             return
         m.ssd_read_bytes = counts.ssd_read_bytes - self._before.ssd_read_bytes
         m.link_bytes = counts.link_bytes - self._before.link_bytes
+        uses = counts.expert_uses - self._decoding.expert_uses
+        if uses:
+            m.expert_hit_rate = (counts.expert_hits - self._decoding.expert_hits) / uses
         if self._first is not None and m.completion_tokens > 1:
             busy = (
                 seconds - self._decoding.busy_s.get(resource, 0.0)

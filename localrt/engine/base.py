@@ -16,7 +16,16 @@ import numpy.typing as npt
 
 from localrt.offload.trace import PipelineCounts
 
-__all__ = ["Check", "Engine", "EngineInfo", "EngineSession", "Forecast", "Forecaster", "Logits"]
+__all__ = [
+    "Check",
+    "Engine",
+    "EngineInfo",
+    "EngineSession",
+    "Forecast",
+    "Forecaster",
+    "Logits",
+    "Rates",
+]
 
 Logits = npt.NDArray[np.float32]
 
@@ -53,9 +62,19 @@ class Forecast:
     simulated: bool = False
 
 
-Forecaster = Callable[[float, float | None], Forecast]
-"""A forecast for a rate of the disk in bytes per second, and the CPU's seconds of computing in a
-pass of one row, None before one was made."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a pipeline has reached of late: bytes per second of the disk; CPU seconds of a decoding
+    pass; the share of the experts asked for that were in memory. None: not known yet.
+    """
+
+    ssd_bytes_s: float
+    cpu_s: float | None = None
+    expert_hits: float | None = None
+
+
+Forecaster = Callable[[Rates], Forecast]
+"""A forecast for the rates that there are."""
 
 
 class EngineSession(Protocol):

@@ -21,6 +21,7 @@ from localrt.engine.base import (
     Forecast,
     Forecaster,
     Logits,
+    Rates,
 )
 from localrt.engine.features import FeatureRows
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
@@ -43,6 +44,7 @@ _PREFILL_ROWS = 512
 _LOGIT_ROWS = 64
 _RATE_SAMPLE = 256 << 20  # bytes of reading that tell a disk's speed
 _PASSES_SAMPLE = 16  # passes that tell the CPU's
+_EXPERTS_SAMPLE = 512  # experts asked for that tell how many are in memory
 
 
 class NativeEngine:
@@ -69,7 +71,8 @@ class NativeEngine:
         self._forecaster = forecaster
         self._rates = _Rates(ssd_bytes_s)
         # An implementation may know a quicker way through the same pass (CUDA graphs).
-        graphed = getattr(decoder.ops, "graphed", None)
+        sparse = decoder.config.sparse  # who computes is decided on the way
+        graphed = None if sparse else getattr(decoder.ops, "graphed", None)
         self._forward: Forward | None = graphed(decoder.forward) if graphed else decoder.forward
         self.info = info
         self._turn = threading.Lock()
@@ -102,7 +105,7 @@ class NativeEngine:
         counts = self.counts()
         if self._forecaster is None or counts is None:
             return None
-        return self._forecaster(*self._rates.now(counts))
+        return self._forecaster(self._rates.now(counts))
 
     def trace(self, keep: int | None = None) -> list[Task]:
         """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
@@ -251,8 +254,10 @@ class _Rates:
         self._read = (0, 0.0)  # bytes and busy seconds
         self._cpu_s: float | None = None
         self._decoded = (0, 0.0)  # passes and busy seconds
+        self._hits: float | None = None
+        self._asked = (0, 0)  # experts asked for, and those that were in memory
 
-    def now(self, counts: PipelineCounts) -> tuple[float, float | None]:
+    def now(self, counts: PipelineCounts) -> Rates:
         """For a ``Forecaster``: since the call before, if that was long enough to tell."""
         read = counts.ssd_read_bytes, counts.busy_s.get("ssd", 0.0)
         nbytes, seconds = (new - old for new, old in zip(read, self._read, strict=True))
@@ -262,7 +267,11 @@ class _Rates:
         passes, seconds = (new - old for new, old in zip(decoded, self._decoded, strict=True))
         if passes >= _PASSES_SAMPLE and seconds > 0:
             self._cpu_s, self._decoded = seconds / passes, decoded
-        return self._ssd_bytes_s, self._cpu_s
+        asked = counts.expert_uses, counts.expert_hits
+        uses, hits = (new - old for new, old in zip(asked, self._asked, strict=True))
+        if uses >= _EXPERTS_SAMPLE:
+            self._hits, self._asked = hits / uses, asked
+        return Rates(self._ssd_bytes_s, self._cpu_s, self._hits)
 
 
 class NativeSession:

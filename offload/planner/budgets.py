@@ -79,6 +79,10 @@ def activation_nbytes(shape: ModelShape, rows: int) -> int:
     Codes are int8 beside their float32 values.
     """
     per_row = 4 * (4 * shape.hidden) + 5 * (shape.inner + shape.hidden)
+    if shape.experts is not None:  # every row's slots, and the codes of what goes into them
+        largest = max(unit.macs for unit in shape.units if unit.kind == "expert")
+        inner = largest // (3 * shape.hidden)
+        per_row += shape.experts.used * (9 * shape.hidden + 5 * inner)
     return rows * per_row + 8 * shape.vocab
 
 

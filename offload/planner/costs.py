@@ -19,7 +19,8 @@ __all__ = ["Costs"]
 class Costs:
     """Seconds of a pass of ``rows`` rows on ``machine`` where ``held`` tokens are in the cache.
 
-    The rows belong to ``sequences``, each with a cache of its own.
+    The rows belong to ``sequences``, each with a cache of its own. ``expert_hits`` is the share of
+    the experts asked for that are in memory, where that is known better than from their number.
     """
 
     shape: ModelShape
@@ -28,6 +29,7 @@ class Costs:
     held: int = 0
     sequences: int = 1
     kv_format: KvFormat = "bf16"
+    expert_hits: float | None = None
     _cached: dict[tuple[str, int, str, int | None, bool], float] = field(
         default_factory=dict, repr=False
     )

@@ -113,7 +113,13 @@ class PlanRequest:
         budgets = replace(self.budgets, vram=0)
         return replace(self, machine=self.machine.without_gpu(), budgets=budgets)
 
-    def costs(self, *, rows: int | None = None, held: int | None = None) -> Costs:
+    def costs(
+        self,
+        *,
+        rows: int | None = None,
+        held: int | None = None,
+        expert_hits: float | None = None,
+    ) -> Costs:
         """Seconds of a pass."""
         return Costs(
             shape=self.shape,
@@ -122,6 +128,7 @@ class PlanRequest:
             held=self.held_tokens if held is None else held,
             sequences=self.sequences,
             kv_format=self.kv_format,
+            expert_hits=expert_hits,
         )
 
 

@@ -143,10 +143,12 @@ def shape_from_checkpoint(
         for spec in config.attention
     )
     ignored = HEAD if config.tied_head else ""
+    routers = [mixture.router for mixture in config.mixtures if mixture is not None]
+    experts = Experts(count=routers[0].count, used=routers[0].used) if routers else None
     return ModelShape(
         name=checkpoint.path.name,
         architecture=config.architecture,
-        units=tuple(_placed(unit, checkpoint.tensors, stored) for unit in units),
+        units=tuple(_placed(unit, checkpoint.tensors, stored, experts) for unit in units),
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         inner=config.intermediate_size,
@@ -155,6 +157,7 @@ def shape_from_checkpoint(
         parameters=sum(
             _count(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
         ),
+        experts=experts,
     )
 
 
@@ -175,7 +178,12 @@ def parse_kv_format(name: str) -> KvFormat:
     raise OptionError(f"kv_format must be one of {', '.join(KV_FORMATS)}, is {name!r}")
 
 
-def _placed(unit: Unit, tensors: Mapping[str, TensorInfo], stored: Mapping[str, int]) -> PlacedUnit:
+def _placed(
+    unit: Unit,
+    tensors: Mapping[str, TensorInfo],
+    stored: Mapping[str, int],
+    experts: Experts | None,
+) -> PlacedUnit:
     nbytes, macs, formats = 0, 0, dict[str, int]()
     for name in unit.tensors:
         info = tensors[name]
@@ -189,6 +197,7 @@ def _placed(unit: Unit, tensors: Mapping[str, TensorInfo], stored: Mapping[str, 
             formats[info.format.name] = formats.get(info.format.name, 0) + size
     kind = _kind(unit)
     by_row = kind == "embedding"
+    share = experts.used / experts.count if kind == "expert" and experts is not None else 1.0
     return PlacedUnit(
         name=unit.name,
         kind=kind,
@@ -197,7 +206,7 @@ def _placed(unit: Unit, tensors: Mapping[str, TensorInfo], stored: Mapping[str, 
         macs=0 if by_row else macs,
         format=format_of_most_bytes(formats),
         layer=unit.layer,
-        use=0.0 if by_row else 1.0,
+        use=0.0 if by_row else share,
     )
 
 
@@ -208,6 +217,8 @@ def _kind(unit: Unit) -> UnitKind:
         return "embedding"
     if unit.layer is None:
         return "norm"
+    if ".expert." in unit.name:
+        return "expert"
     return "attention" if unit.name.endswith(".attention") else "mlp"
 
 

@@ -10,7 +10,7 @@ knows a placement and costs, not how either was found.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -184,29 +184,38 @@ class _Walk:
         _keep(tasks, SimulatedTask("sampling", "pass", "cpu", begin, state.clock, token))
         for step in self.steps:
             if step[0].kind == "expert":
-                for unit, rows in self._chosen(step):
-                    self._unit(unit, rows, state, sums, token, tasks)
+                for unit, rows, where in self._chosen(step):
+                    self._unit(unit, where, rows, state, sums, token, tasks)
             else:
-                self._unit(step[0], None, state, sums, token, tasks)
+                self._unit(step[0], self.where[step[0].name], None, state, sums, token, tasks)
                 state.router = state.clock
 
-    def _chosen(self, experts: list[PlacedUnit]) -> Iterator[tuple[PlacedUnit, int]]:
-        """The experts that a pass touches, with the rows that each sees."""
+    def _chosen(self, experts: list[PlacedUnit]) -> list[tuple[PlacedUnit, int, Where]]:
+        """The experts that a pass touches, with the rows that each sees and where each is.
+
+        Those in memory come first: they are computed while others are read.
+        """
         count = len(experts)
         share, each = self.costs.touched(sum(unit.use for unit in experts) / count)
-        for index in sorted(self.random.sample(range(count), max(1, round(count * share)))):
-            yield experts[index], each
+        chosen = self.random.sample(experts, max(1, round(count * share)))
+        hits = self.costs.expert_hits
+        if hits is None:
+            places = [self.where[unit.name] for unit in chosen]
+        else:
+            places = [Where.RAM if self.random.random() < hits else Where.SSD for unit in chosen]
+        found = [(unit, each, place) for unit, place in zip(chosen, places, strict=True)]
+        return sorted(found, key=lambda item: item[2].read)
 
     def _unit(
         self,
         unit: PlacedUnit,
+        where: Where,
         rows: int | None,
         state: _State,
         sums: _Sums,
         token: int,
         tasks: list[SimulatedTask] | None,
     ) -> None:
-        where = self.where[unit.name]
         ready, slots = 0.0, list[tuple[RingModel, Slot]]()
         asked = state.router if unit.kind == "expert" else 0.0
         nbytes = unit.nbytes
@@ -261,12 +270,14 @@ class _Walk:
         """
         end = 0.0
         if where.read:
-            free = max(state.disk_free, asked)
-            slot, start, end, idle = state.ram.load(unit.nbytes, free, self.read_bytes_s)
-            sums.full["ssd"] += idle
-            slots.append((state.ram, slot))
-            # Where it waits for room in its middle, the wait is shown before it.
-            start = max(start, end - unit.nbytes / self.read_bytes_s)
+            start = max(state.disk_free, asked)
+            end = start + unit.nbytes / self.read_bytes_s
+            if unit.kind != "expert" or where.copied:  # experts have slots of their own
+                slot, start, end, idle = state.ram.load(unit.nbytes, start, self.read_bytes_s)
+                sums.full["ssd"] += idle
+                slots.append((state.ram, slot))
+                # Where it waits for room in its middle, the wait is shown before it.
+                start = max(start, end - unit.nbytes / self.read_bytes_s)
             task = SimulatedTask(unit.name, unit.kind, "ssd", start, end, token, unit.nbytes)
             self._read_done(state, sums, task, tasks)
         if kv:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from localrt.engine.base import Rates
 from localrt.engine.native import _Rates
 from localrt.offload.trace import PipelineCounts
 
 
 def counts(
-    read: int = 0, ssd_s: float = 0.0, passes: int = 0, cpu_s: float = 0.0
+    read: int = 0,
+    ssd_s: float = 0.0,
+    passes: int = 0,
+    cpu_s: float = 0.0,
+    experts: tuple[int, int] = (0, 0),
 ) -> PipelineCounts:
     return PipelineCounts(
         ssd_read_bytes=read,
@@ -17,16 +22,25 @@ def counts(
         clock_s=0.0,
         decode_passes=passes,
         decode_cpu_s=cpu_s,
+        expert_uses=experts[0],
+        expert_hits=experts[1],
     )
 
 
 def test_what_was_measured_on_loading_stands_until_enough_was_seen() -> None:
     rates = _Rates(1e9)
-    assert rates.now(counts(read=1 << 20, ssd_s=1.0, passes=3, cpu_s=1.0)) == (1e9, None)
-    assert rates.now(counts(read=1 << 30, ssd_s=2.0, passes=20, cpu_s=1.0)) == (2**29, 0.05)
+    assert rates.now(counts(read=1 << 20, ssd_s=1.0, passes=3, cpu_s=1.0)) == Rates(1e9)
+    assert rates.now(counts(read=1 << 30, ssd_s=2.0, passes=20, cpu_s=1.0)) == Rates(2**29, 0.05)
 
 
 def test_only_what_is_new_counts() -> None:
     rates = _Rates(1e9)
     rates.now(counts(read=1 << 30, ssd_s=1.0, passes=100, cpu_s=1.0))
-    assert rates.now(counts(read=2 << 30, ssd_s=3.0, passes=200, cpu_s=4.0)) == (2**29, 0.03)
+    assert rates.now(counts(read=2 << 30, ssd_s=3.0, passes=200, cpu_s=4.0)) == Rates(2**29, 0.03)
+
+
+def test_hits_of_experts_are_those_of_late() -> None:
+    rates = _Rates(1e9)
+    assert rates.now(counts(experts=(100, 10))).expert_hits is None
+    assert rates.now(counts(experts=(1000, 100))).expert_hits == 0.1
+    assert rates.now(counts(experts=(2000, 1000))).expert_hits == 0.9

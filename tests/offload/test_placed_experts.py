@@ -1,0 +1,162 @@
+"""A mixture of experts whose experts pass through slots: the same logits, whatever is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt.errors import CancelledError, CheckpointError, MemoryBudgetError
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.files import StoreFiles
+from tests.offload.placed import PLENTY, Model, extend, needs_kernels, pack_tiny, tokens
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of a tiny mixture."""
+    return pack_tiny("qwen3-moe", tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[Model]:
+    """The same opened."""
+    opened = Model(folder)
+    yield opened
+    opened.close()
+
+
+def experts(store: StoreCheckpoint, share: float = 1.0) -> list[str]:
+    """The names of the last ``share`` of the experts."""
+    names = [unit.name for unit in store.manifest.units if ".expert." in unit.name]
+    return names[len(names) - round(share * len(names)) :]
+
+
+def answers(decoder: PlacedDecoder, count: int = 12) -> list[np.ndarray]:
+    """Logits of a prompt and of tokens after it, one pass each."""
+    cache = decoder.cache(256)
+    found = [extend(decoder, cache, tokens(20))]
+    found += [extend(decoder, cache, [token]) for token in tokens(count, seed=3)]
+    return found
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8, 1.0])
+def test_logits_are_those_of_the_model_in_memory(model: Model, share: float) -> None:
+    cache = model.resident.cache(64)
+    with model.placed(experts(model.store, share)) as placed:
+        held = placed.cache(64)
+        for part in ([*tokens(20)], *([token] for token in tokens(12, seed=3))):
+            want = extend(model.resident, cache, part)
+            np.testing.assert_array_equal(extend(placed, held, part), want)
+
+
+def test_dense_units_and_experts_stream_together(model: Model) -> None:
+    streamed = [*experts(model.store, 0.7), "layers.0.attention", "layers.1.mlp", "head.0"]
+    with model.placed(streamed) as placed, model.placed([]) as whole:
+        for ours, want in zip(answers(placed), answers(whole), strict=True):
+            np.testing.assert_array_equal(ours, want)
+
+
+def test_only_absent_experts_are_read(model: Model) -> None:
+    with model.placed(experts(model.store, 0.5)) as placed:
+        cache = placed.cache(64)
+        extend(placed, cache, tokens(20))
+        before = placed.counts()
+        for token in tokens(12, seed=3):
+            extend(placed, cache, [token])
+        after = placed.counts()
+    uses = after.expert_uses - before.expert_uses
+    hits = after.expert_hits - before.expert_hits
+    spec = model.config.mixture(0)
+    assert spec is not None
+    assert uses == 12 * model.config.layers * spec.router.used
+    assert 0 < hits < uses
+    size = max(u.nbytes for u in model.store.manifest.units if ".expert." in u.name)
+    assert after.ssd_read_bytes - before.ssd_read_bytes == (uses - hits) * size
+
+
+def test_everything_in_memory_is_read_once(model: Model) -> None:
+    with model.placed([]) as placed:
+        answers(placed)
+        read = placed.counts().ssd_read_bytes
+        answers(placed)
+        assert placed.counts().ssd_read_bytes == read
+
+
+def test_a_pass_can_be_cancelled_in_any_layer(model: Model) -> None:
+    with model.placed(experts(model.store)) as placed, model.placed([]) as whole:
+        want = answers(whole)
+        for layer in range(3):
+            left = layer + 1
+
+            def check() -> None:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise CancelledError("stopped")
+
+            cache = placed.cache(64)
+            with pytest.raises(CancelledError):
+                placed.forward(_batch(placed, cache), check=check)
+            assert cache.length == 0
+        for ours, expected in zip(answers(placed), want, strict=True):
+            np.testing.assert_array_equal(ours, expected)
+
+
+def _batch(placed: PlacedDecoder, cache: object) -> object:
+    from localrt.quant.ops.protocol import Batch
+
+    return Batch.extend([(cache, tokens(20))])  # type: ignore[list-item]
+
+
+class Failing(StoreFiles):
+    """Files whose expert reads fail while ``broken``."""
+
+    broken: Callable[[], bool] = staticmethod(lambda: False)
+
+    def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
+        """Fail now and then."""
+        if self.broken():
+            raise CheckpointError("the disk is gone")
+        super().read_into(name, offset, out)
+
+
+def test_a_failed_read_ends_the_pass_and_is_tried_again(model: Model) -> None:
+    names = {unit.file for unit in model.store.manifest.units}
+    files = Failing(model.store.path, names)
+    with model.placed(experts(model.store), files=files) as placed, model.placed([]) as whole:
+        want = answers(whole)
+        answers(placed)
+        files.broken = lambda: True
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            answers(placed, 200)
+        files.broken = lambda: False
+        for ours, expected in zip(answers(placed), want, strict=True):
+            np.testing.assert_array_equal(ours, expected)
+
+
+def test_memory_is_given_back_and_taken_again(model: Model) -> None:
+    store = model.store
+    with model.placed(experts(store, 0.4)) as placed, model.placed([]) as whole:
+        want = answers(whole)
+        answers(placed)
+        before = placed.reclaimable
+        size = max(u.nbytes for u in store.manifest.units if ".expert." in u.name)
+        assert placed.give_back(3 * size) >= 3 * size
+        assert placed.reclaimable <= before - 3 * size
+        for ours, expected in zip(answers(placed), want, strict=True):
+            np.testing.assert_array_equal(ours, expected)
+        assert placed.reclaimable == before  # there was room for it again
+
+
+def test_a_budget_below_one_expert_says_the_least(model: Model) -> None:
+    with (
+        pytest.raises(MemoryBudgetError, match="at least"),
+        model.placed(experts(model.store), largest=0, slack=0, budget=PLENTY),
+    ):
+        pass
