@@ -255,7 +255,10 @@ class _Maker:
 
     def residency(self, budget: RamBudget, shortage: Callable[[], tuple[int, int]]) -> Residency:
         """The places, as they are once everything is loaded."""
-        rings = self._placement.ram_ring, self._placement.vram_ring
+        ring = 0 if self._reader is None else self._placement.ram_ring
+        rings = ring, self._placement.vram_ring
+        if self._experts is not None and self._reader is None:  # the ring's bytes are slots
+            budget = RamBudget(budget.nbytes + self._placement.ram_ring)
         return Residency(
             self.stages,
             self.cpu,

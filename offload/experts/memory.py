@@ -147,11 +147,13 @@ class ExpertMemory:
                 self._forget(key)
 
     def resize(self, nbytes: int) -> int:
-        """Have at most ``nbytes`` of slots from now on, but one layer's worth; returns bytes freed.
+        """Have at most ``nbytes`` of slots from now on, but one row's worth; returns bytes freed.
 
-        Called between passes.
+        Called between passes; what was to be read ahead of its need is not.
         """
         before = self.nbytes
+        for load in self._reader.call_off(list(self._loads.values())):
+            self._forget(next(key for key, each in self._loads.items() if each is load))
         for key in self.cache.resize(max(self._least, nbytes // self.slot_nbytes)):
             self._release(key)
         self._spare.clear()
