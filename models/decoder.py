@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from localrt.models.moe import MixtureNames, MixtureSpec, SparseMlp, load_expert
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.experts import ExpertTable
+from localrt.quant.ops.experts import ExpertTable, Routing
 from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import (
     Array,
@@ -258,6 +259,12 @@ class Decoder:
         attention = Attention(self.config, layer, names, prefix, weights)
         mlp = resident_mlp(self.config, layer, names, prefix, weights, self.ops)
         return Block(attention, mlp, self.config.residual_scale)
+
+    def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
+        """Tell ``watch`` of every choice of experts, with the layer's number among the sparse."""
+        sparse = [block.mlp for block in self.blocks if isinstance(block.mlp, SparseMlp)]
+        for place, mlp in enumerate(sparse):
+            mlp.watch = partial(watch, place)
 
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence."""

@@ -28,6 +28,7 @@ from localrt.offload.split_cache import SplitCache, grown_length, split_batch
 from localrt.offload.stages import Stage
 from localrt.offload.trace import PipelineCounts, Trace
 from localrt.quant.ops.aligned import large_floats
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector, Weight
 
@@ -165,6 +166,11 @@ class PlacedDecoder:
             self._decode_cpu_s += self._res.trace.busy().get("cpu", 0.0) - before
         self._residency.settle()
         return logits
+
+    def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
+        """See ``Decoder.watch_routing``."""
+        if self._res.experts is not None:
+            self._res.experts.watch = watch
 
     def close(self) -> None:
         """End all threads and free all weights."""

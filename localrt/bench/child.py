@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 from localrt.bench.engines import BenchEngine, Launch, load_engine
@@ -34,6 +35,8 @@ def serve(requests: TextIO, answers: TextIO, load: Callable[[Launch], BenchEngin
 
     ``encode`` answers token ids, ``generate`` the names of `Metrics` and ``decode_read_bytes``,
     ``trace`` the events of the engine's pipeline since it was first asked, or None without one.
+    ``record_routing`` begins to remember which experts tokens are sent to, ``save_routing`` writes
+    them to a file and answers how many tokens there were.
     """
     engine: BenchEngine | None = None
     for request in _until_closed(requests):
@@ -47,6 +50,10 @@ def serve(requests: TextIO, answers: TextIO, load: Callable[[Launch], BenchEngin
                 answer = engine.encode(request["text"])
             elif request["do"] == "trace":
                 answer = _trace(engine)
+            elif request["do"] == "record_routing":
+                answer = engine.record_routing()  # type: ignore[attr-defined]
+            elif request["do"] == "save_routing":
+                answer = engine.save_routing(Path(request["file"]))  # type: ignore[attr-defined]
             else:
                 answer = _generate(engine, request["prompt"], request["tokens"])
         except (LocalrtError, MemoryError) as error:

@@ -49,7 +49,11 @@ class Launch:
 
 
 class BenchEngine(Protocol):
-    """A loaded model that can be timed. One that keeps a trace has ``trace_events`` as well."""
+    """A loaded model that can be timed.
+
+    One that keeps a trace has ``trace_events`` as well, one that may be a mixture of experts
+    ``record_routing`` and ``save_routing``.
+    """
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -109,6 +113,24 @@ class _LocalrtEngine:
         for last in stream:  # noqa: B007 - the last chunk is what we want
             pass
         return last.metrics
+
+    def record_routing(self) -> None:
+        """Remember the experts of all tokens from now on.
+
+        Raises:
+            OptionError: the model is no mixture of experts, or not one of the native engine's.
+        """
+        from localrt.engine.native import NativeEngine
+        from localrt.engine.routing import RoutingRecorder
+
+        engine = self._model._parts.engine
+        if not isinstance(engine, NativeEngine):
+            raise OptionError("routing is recorded on the native engine alone")
+        self._routing = RoutingRecorder(engine, self._model.info.path)
+
+    def save_routing(self, path: Path) -> int:
+        """Write what was remembered; returns the number of tokens."""
+        return self._routing.save(path)
 
     def trace_events(self) -> list[tuple[str, str, float, float]]:
         """(resource, task, start, end) of the latest tasks; they are kept from the first call on.

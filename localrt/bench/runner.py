@@ -123,6 +123,8 @@ class _Bench:
                 if running:
                     self._notify(f"run {index} of {runs}")
                 running = [r for r in running if self._try(self._time, r, index)]
+            for r in running:
+                self._save_routing(r)
         return [_result(r) for r in running]
 
     def _start(self, candidate: _Candidate, children: ExitStack) -> _Running | None:
@@ -191,8 +193,16 @@ class _Bench:
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
             self._prompts = make_prompts(self._options.workload, self._encoder(running.child))
+        if self._options.expert_trace and running.candidate.launch.engine == "native":
+            running.child.ask("record_routing")
         self._notify(f"warming up {_name(running.candidate.launch.engine, running.setting)}")
         running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
+
+    def _save_routing(self, running: _Running) -> None:
+        path = self._options.expert_trace
+        if path is not None and running.candidate.launch.engine == "native":
+            tokens = running.child.ask("save_routing", file=str(path))
+            self._notify(f"wrote the routing of {tokens} tokens to {path}")
 
     def _encoder(self, child: ChildProcess) -> Callable[[str], list[int]]:
         """The model's tokenizer, here: a vocabulary would count as an engine's memory."""

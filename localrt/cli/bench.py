@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     native.add_argument(
         "--trace", type=Path, metavar="FILE", help="write its pipeline's tasks for Perfetto"
     )
+    native.add_argument(
+        "--expert-trace",
+        type=Path,
+        metavar="FILE",
+        help="write which experts its tokens were sent to (.npz)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -92,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         cache=settings.cache_dir / "bench",
         stores=settings.data_dir / "stores",
         trace=args.trace is not None,
+        expert_trace=None if args.expert_trace is None else args.expert_trace.absolute(),
     )
     if wants_card(options) and "native" in options.engines:
         return _simulate(args, options, name, settings)
@@ -128,8 +135,12 @@ def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where:
     from localrt.bench.report import to_json, to_table
 
     _notify("no GPU here: planning for a named card, running nothing")
-    if args.trace is not None:
-        raise OptionError("--trace records a run, and without a GPU --gpu-memory runs nothing")
+    for option in ("trace", "expert_trace"):
+        if getattr(args, option) is not None:
+            name = option.replace("_", "-")
+            raise OptionError(
+                f"--{name} records a run, and without a GPU --gpu-memory runs nothing"
+            )
     run = simulate_card(options, where)
     machine = hardware.probe()
     if args.json:

@@ -27,6 +27,7 @@ from localrt.engine.features import FeatureRows
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.models.decoder import Decoder
 from localrt.offload.trace import PipelineCounts, Task
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 from localrt.speculative.tree import TokenTree
 
@@ -106,6 +107,10 @@ class NativeEngine:
         if self._forecaster is None or counts is None:
             return None
         return self._forecaster(self._rates.now(counts))
+
+    def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
+        """Tell ``watch`` of every choice of experts, with the layer's number among the sparse."""
+        self._loaded().watch_routing(watch)
 
     def trace(self, keep: int | None = None) -> list[Task]:
         """The tasks that the pipeline remembers; ``keep`` says how many from now on."""

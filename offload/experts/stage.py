@@ -7,7 +7,7 @@ what it would be with everything in memory. It knows neither what is kept nor ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from localrt.models.moe import Routed, SparseMlp
 from localrt.offload.clock import Clock, later
@@ -15,13 +15,17 @@ from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.reader import Check
 from localrt.offload.ring import Mark
 from localrt.offload.trace import Resource
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["SparseStage"]
 
 
 class SparseStage:
-    """Runs sparse layers of one lane. ``places`` are the layers' numbers among the sparse ones."""
+    """Runs sparse layers of one lane. ``places`` are the layers' numbers among the sparse ones.
+
+    ``watch`` is told of every choice.
+    """
 
     def __init__(
         self, memory: ExpertMemory, places: dict[int, int], ops: Ops, clock: Clock
@@ -31,6 +35,7 @@ class SparseStage:
         self._ops = ops
         self._clock = clock
         self._resource: Resource = "cpu"
+        self.watch: Callable[[int, Routing], None] | None = None
 
     @property
     def hits_and_uses(self) -> tuple[int, int]:
@@ -47,6 +52,8 @@ class SparseStage:
         started = self._clock.begin(self._resource)
         routed = part.route(ops, x)
         mark = self._clock.end(self._resource, label, started, after=mark)
+        if self.watch is not None:
+            self.watch(place, routed.routing)
         try:
             wanted = self._memory.demand(place, routed.routing, mark)
             started = self._clock.begin(self._resource)

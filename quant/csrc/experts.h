@@ -17,19 +17,21 @@ inline Acts rows_from(const Acts& all, size_t at, int rows) {
     return acts;
 }
 
-// The codes of a row that is alone in `from`, to a row of a run among others.
-inline void copy_row(const Acts& from, const Acts& to, const Runs& runs, int row) {
-    const RowRun run = runs.of(row);
-    const int groups = to.cols / 32;
-    for (int g = 0; g < groups; g++) {
-        const size_t index = (size_t)run.start * groups + (size_t)g * run.size + row - run.start;
-        __builtin_memcpy(to.codes + index * 32, from.codes + g * 32, 32);
-        copy_floats(from.meta + g * 2, 2, to.meta + index * 2);
-        copy_floats(from.halves + g * 2, 2, to.halves + index * 2);
-        for (int i = 0; i < to.start_count; i++)
-            for (int h = 0; h < to.starts[i].halves; h++)
-                to.starts[i].values[index * to.starts[i].halves + h] = from.starts[i].values[g * to.starts[i].halves + h];
-    }
+// The codes of rows that are alone in `from`, `rows` of it, to a run of `to`, whose last one may be empty.
+inline void join_run(const Acts& from, const size_t* rows, const Acts& to, const Runs& runs, RowRun run) {
+    const int groups = to.cols / 32, count = least(run.size, runs.rows - run.start);
+    for (int g = 0; g < groups; g++)
+        for (int i = 0; i < count; i++) {
+            const size_t source = rows[i] * groups + g, at = (size_t)run.start * groups + (size_t)g * run.size + i;
+            __builtin_memcpy(to.codes + at * 32, from.codes + source * 32, 32);
+            copy_floats(from.meta + source * 2, 2, to.meta + at * 2);
+            copy_floats(from.halves + source * 2, 2, to.halves + at * 2);
+            for (int s = 0; s < to.start_count; s++) {
+                const int halves = to.starts[s].halves;
+                for (int h = 0; h < halves; h++) to.starts[s].values[at * halves + h] = from.starts[s].values[source * halves + h];
+            }
+        }
+    if (count < run.size) quantize_row(to, runs, run.start + count, nullptr, 0, to.cols);
 }
 
 inline bool any_plain(const Stack& stack) {
@@ -147,32 +149,41 @@ inline void gather(Context& context, Crowd& crowd) {
         if (plain) b.in.x = floats + (size_t)b.first * cols;
     }
     parallel(context, rows, [&](int row) {
+        const float* x = args.x + (size_t)row * cols;
         bool ready[ROTATIONS] = {};
         for (int slot = row * args.used; slot < (row + 1) * args.used; slot++) {
             const Busy* b = crowd.find(slot);
             if (!b) continue;
-            const int at = lone[b->rotation] + row, place = crowd.place[slot];
-            const float* x = args.x + (size_t)row * cols;
-            const Acts single = rows_from(all, at, 1);
-            float* turn = b->rotation ? turned + (size_t)at * cols : nullptr;
+            const int at = lone[b->rotation] + row;
+            const float* from = b->rotation ? turned + (size_t)at * cols : x;
             if (!ready[b->rotation]) {
                 ready[b->rotation] = true;
-                if (turn) {
-                    copy_floats(x, cols, turn);
-                    block_hadamard(turn, cols, b->expert->gate_up.hadamard);
+                if (b->rotation) {
+                    copy_floats(x, cols, turned + (size_t)at * cols);
+                    block_hadamard(turned + (size_t)at * cols, cols, b->expert->gate_up.hadamard);
                 }
-                if (packed) quantize_row(single, Runs(1), 0, turn ? turn : x, 0, cols);
+                if (packed) quantize_row(rows_from(all, at, 1), Runs(1), 0, from, 0, cols);
             }
-            const Runs runs(b->rows);
-            if (plain) copy_floats(turn ? turn : x, cols, const_cast<float*>(b->in.x) + (size_t)place * cols);
-            if (!packed || b->rows == 1) continue;
-            copy_row(single, b->in, runs, place);
-            if (place == b->rows - 1 && runs.padded() > b->rows) quantize_row(b->in, runs, b->rows, nullptr, 0, cols);
+            if (plain) copy_floats(from, cols, floats + (size_t)(b->first + crowd.place[slot]) * cols);
+        }
+    });
+    if (!packed) return;
+    // Whole experts, so that no two threads write to one line of memory.
+    parallel(context, rows == 1 ? 0 : crowd.count, [&](int index) {
+        const Busy& b = crowd.busy[index];
+        if (b.rows == 1) return;
+        const Runs runs(b.rows);
+        size_t from[PANEL_ROWS < DIRECT_ROWS ? DIRECT_ROWS : PANEL_ROWS];
+        for (int i = 0; i < runs.count; i++) {
+            const RowRun run = runs[i];
+            for (int row = 0; row < run.size && run.start + row < b.rows; row++)
+                from[row] = lone[b.rotation] + b.slots[run.start + row] / args.used;
+            join_run(all, from, b.in, runs, run);
         }
     });
     for (int i = 0; i < crowd.count; i++) {
         Busy& b = crowd.busy[i];
-        if (b.rows > 1 || !packed) continue;
+        if (b.rows > 1) continue;
         const float* x = b.in.x;
         b.in = rows_from(all, lone[b.rotation] + b.slots[0] / args.used, 1);
         b.in.x = x;
@@ -231,11 +242,11 @@ inline int cut(Context& context, const Crowd& crowd, bool down, Portion*& portio
             const Busy& b = crowd.busy[i];
             if ((b.rows > DIRECT_ROWS) != panels) continue;
             const Runs runs(b.rows);
-            const int chunks = Chunks(runs).count;
+            const int chunks = Chunks(runs).count, at_once = tiles_at_once((b.rows + chunks - 1) / chunks);
             each_part(b, down, [&](int part, int tiles, int unit, int column) {
                 for (int tile = 0; tile < tiles;) {
-                    int step = next_tiles(context, left[panels], panels);
-                    if (panels && part < 0) step = least(step, TASK_TILES / 2);
+                    int step = next_tiles(context, left[panels], panels ? at_once : 0);
+                    if (panels && part < 0) step = least(step, at_once / 2);
                     step = least((step + unit - 1) / unit * unit, tiles - tile);
                     for (int chunk = 0; chunk < chunks; chunk++) portions[count++] = {i, part, column, tile, step, chunk};
                     tile += step;

@@ -19,6 +19,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     const int32_t* start = Layout::SYMMETRIC ? acts.start(Layout::ZERO, Layout::HALVES) : nullptr;
     constexpr int HALVES = Layout::HALVES, QUADS = 8 / HALVES;
     F16L sums[R];
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++) sums[r] = F16L::zero();
     for (int group = 0; group < groups;) {
         const auto head = Layout::open(tile);
@@ -53,6 +54,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
         }
         tile = steps;
     }
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++) totals[r] = sums[r];
 }
 
@@ -87,7 +89,9 @@ inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* tot
 
 namespace {
 
-constexpr int TASK_TILES = 8, PIECE_TILES = 32;  // of a task with many rows; of gated ones with few
+// Of a task with many rows; of gated ones with few; of a task, if its totals fit.
+constexpr int TASK_TILES = 8, PIECE_TILES = 32, MOST_TILES = 32;
+constexpr int TOTALS = ROW_CHUNK * TASK_TILES;
 
 inline int panel_index(int tile, int row, int rows) {
     return (tile / PANEL_TILES * rows + row) * PANEL_TILES + tile % PANEL_TILES;
@@ -160,10 +164,10 @@ template <class Layout> struct Packed {
             }
             return;
         }
-        const uint8_t* tiles[TASK_TILES];
-        for (int t = 0; t < TASK_TILES; t++) tiles[t] = at(m, tile + least(t, count - 1));
-        F16L totals[ROW_CHUNK * TASK_TILES];
+        const uint8_t* tiles[MOST_TILES];
         const int whole = (count + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
+        for (int t = 0; t < whole; t++) tiles[t] = at(m, tile + least(t, count - 1));
+        F16L totals[TOTALS];
         panel_tiles<Layout>(tiles, whole, span(m), acts, runs, range, totals);
         const int rows = range.rows(runs), start = runs[range.first].start;
         for (int row = 0; row < rows; row++)
@@ -196,12 +200,12 @@ template <class Layout> struct Packed {
             for (int row = acts.rows; row < runs.padded(); row++) quantize_row(out.acts, runs, row, nullptr, 16 * tile, 16 * count);
             return;
         }
-        const uint8_t* tiles[TASK_TILES];
+        const uint8_t* tiles[MOST_TILES];
         for (int t = 0; t < count; t++) {
             tiles[2 * t] = at(gate, tile + t);
             tiles[2 * t + 1] = at(up, tile + t);
         }
-        F16L totals[ROW_CHUNK * TASK_TILES];
+        F16L totals[TOTALS];
         panel_tiles<Layout>(tiles, 2 * count, span(gate), acts, runs, range, totals);
         const int rows = range.rows(runs), start = runs[range.first].start;
         for (int row = 0; row < rows; row++) {
@@ -310,13 +314,19 @@ struct Chunks {
     RunRange operator[](int chunk) const { return {chunk * runs.count / count, (chunk + 1) * runs.count / count}; }
 };
 
+// Tiles whose totals stay in the cache: the fewer the rows, the longer a task.
+inline int tiles_at_once(int rows) {
+    const int room = TOTALS / (rows + PANEL_ROWS);  // chunks may differ by a run
+    return most(TASK_TILES, least(room, MOST_TILES)) / TASK_TILES * TASK_TILES;
+}
+
 // Tiles of the next task, `left` being those not handed out yet. For few rows reading is everything: a
 // share of what is left, so that most of it streams in long pieces and the last ones are short. For
-// many rows as much as stays in the cache.
-inline int next_tiles(const Context& context, int left, bool panels) {
+// many rows `at_once`, not 0.
+inline int next_tiles(const Context& context, int left, int at_once) {
     const int threads = context.pool.threads();
-    if (!panels) return most(1, left / (2 * threads));
-    const int step = least(most(1, left / (2 * threads)), TASK_TILES);
+    if (!at_once) return most(1, left / (2 * threads));
+    const int step = least(most(1, left / (2 * threads)), at_once);
     return (step + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
 }
 
@@ -334,7 +344,7 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
         const Matrix& m = stack.parts[part];
         const int tiles = (m.rows + 15) / 16;
         for (int tile = 0; tile < tiles;) {
-            const int step = least(next_tiles(context, left, acts.rows > DIRECT_ROWS), tiles - tile);
+            const int step = least(next_tiles(context, left, acts.rows > DIRECT_ROWS ? TASK_TILES : 0), tiles - tile);
             tasks[count++] = {&m, tile, step, column};
             tile += step;
             left -= step;
@@ -388,7 +398,7 @@ inline void gated_matmul(Context& context, const Halves& halves, const Acts& act
             int count = 0;
             for (int tile = 0; tile < tiles; count++) {
                 starts[count] = tile;
-                int step = next_tiles(context, tiles - tile, panels);
+                int step = next_tiles(context, tiles - tile, panels ? TASK_TILES : 0);
                 if (panels) step = least(step, TASK_TILES / 2);
                 tile += (step + unit - 1) / unit * unit;
             }

@@ -59,7 +59,10 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
     const uint8_t* codes = panel.codes;
     const float *scales = panel.scale, *offsets = panel.offset;
     F16L sums[R][T];
+    // Unrolled, like all that touches them: else they live in memory, and are stored at every group.
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int t = 0; t < T; t++) sums[r][t] = totals[r * T + t];
     for (int group = 0; group < groups; group++) {
         ahead.fetch();
@@ -102,7 +105,9 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         rows.halves += 2 * R;
         if (SYMMETRIC) rows.start += HALVES * R;
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int t = 0; t < T; t++) totals[r * T + t] = sums[r][t];
 }
 
