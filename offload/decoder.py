@@ -7,8 +7,8 @@ the output does not depend on the placement. It knows no files and no plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from weakref import WeakSet
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from localrt.models.decoder import Attention, DecoderConfig, GatedMlp
 from localrt.models.moe import SparseMlp
 from localrt.offload.clock import Clock, later
+from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.lane import Lane
 from localrt.offload.placement import Where
@@ -42,8 +43,8 @@ Check = Callable[[], None]
 class Resources:
     """What a placed decoder runs on, made and freed by ``pipeline.py``.
 
-    ``card`` is None without one. ``norms`` are the final norm's weights, on each lane. ``experts``
-    runs the sparse layers of a mixture.
+    ``card`` is None without one. ``norms`` are the final norm's weights, on each lane, ``experts``
+    what runs the sparse layers of a mixture on each.
     """
 
     cpu: Lane
@@ -58,7 +59,7 @@ class Resources:
     abandon: Callable[[], None]
     ssd_bytes: Callable[[], int]
     close: Callable[[], None]
-    experts: SparseStage | None = None
+    experts: Mapping[str, SparseStage | HybridStage] = field(default_factory=dict)
 
 
 class PlacedDecoder:
@@ -106,7 +107,8 @@ class PlacedDecoder:
         """Totals so far."""
         res = self._res
         link = 0 if self._card is None or self._card.card is None else self._card.card.link_bytes
-        hits, uses = (0, 0) if res.experts is None else res.experts.hits_and_uses
+        found = [stages.hits_and_uses for stages in res.experts.values()]
+        hits, uses = sum(pair[0] for pair in found), sum(pair[1] for pair in found)
         return PipelineCounts(
             ssd_read_bytes=res.ssd_bytes(),
             link_bytes=link,
@@ -169,8 +171,8 @@ class PlacedDecoder:
 
     def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
         """See ``Decoder.watch_routing``."""
-        if self._res.experts is not None:
-            self._res.experts.watch = watch
+        for stages in self._res.experts.values():
+            stages.watch = watch
 
     def close(self) -> None:
         """End all threads and free all weights."""
@@ -358,8 +360,16 @@ class _Run:
 
     def _sparse(self, stage: Stage, part: SparseMlp, lane: Lane, mark: Mark) -> Mark:
         """A mixture of experts; returns the mark of its end."""
-        assert self._res.experts is not None, "a mixture has experts"
-        out, mark = self._res.experts.run(stage.layer, part, self._x, mark, self._check)
+        cost = (
+            None
+            if lane.card is None
+            else lane.card.cost_s(stage.unit.nbytes, stage.macs, self._rows)
+        )
+        if cost is not None:  # the router and the shared experts, on a virtual card
+            started = self._res.clock.begin(lane.resource)
+            mark = self._res.clock.end(lane.resource, stage.name, started, after=mark, cost_s=cost)
+        stages = self._res.experts[lane.resource]
+        out, mark = stages.run(stage.layer, part, self._x, mark, self._check)
         self._x = lane.ops.add(self._x, out, self._config.residual_scale)
         return mark
 

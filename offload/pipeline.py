@@ -21,10 +21,14 @@ from localrt.models.units import EMBEDDING
 from localrt.offload.accelerator import Accelerator
 from localrt.offload.clock import Clock, WallClock, later
 from localrt.offload.decoder import PlacedDecoder, Resources
+from localrt.offload.experts.assignment import ExpertCosts
+from localrt.offload.experts.card import CardSlots
+from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.opening import (
     expert_units,
     fill_order,
+    open_card_slots,
     open_experts,
     sparse_layers,
 )
@@ -73,6 +77,7 @@ def open_pipeline(
     kv_tier: KvTier | None = None,
     shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
     on_bytes: Callable[[int], None] | None = None,
+    expert_costs: ExpertCosts | None = None,
 ) -> PlacedDecoder:
     """Load what is resident, start reading what is streamed.
 
@@ -81,7 +86,7 @@ def open_pipeline(
     ``kv_tier`` makes the caches of ``ops``, some of whose layers are on the SSD. ``shortage`` is
     asked before each pass for bytes of RAM and VRAM to give back. ``on_bytes`` gets the bytes of
     resident units as they are read, and may raise. ``discard`` forgets a ``store`` that is damaged
-    and can be made again.
+    and can be made again. ``expert_costs`` are needed where a card computes a mixture.
 
     Raises:
         CheckpointError: a file is truncated or damaged; StoreDiscardedError after ``discard``.
@@ -107,7 +112,7 @@ def open_pipeline(
             abandon=maker.abandon,
             ssd_bytes=lambda: maker.ssd_bytes() + (kv_tier.read_bytes if kv_tier else 0),
             close=maker.held.close,
-            experts=maker.sparse_stage(),
+            experts=maker.sparse_stages(expert_costs),
         )
         decoder = PlacedDecoder(config, resources)
         # Its threads would otherwise keep the memory of a decoder that nobody closed.
@@ -149,6 +154,7 @@ class _Maker:
         self._link: LinkSource | None = None
         self.card_lane: Lane | None = None
         self._experts: ExpertMemory | None = None
+        self._card_slots: CardSlots | None = None
 
     def make_lanes(self, verify: Verifier, stall_s: float) -> None:
         """Rings, threads and lanes."""
@@ -177,7 +183,11 @@ class _Maker:
             self.held.callback(card.close)
             self._card_builder = self._builder(card.ops, True, split)
             copier = None
-            if placement.vram_ring:
+            # Experts are copied into slots of their own: where they alone are, the ring is theirs.
+            copies = placement.vram_ring > 0 and (
+                not self._config.sparse or any(stage.where.copied for stage in self.stages)
+            )
+            if copies:
                 memory = card.alloc(placement.vram_ring)
                 self.held.callback(card.free, memory)
                 self._link = LinkSource(card, self.host, self._reader, verify)
@@ -192,6 +202,18 @@ class _Maker:
                 )
             self.card_lane = Lane(card.ops, self._card_builder, copier, card=card)
             self.held.callback(self.card_lane.close)
+            sparse = [s for s in self.stages if s.kind == "mlp" and self._config.mixture(s.layer)]
+            if any(stage.where.on_gpu for stage in sparse):
+                pool = placement.vram_ring if copier is None else 0
+                self._card_slots = open_card_slots(
+                    self._config,
+                    expert_units(self._config, self._units),
+                    placement.where,
+                    self._card_builder,
+                    card,
+                    ring=pool,
+                )
+                self.held.callback(self._card_slots.close)
             self.held.callback(self.abandon)
             self.held.callback(self.host.clear)
 
@@ -272,12 +294,21 @@ class _Maker:
             experts=self._experts,
         )
 
-    def sparse_stage(self) -> SparseStage | None:
-        """What runs a mixture's layers."""
+    def sparse_stages(self, costs: ExpertCosts | None) -> dict[str, SparseStage | HybridStage]:
+        """What runs a mixture's layers on each lane."""
         if self._experts is None:
-            return None
+            return {}
         places = sparse_layers(self._config)
-        return SparseStage(self._experts, places, self._ops, self.clock)
+        stages: dict[str, SparseStage | HybridStage] = {
+            "cpu": SparseStage(self._experts, places, self._ops, self.clock)
+        }
+        if self._card_slots is not None:
+            assert costs is not None, "who computes an expert is decided by what it takes"
+            tables = [self._cpu_builder.table(layer) for layer in places]
+            stages["gpu"] = HybridStage(
+                self._card_slots, self._experts, places, tables, self._ops, self.clock, costs
+            )
+        return stages
 
     def abandon(self) -> None:
         """A pass ended early: nobody waits for what is on its way."""

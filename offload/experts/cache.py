@@ -11,7 +11,7 @@ not worth it is the next to go, so bringing everything in costs no more than tho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,10 +134,18 @@ class ExpertCache:
 
     # -- one layer of one pass -----------------------------------------------------------------
 
-    def touch(self, layer: int, experts: NDArray[Any], scores: NDArray[Any]) -> Demand:
+    def touch(
+        self,
+        layer: int,
+        experts: NDArray[Any],
+        scores: NDArray[Any],
+        *,
+        only: Sequence[int] | None = None,
+    ) -> Demand:
         """A router has chosen: (rows, ranks) each, best first, the first ``used`` being chosen.
 
-        The chosen ones are in use from now on, and so not evicted, until ``release(layer)``.
+        The chosen ones are in use from now on, and so not evicted, until ``release(layer)``. With
+        ``only`` the others of them are somewhere else, and not asked for here.
         """
         if self._using[layer].size:
             self.release(layer)
@@ -148,6 +156,9 @@ class ExpertCache:
             seen = np.bincount(experts[:, : self.used].reshape(-1), minlength=self.count)
             chosen = seen.nonzero()[0]
             rows = seen[chosen]
+        if only is not None:
+            asked = np.isin(chosen, only)
+            chosen, rows = chosen[asked], rows[asked]
         resident = self._resident[layer, chosen]
         self._hits[layer] += int(np.count_nonzero(resident))
         self._demands[layer] += len(chosen)

@@ -62,6 +62,10 @@ class ExpertMemory:
         self.cache = cache
         self.slot_nbytes = max(unit.nbytes for unit in units.values())
         self._units = units
+        self._macs = max(
+            sum(t.shape[0] * t.shape[1] for t in unit.tensors if len(t.shape) == 2)
+            for unit in units.values()
+        )
         self._tables = tables
         self._reader = reader
         self._build = build
@@ -88,18 +92,36 @@ class ExpertMemory:
         """Bytes that ``resize`` could free."""
         return self.nbytes - self._least * self.slot_nbytes
 
+    @property
+    def nbytes_of(self) -> int:
+        """Bytes of one expert: the largest."""
+        return self.slot_nbytes
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one expert with one row: the largest."""
+        return self._macs
+
+    def data(self, layer: int, expert: int) -> Bytes:
+        """The bytes of an expert that is in a slot."""
+        key = (layer, expert)
+        data: Bytes = self._memory[key][: self._units[key].nbytes]
+        return data
+
     def fill(self, keys: Sequence[Key]) -> None:
         """Begin to read these ahead of any need, as far as there are free slots."""
         for key in keys[: self.cache.capacity - len(self.cache)]:
             self._begin(key, None, urgent=False)
 
-    def demand(self, layer: int, routing: Routing, after: Mark) -> Demanded:
+    def demand(
+        self, layer: int, routing: Routing, after: Mark, *, only: Sequence[int] | None = None
+    ) -> Demanded:
         """The router has chosen, at ``after``: reading of what is absent begins.
 
-        What is in a slot stays there until ``computed``.
+        What is in a slot stays there until ``computed``. ``only`` are those that are wanted here.
         """
         self._settle_arrived()
-        wanted = self.cache.touch(layer, routing.experts, routing.scores)
+        wanted = self.cache.touch(layer, routing.experts, routing.scores, only=only)
         there = wanted.resident
         # The most rows first: they have the most to compute while others are read.
         order = np.argsort(-wanted.rows, kind="stable")

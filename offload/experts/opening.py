@@ -11,7 +11,9 @@ from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import DecoderConfig
+from localrt.offload.accelerator import Accelerator
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
+from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory, Verify
 from localrt.offload.experts.reader import DemandReader
 from localrt.offload.files import ReadMode
@@ -20,7 +22,13 @@ from localrt.offload.unit_parts import PartBuilder
 from localrt.offload.unit_reader import Source
 from localrt.quant.ops.experts import ExpertWeights
 
-__all__ = ["expert_units", "fill_order", "open_experts", "sparse_layers"]
+__all__ = [
+    "expert_units",
+    "fill_order",
+    "open_card_slots",
+    "open_experts",
+    "sparse_layers",
+]
 
 
 def sparse_layers(config: DecoderConfig) -> dict[int, int]:
@@ -64,15 +72,9 @@ def open_experts(
         MemoryBudgetError: that is not even one expert.
     """
     layers = list(sparse_layers(config))
-    kept = sum(unit.nbytes for unit in units.values() if where.get(unit.name) is Where.RAM)
-    specs = [config.mixture(layer) for layer in layers]
-    counts = [spec.router.count for spec in specs if spec is not None]
-    used = [spec.router.used for spec in specs if spec is not None]
-    largest = max(unit.nbytes for unit in units.values())
-    slots = min(slots_within(kept + ring, largest), len(units))
-    if kept >= sum(unit.nbytes for unit in units.values()):
-        slots = len(units)
-    cache = ExpertCache(len(layers), max(counts), max(used), slots)
+    in_ram = (Where.RAM, Where.LINK)
+    kept = sum(unit.nbytes for unit in units.values() if where.get(unit.name) in in_ram)
+    cache = _cache(config, units, kept, ring)
 
     def build(key: Key, unit: StoredUnit, data: Any) -> ExpertWeights:
         return builder.expert(layers[key[0]], key[1], unit, data)
@@ -86,3 +88,44 @@ def open_experts(
         verify=verify,
         alloc=alloc,
     )
+
+
+def open_card_slots(
+    config: DecoderConfig,
+    units: Mapping[Key, StoredUnit],
+    where: Mapping[str, Where],
+    builder: PartBuilder,
+    card: Accelerator,
+    *,
+    ring: int,
+) -> CardSlots:
+    """Slots for as many experts as ``where`` places in VRAM, and for ``ring`` bytes more.
+
+    Raises:
+        MemoryBudgetError: that is not one row's experts.
+    """
+    layers = list(sparse_layers(config))
+    kept = sum(unit.nbytes for unit in units.values() if where.get(unit.name) is Where.VRAM)
+    cache = _cache(config, units, kept, ring)
+
+    def build(key: Key, unit: StoredUnit, data: Any, in_ram: Any) -> ExpertWeights:
+        if any(len(tensor.shape) == 1 for tensor in unit.tensors):
+            builder.remember_vectors(unit, in_ram)
+        return builder.expert(layers[key[0]], key[1], unit, data)
+
+    tables = [builder.table(layer) for layer in layers]
+    return CardSlots(card, units, tables, cache, build=build)
+
+
+def _cache(
+    config: DecoderConfig, units: Mapping[Key, StoredUnit], kept: int, ring: int
+) -> ExpertCache:
+    """Of as many slots as ``kept`` + ``ring`` bytes hold."""
+    specs = [spec for spec in config.mixtures if spec is not None]
+    largest = max(unit.nbytes for unit in units.values())
+    slots = min(slots_within(kept + ring, largest), len(units))
+    if kept >= sum(unit.nbytes for unit in units.values()):
+        slots = len(units)  # though they are not equally large
+    count = max(spec.router.count for spec in specs)
+    used = max(spec.router.used for spec in specs)
+    return ExpertCache(len(specs), count, used, slots)

@@ -177,6 +177,9 @@ class ExpertOps(Protocol):
     ) -> None:
         """Fill the slots of ``experts`` (default: all that are chosen), which the table holds."""
 
+    def put_slots(self, slots: Array, index: npt.NDArray[np.intp], rows: Array) -> Array:
+        """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
+
     def combine_experts(self, slots: Array, routing: Routing, shared: Array | None) -> Array:
         """Every row's slots times their weights, summed in the order of k, plus ``shared``: (R, D).
 

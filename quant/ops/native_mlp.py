@@ -176,6 +176,11 @@ class NativeMlps:
         if missing >= 0:
             raise ValueError(f"expert {missing} is asked for, but is not in the table")
 
+    def put_slots(self, slots: Floats, index: npt.NDArray[np.intp], rows: Floats) -> Floats:
+        """In place."""
+        slots[index] = rows
+        return slots
+
     def combine_experts(self, slots: Floats, routing: Routing, shared: Floats | None) -> Floats:
         """(R, D)."""
         weights = np.ascontiguousarray(routing.weights, np.float32)

@@ -246,6 +246,11 @@ class TorchOps:
             hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
             slots[index] = self.linear(hidden, weights.down, weights.down_bias)
 
+    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Tensor) -> Tensor:
+        """In place."""
+        slots[torch.from_numpy(index).to(self._device)] = rows.to(slots.dtype)
+        return slots
+
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         """(R, D): summed in float32, one k after another."""
         weights = torch.from_numpy(routing.weights).to(self._device)

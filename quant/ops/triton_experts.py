@@ -84,6 +84,11 @@ class TritonExperts:
             index = torch.from_numpy(filled).to(self._device)
             slots[index] = self._expert(normed[index // routing.used], table[expert], spec)
 
+    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Tensor) -> Tensor:
+        """In place."""
+        slots[torch.from_numpy(index).to(self._device)] = rows
+        return slots
+
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         """(R, D), float32, one k after another."""
         weights = torch.from_numpy(routing.weights).to(self._device)

@@ -1,0 +1,185 @@
+"""A sparse layer on a card and the CPU at once: each expert where it is done soonest.
+
+The router runs on the card. Experts in its slots are computed there; of the others some are copied
+over the link first and the CPU computes the rest meanwhile, as the scheduler finds by what each
+takes. Slots are combined on the card in the order of k: nothing depends on who was first. What is
+in neither memory is read from the SSD, and computed by the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from localrt.models.moe import Routed, SparseMlp
+from localrt.offload.clock import Clock, later
+from localrt.offload.experts.assignment import Assignment, ExpertCosts, Ready
+from localrt.offload.experts.cache import Demand
+from localrt.offload.experts.card import CardSlots
+from localrt.offload.experts.memory import Demanded, ExpertMemory
+from localrt.offload.experts.reader import Check
+from localrt.offload.experts.scheduler import schedule
+from localrt.offload.ring import Mark
+from localrt.quant.ops.experts import ExpertTable, Routing
+from localrt.quant.ops.protocol import Array, Ops
+
+__all__ = ["HybridStage", "Scheduler"]
+
+Scheduler = Callable[..., Assignment]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One layer's turn in a pass."""
+
+    layer: int
+    place: int  # among the sparse layers
+    part: SparseMlp
+    routed: Routed
+    slots: Array
+    rows: Mapping[int, int]  # of each expert that is asked for
+    check: Check | None
+
+
+class HybridStage:
+    """Runs the sparse layers whose router is on the card of ``slots``. See ``SparseStage``.
+
+    ``memory`` holds experts for the CPU, with ``host_tables``; ``costs`` are seconds of an expert.
+    """
+
+    def __init__(
+        self,
+        slots: CardSlots,
+        memory: ExpertMemory,
+        places: Mapping[int, int],
+        host_tables: Sequence[ExpertTable],
+        host_ops: Ops,
+        clock: Clock,
+        costs: ExpertCosts,
+        *,
+        scheduler: Scheduler = schedule,
+    ) -> None:
+        self._slots, self._memory = slots, memory
+        self._card = slots.card
+        self._places = places
+        self._host_tables, self._host = host_tables, host_ops
+        self._clock = clock
+        self._costs = costs
+        self._schedule = scheduler
+        self._link_free = 0.0  # on a virtual clock
+        self.watch: Callable[[int, Routing], None] | None = None
+
+    @property
+    def hits_and_uses(self) -> tuple[int, int]:
+        """Experts that were on the card when a layer asked for them, and all that were."""
+        stats = self._slots.cache.stats()
+        return sum(stats.hits), sum(stats.demands)
+
+    def run(
+        self, layer: int, part: SparseMlp, x: Array, mark: Mark, check: Check | None
+    ) -> tuple[Array, Mark]:
+        """``x`` (R, D) is on the card by ``mark``: the layer's sum there, and when it is there."""
+        place, card, cache = self._places[layer], self._card, self._slots.cache
+        routed = part.route(card.ops, x)
+        routing = routed.routing
+        if self.watch is not None:
+            self.watch(place, routing)
+        shared = part.shared_rows(card.ops, routed)
+        slots = card.ops.expert_slots(routed.normed, routing)
+        try:
+            demand = cache.touch(place, routing.experts, routing.scores)
+            rows = dict(zip(demand.experts.tolist(), demand.rows.tolist(), strict=True))
+            turn = _Turn(layer, place, part, routed, slots, rows, check)
+            mark = self._carry_out(turn, demand, self._plan(demand, mark), mark)
+        except BaseException:
+            self._memory.abandon(place)
+            raise
+        finally:
+            cache.release(place)
+        self._memory.done(place)
+        return card.ops.combine_experts(turn.slots, routing, shared), mark
+
+    def _plan(self, demand: Demand, mark: Mark) -> Assignment:
+        busy = max(0.0, self._link_free - mark) if isinstance(mark, float) else 0.0
+        return self._schedule(demand.rows, demand.resident, self._costs, Ready(link=busy))
+
+    def _carry_out(self, turn: _Turn, demand: Demand, plan: Assignment, mark: Mark) -> Mark:
+        """All slots filled; returns when."""
+        chosen = demand.experts.tolist()
+        held = [chosen[i] for i in plan.gpu if demand.resident[i]]
+        others = [expert for expert in chosen if expert not in held]
+        wanted = self._memory.demand(turn.place, turn.routed.routing, mark, only=others)
+        # Copies begin first, then the card's kernels: both go on while the CPU computes.
+        fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
+        on_card = self._on_card(turn, held, mark)
+        here = [expert for expert in others if expert not in fetched]
+        by_cpu = self._on_cpu(turn, here, wanted, mark) if here else mark
+        for expert, arrived in fetched.items():
+            self._card.wait(arrived)
+            on_card = self._on_card(turn, [expert], later(on_card, arrived))
+        return later(on_card, by_cpu)
+
+    def _fetch(
+        self, turn: _Turn, experts: Sequence[int], wanted: Demanded, mark: Mark
+    ) -> dict[int, Mark]:
+        """Begin to copy those that are in RAM and worth a slot: when each is there."""
+        cache, arrivals = self._slots.cache, dict[int, Mark]()
+        for expert in experts:
+            if expert in wanted.present and cache.room and cache.keeps(turn.place, expert):
+                data = self._memory.data(turn.place, expert)
+                arrivals[expert] = there = self._slots.bring((turn.place, expert), data, mark)
+                if isinstance(there, float):
+                    self._link_free = there
+        return arrivals
+
+    def _on_card(self, turn: _Turn, experts: Sequence[int], mark: Mark) -> Mark:
+        if not experts:
+            return mark
+        card, routed = self._card, turn.routed
+        costs = [
+            card.cost_s(self._memory.nbytes_of, self._memory.macs, turn.rows[expert])
+            for expert in experts
+        ]
+        known = [seconds for seconds in costs if seconds is not None]
+        started = self._clock.begin("gpu")
+        with card.ops.scope():
+            spec = turn.part.spec.expert
+            card.ops.run_experts(
+                routed.normed, routed.routing, turn.part.table, spec, turn.slots, experts
+            )
+        name, cost = f"layers.{turn.layer}.experts", sum(known) if known else None
+        mark = self._clock.end("gpu", name, started, after=mark, cost_s=cost)
+        self._slots.used(turn.place, experts, mark)
+        return mark
+
+    def _on_cpu(self, turn: _Turn, experts: Sequence[int], wanted: Demanded, mark: Mark) -> Mark:
+        """Those in RAM, then each as it comes from the SSD; their results go to the card."""
+        routing = turn.routed.routing
+        normed, mark = self._card.to_host(turn.routed.normed, mark)
+        same = self._host is self._card.ops
+        slots = turn.slots if same else self._host.expert_slots(normed, routing)
+
+        def compute(group: Sequence[int], after: Mark) -> Mark:
+            started = self._clock.begin("cpu")
+            table, spec = self._host_tables[turn.place], turn.part.spec.expert
+            self._host.run_experts(normed, routing, table, spec, slots, group)
+            name = f"layers.{turn.layer}.experts"
+            mark = self._clock.end("cpu", name, started, after=after)
+            self._memory.computed(turn.place, group, mark)
+            return mark
+
+        present = [expert for expert in experts if expert in wanted.present]
+        if present:
+            mark = compute(present, mark)
+        for expert in wanted.absent:
+            there = self._memory.arrive(turn.place, expert, mark, turn.check)
+            mark = compute([expert], later(mark, there))
+        if same:
+            return self._card.to_card(normed, mark)[1]
+        index = np.flatnonzero(np.isin(routing.chosen.reshape(-1), experts))
+        rows, mark = self._card.to_card(slots[index], mark)
+        with self._card.ops.scope():
+            turn.slots = self._card.ops.put_slots(turn.slots, index, rows)
+        return mark

@@ -1,0 +1,139 @@
+"""A mixture of experts on a virtual card and the CPU together: the same logits, whoever computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import CancelledError
+from localrt.offload.experts.assignment import Device, ExpertCosts, Rate, all_on
+from localrt.offload.experts.hybrid import HybridStage
+from localrt.offload.placement import Where
+from localrt.quant.ops.protocol import Batch
+from tests.models.tiny import tokens
+from tests.offload.cards.carded import assert_same, conversation, on_card
+from tests.offload.placed import Model, extend, needs_kernels, pack_tiny
+
+pytestmark = needs_kernels
+
+COSTS = ExpertCosts(cpu=Rate(0.0, 4e-5, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch=5e-5)
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen2-moe", "gpt-oss"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    """A tiny mixture in a store."""
+    opened = Model(pack_tiny(request.param, tmp_path_factory.mktemp("moe")))
+    yield opened
+    opened.close()
+
+
+def places(
+    model: Model, share: float, *, ssd: float = 0.0, shells: Where = Where.VRAM
+) -> dict[str, Where]:
+    """``share`` of the experts in VRAM, ``ssd`` of the others on disk; the rest on the card."""
+    names = [unit.name for unit in model.store.manifest.units]
+    experts = [name for name in names if ".expert." in name]
+    where = {n: shells for n in names if n.endswith((".mlp", ".attention")) or n.startswith("head")}
+    cut = round(share * len(experts))
+    where |= dict.fromkeys(experts[:cut], Where.VRAM)
+    rest = experts[cut:]
+    return where | dict.fromkeys(rest[: round(ssd * len(rest))], Where.SSD)
+
+
+@pytest.mark.parametrize(("share", "ssd"), [(0.2, 0.0), (0.5, 0.0), (1.0, 0.0), (0.3, 0.6)])
+def test_logits_are_those_of_the_model_in_memory(model: Model, share: float, ssd: float) -> None:
+    want = conversation(model.resident)
+    with on_card(model, places(model, share, ssd=ssd), expert_costs=COSTS) as placed:
+        assert_same(conversation(placed), want)
+        assert_same(conversation(placed), want)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cpu=st.floats(1e-7, 1e-2), gpu=st.floats(1e-7, 1e-2), fetch=st.floats(1e-7, 1e-2))
+def test_whatever_an_expert_costs(model: Model, cpu: float, gpu: float, fetch: float) -> None:
+    costs = ExpertCosts(cpu=Rate(0.0, cpu, cpu / 9), gpu=Rate(gpu, 0.0, 0.0), fetch=fetch)
+    want = conversation(model.resident)
+    with on_card(model, places(model, 0.4), expert_costs=costs) as placed:
+        assert_same(conversation(placed), want)
+
+
+def test_layers_may_be_on_either_side(model: Model) -> None:
+    where = places(model, 0.5)
+    where["layers.1.mlp"] = where["layers.0.attention"] = Where.RAM
+    want = conversation(model.resident)
+    with on_card(model, where, expert_costs=COSTS) as placed:
+        assert_same(conversation(placed), want)
+
+
+def test_slots_and_cpu_share_the_work(model: Model) -> None:
+    with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
+        cache = placed.cache(64)
+        for token in tokens(30):
+            extend(placed, cache, [token])
+        counts = placed.counts()
+        busy = placed.trace.busy()
+    assert 0 < counts.expert_hits < counts.expert_uses
+    assert busy["cpu"] > 0
+    assert busy["gpu"] > 0
+    assert counts.link_bytes > 0
+
+
+def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
+    def fetched(costs: ExpertCosts) -> int:
+        with on_card(model, places(model, 0.5), expert_costs=costs) as placed:
+            cache = placed.cache(64)
+            before = placed.counts().link_bytes
+            for token in tokens(20):
+                extend(placed, cache, [token])
+            return placed.counts().link_bytes - before
+
+    quick = Rate(0.0, 1e-6, 1e-8)
+    slow_cpu = fetched(ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=quick, fetch=1e-6))
+    slow_link = fetched(ExpertCosts(cpu=quick, gpu=quick, fetch=1.0))
+    assert slow_link < slow_cpu
+
+
+def test_a_cancelled_pass_leaves_nothing_behind(model: Model) -> None:
+    want = conversation(model.resident)
+    with on_card(model, places(model, 0.3, ssd=0.5), expert_costs=COSTS) as placed:
+        for layer in range(3):
+            left = 2 * layer + 1
+
+            def check() -> None:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise CancelledError("stopped")
+
+            cache = placed.cache(64)
+            with pytest.raises(CancelledError):
+                placed.forward(Batch.extend([(cache, tokens(20))]), check=check)
+        assert_same(conversation(placed), want)
+
+
+def test_a_static_placement_is_a_scheduler_too(model: Model, monkeypatch: Any) -> None:
+    def static(rows: Any, resident: Any, costs: Any, ready: Any) -> Any:
+        return all_on(Device.GPU, rows, resident, costs, ready)
+
+    init = HybridStage.__init__
+
+    def other(self: HybridStage, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, "scheduler": static})
+
+    monkeypatch.setattr(HybridStage, "__init__", other)
+    with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
+        cache = placed.cache(64)
+        extend(placed, cache, tokens(10))
+        link = placed.counts().link_bytes
+        got = extend(placed, cache, [5])
+        assert placed.counts().link_bytes == link  # it never fetches
+    cache = model.resident.cache(64)
+    extend(model.resident, cache, tokens(10))
+    np.testing.assert_array_equal(got, extend(model.resident, cache, [5]))
