@@ -92,6 +92,7 @@ def open_placed(
     from localrt.offload.lane import StoreDiscardedError
     from localrt.offload.pipeline import open_pipeline
     from localrt.offload.planner import Budgets, shape_from_checkpoint
+    from localrt.offload.planner.expert_costs import expert_costs
     from localrt.offload.planner.machine import typical_machine
     from localrt.offload.store.cached import cached_store, discard_store
     from localrt.quant.ops.native_ops import NativeOps
@@ -147,6 +148,7 @@ def open_placed(
             kv_tier=kv_tier,
             shortage=MemoryPressure(free_vram=card.free_memory),
             on_bytes=count_bytes(resident),
+            expert_costs=expert_costs(plan.request.costs()),
         )
 
     try:

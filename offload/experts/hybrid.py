@@ -99,11 +99,31 @@ class HybridStage:
         finally:
             cache.release(place)
         self._memory.done(place)
+        self._fill(place, mark)
         return card.ops.combine_experts(turn.slots, routing, shared), mark
 
     def _plan(self, demand: Demand, mark: Mark) -> Assignment:
-        busy = max(0.0, self._link_free - mark) if isinstance(mark, float) else 0.0
-        return self._schedule(demand.rows, demand.resident, self._costs, Ready(link=busy))
+        ready = Ready(link=max(0.0, self._link_free - self._time(mark)))
+        return self._schedule(demand.rows, demand.resident, self._costs, ready)
+
+    def _time(self, mark: Mark) -> float:
+        """Seconds on the clock: a virtual one's are those of the mark."""
+        return mark if isinstance(mark, float) else self._clock.now()
+
+    def _bring(self, place: int, expert: int, mark: Mark) -> Mark:
+        """Copy an expert that is in RAM; how long the link has to do is kept count of."""
+        there = self._slots.bring((place, expert), self._memory.data(place, expert), mark)
+        begin = max(self._link_free, self._time(mark))
+        self._link_free = there if isinstance(there, float) else begin + self._costs.fetch
+        return there
+
+    def _fill(self, place: int, mark: Mark) -> None:
+        """While the link has nothing to do: the layer's expert that is most worth a slot."""
+        if self._link_free > self._time(mark):
+            return
+        expert = self._slots.cache.candidate(place)
+        if expert is not None and self._memory.holds(place, expert):
+            self._bring(place, expert, mark)
 
     def _carry_out(self, turn: _Turn, demand: Demand, plan: Assignment, mark: Mark) -> Mark:
         """All slots filled; returns when."""
@@ -128,10 +148,7 @@ class HybridStage:
         cache, arrivals = self._slots.cache, dict[int, Mark]()
         for expert in experts:
             if expert in wanted.present and cache.room and cache.keeps(turn.place, expert):
-                data = self._memory.data(turn.place, expert)
-                arrivals[expert] = there = self._slots.bring((turn.place, expert), data, mark)
-                if isinstance(there, float):
-                    self._link_free = there
+                arrivals[expert] = self._bring(turn.place, expert, mark)
         return arrivals
 
     def _on_card(self, turn: _Turn, experts: Sequence[int], mark: Mark) -> Mark:

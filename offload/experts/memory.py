@@ -102,6 +102,10 @@ class ExpertMemory:
         """Multiply-accumulates of one expert with one row: the largest."""
         return self._macs
 
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether an expert is in a slot, all of it."""
+        return (layer, expert) in self._memory and (layer, expert) not in self._loads
+
     def data(self, layer: int, expert: int) -> Bytes:
         """The bytes of an expert that is in a slot."""
         key = (layer, expert)

@@ -1,4 +1,4 @@
-"""A mixture of experts on a virtual card and the CPU together: the same logits, whoever computes."""
+"""A mixture of experts on a virtual card and the CPU: the same logits, whoever computes."""
 
 from __future__ import annotations
 
