@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["DraftCost", "GapWorth", "PassCost"]
+__all__ = ["DraftCost", "GapWorth", "Mixture", "PassCost"]
 
 _KEPT = 7
 # Before anything is known of larger passes, a row is taken to cost at most this share of a plain
@@ -19,6 +20,7 @@ _KEPT = 7
 # again, for the logits; in hope, the other shares of it.
 _MOST, _MOST_STREAMED, _LOGITS = 0.5, 0.25, 1.5
 _HOPED, _HOPED_UNKNOWN = 0.2, 0.04
+_HOPED_EXPERTS = 0.5  # of the experts that tokens without any in common would touch
 _BLEND = 0.2  # of a new measurement in a running mean
 _TRIES, _REST = 8, 64  # passes before drafting ahead is judged, and after it has not paid
 
@@ -28,11 +30,35 @@ def _bucket(rows: int) -> int:
     return rows if rows <= 8 else 8 + round(math.log(rows / 8) / math.log(1.2))
 
 
-class PassCost:
-    """Seconds of a target pass by its rows. ``streamed``: the pass waits for weights."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A target of which ``used`` of ``count`` experts see a token, ``share`` of its work for it.
 
-    def __init__(self, *, streamed: bool = False) -> None:
+    Passes of several tokens touch more experts, and so read more weights.
+    """
+
+    count: int
+    used: int
+    share: float
+
+    def growth(self, rows: float) -> float:
+        """What the experts of a pass of ``rows`` cost of a plain pass, were they all different.
+
+        That is the most: neighbouring tokens have experts in common.
+        """
+        missed: float = (1 - self.used / self.count) ** rows
+        return self.share * self.count * (1 - missed) / self.used
+
+
+class PassCost:
+    """Seconds of a target pass by its rows. ``streamed``: the pass waits for weights.
+
+    ``mixture`` where the target has experts.
+    """
+
+    def __init__(self, *, streamed: bool = False, mixture: Mixture | None = None) -> None:
         self._most = _MOST_STREAMED if streamed else _MOST
+        self._mixture = mixture
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._curve: list[tuple[float, float]] = []  # rows and seconds, both rising
         self._plain: float | None = None
@@ -107,7 +133,11 @@ class PassCost:
             row = min(row, (low - plain) / (below - 1))
         elif hopeful:
             row *= _HOPED_UNKNOWN if self._row is None else _HOPED
-        return low + (rows - below) * row
+        more = (rows - below) * row
+        if self._mixture is not None:
+            experts = plain * (self._mixture.growth(rows) - self._mixture.growth(below))
+            more = max(more, _HOPED_EXPERTS * experts if hopeful else experts)
+        return low + more
 
 
 class DraftCost:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost, GapWorth, PassCost
+from localrt.speculative.costs import DraftCost, GapWorth, Mixture, PassCost
 from localrt.speculative.mixed import MixedTree
 from localrt.speculative.policy import AHEAD_S, Ahead, Gaps, Plan
 from localrt.speculative.tree import TokenTree
@@ -88,12 +88,18 @@ class Tuner:
 
     ``sources`` are names, with the share of a plain step that a level of their draft is taken to
     cost until one was made: 0 of lookups, which cost next to nothing. ``streamed``: passes wait
-    for weights.
+    for weights. ``mixture``: more tokens touch more experts.
     """
 
-    def __init__(self, sources: Mapping[str, float], *, streamed: bool = False) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, float],
+        *,
+        streamed: bool = False,
+        mixture: Mixture | None = None,
+    ) -> None:
         self.lock = threading.RLock()
-        self.cost = PassCost(streamed=streamed)
+        self.cost = PassCost(streamed=streamed, mixture=mixture)
         self.gaps = GapWorth()
         self.sources = {name: _Source(level == 0, level) for name, level in sources.items()}
         self.streamed = streamed

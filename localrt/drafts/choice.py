@@ -171,6 +171,7 @@ class Drafts:
             Tuner(
                 levels,
                 streamed=engine.counts() is not None,
+                mixture=engine.mixture,
             ),
         )
         fixed = None

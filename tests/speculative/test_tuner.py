@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost, PassCost
+from localrt.speculative.costs import DraftCost, Mixture, PassCost
 from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import TOLERANCE, Run, Tuner
@@ -255,3 +255,17 @@ def test_a_draft_reads_the_prompt_while_plain_passes_wait() -> None:
     assert run.ahead(None, TokenTree.empty()) == Ahead("model", 0)
     assert run.plan(1000, {}, {"model": 1}) is None
     assert run.ahead(None, TokenTree.empty()) is None
+
+
+def test_more_tokens_of_a_mixture_touch_more_experts() -> None:
+    dense, mixture = PassCost(), PassCost(mixture=Mixture(count=128, used=8, share=0.8))
+    for cost in (dense, mixture):
+        for _ in range(8):
+            cost.add(1, 1.0)
+        cost.add_prompt(512, 5.0)  # rows of a prompt cost a hundredth of a plain pass
+    assert dense.seconds(8) < 1.2
+    assert mixture.seconds(8) > 4  # seven times the experts, nearly
+    assert 2 < mixture.seconds(8, hopeful=True) < mixture.seconds(8)
+    for rows in (2, 4, 8):
+        mixture.add(rows, 1.5)
+    assert mixture.seconds(8) == pytest.approx(1.5)  # what was measured stands
