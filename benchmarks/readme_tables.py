@@ -6,7 +6,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``bench-..
 file of ``localrt bench``, ``kernels`` and ``passes-...`` those of the benchmarks of that name;
 ``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``,
 ``speculation`` and ``speculation-short`` from ``speculation.json``, ``offload`` from
-``offload.json``, ``gpu_check`` from ``gpu_check.json``.
+``offload.json``; ``gpu_check``, ``experts`` and ``moe_cache`` from the files of their names.
 ``--check`` changes nothing and fails when a table is not what its JSON says.
 """
 
@@ -24,14 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
+from benchmarks.expert_tables import experts_table  # noqa: E402
 from benchmarks.gpu_tables import gpu_tables  # noqa: E402
 from benchmarks.kernel_tables import kernels_table, passes_table  # noqa: E402
+from benchmarks.moe_cache_tables import tables as moe_cache_tables  # noqa: E402
 from benchmarks.offload_tables import offload_table  # noqa: E402
 from benchmarks.quality_tables import claims_list, full_tables, short_table  # noqa: E402
 from benchmarks.speculation_tables import speculation_short, speculation_table  # noqa: E402
 from localrt.formatting import format_bytes, format_rate, format_seconds  # noqa: E402
 
-PAGES = ("README.md", "docs/gpu.md", "docs/quality.md", "docs/speculation.md")
+PAGES = ("README.md", "docs/gpu.md", "docs/mixtures.md", "docs/quality.md", "docs/speculation.md")
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Several tables of one JSON file, which is that of the benchmark of its name.
 _OF_FILE = {
@@ -77,6 +79,8 @@ _KINDS = {
     "passes": passes_table,
     "offload": offload_table,
     "gpu_check": gpu_tables,
+    "experts": experts_table,
+    "moe_cache": moe_cache_tables,
 }
 
 
