@@ -59,11 +59,24 @@ class Accelerator(Protocol):
     def free_host(self, memory: Bytes) -> int:
         """Such RAM is no longer needed; returns its bytes."""
 
-    def copy_in(self, name: str, source: Bytes, out: Any, after: Mark, there: Mark) -> Mark:
+    def copy_in(
+        self,
+        name: str,
+        source: Bytes,
+        out: Any,
+        after: Mark,
+        there: Mark,
+        *,
+        wait: bool = True,
+    ) -> Mark:
         """Copy to the card, not before ``after`` (memory is free) and ``there`` (data is there).
 
-        Returns once the source may be changed, with the mark of the copy's end.
+        Returns once the source may be changed, with the mark of the copy's end; at once without
+        ``wait``, and then the source must stay as it is until that mark is ``settled``.
         """
+
+    def settled(self, mark: Mark) -> None:
+        """Return when a copy that was not waited for has ended."""
 
     def wait(self, mark: Mark) -> None:
         """Kernels started from now on wait for ``mark``."""

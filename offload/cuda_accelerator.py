@@ -62,14 +62,27 @@ class CudaAccelerator:
         self._copies.free_host(memory)
         return memory.nbytes
 
-    def copy_in(self, name: str, source: Bytes, out: Any, after: Mark, there: Mark) -> Mark:
+    def copy_in(
+        self,
+        name: str,
+        source: Bytes,
+        out: Any,
+        after: Mark,
+        there: Mark,
+        *,
+        wait: bool = True,
+    ) -> Mark:
         """See ``Accelerator``."""
         started = self._clock.begin("link")
-        event = self._copies.copy_in(source, out, after)
+        event = self._copies.copy_in(source, out, after, wait=wait)
         with self._lock:
             self.link_bytes += source.nbytes
         self._clock.end("link", name, started)
         return event
+
+    def settled(self, mark: Mark) -> None:
+        """See ``Accelerator``."""
+        self._copies.settled(mark)
 
     def wait(self, mark: Mark) -> None:
         """See ``Accelerator``."""

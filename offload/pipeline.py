@@ -331,7 +331,8 @@ class _Maker:
             mode=self._mode,
             verify=self._verify,
             stall_s=self._stall_s,
-            alloc=aligned_buffer,
+            # What is copied over the link must not be paged out on the way.
+            alloc=aligned_buffer if self._card is None else self._card.host_buffer,
         )
         self.held.callback(self._experts.close)
 

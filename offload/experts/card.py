@@ -52,7 +52,8 @@ class CardSlots:
     def bring(self, key: Key, data: Any, after: Mark) -> Mark:
         """Copy an expert, whose bytes are in RAM by ``after``, to a slot; the mark of its arrival.
 
-        Its table holds it from now on, for kernels that wait for the mark.
+        Its table holds it from now on, for kernels that wait for the mark. ``data`` must stay as it
+        is until the card says that the mark is settled.
         """
         victim = self.cache.admit(*key)
         if victim is not None:
@@ -61,7 +62,7 @@ class CardSlots:
         slot = self._slots[key] = self._spare.pop()
         unit = self._units[key]
         memory = slot.memory[: unit.nbytes]
-        mark = self.card.copy_in(unit.name, data, memory, slot.used, after)
+        mark = self.card.copy_in(unit.name, data, memory, slot.used, after, wait=False)
         with self.card.ops.scope():
             self._tables[key[0]].put(key[1], self._build(key, unit, memory, data))
         return mark

@@ -68,7 +68,8 @@ class HybridStage:
         self._clock = clock
         self._costs = costs
         self._schedule = scheduler
-        self._link_free = 0.0  # on a virtual clock
+        self._link_free = 0.0  # when all copies that were asked for are done, about
+        self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
         self.watch: Callable[[int, Routing], None] | None = None
 
     @property
@@ -84,6 +85,7 @@ class HybridStage:
         place, card, cache = self._places[layer], self._card, self._slots.cache
         routed = part.route(card.ops, x)
         routing = routed.routing
+        self._settle()  # the card has gone on since they were asked for
         if self.watch is not None:
             self.watch(place, routing)
         shared = part.shared_rows(card.ops, routed)
@@ -113,9 +115,18 @@ class HybridStage:
     def _bring(self, place: int, expert: int, mark: Mark) -> Mark:
         """Copy an expert that is in RAM; how long the link has to do is kept count of."""
         there = self._slots.bring((place, expert), self._memory.data(place, expert), mark)
+        self._memory.cache.hold(place, [expert])
+        self._copying.append((place, expert, there))
         begin = max(self._link_free, self._time(mark))
         self._link_free = there if isinstance(there, float) else begin + self._costs.fetch
         return there
+
+    def _settle(self) -> None:
+        """Copies have ended: RAM need not keep what they read."""
+        for place, expert, there in self._copying:
+            self._card.settled(there)
+            self._memory.cache.let_go(place, [expert])
+        self._copying.clear()
 
     def _fill(self, place: int, mark: Mark) -> None:
         """While the link has nothing to do: the layer's expert that is most worth a slot."""

@@ -65,10 +65,11 @@ class CudaCopies:
                 self._pinned.append(data)
         return data
 
-    def copy_in(self, source: Bytes, out: Tensor, after: Any) -> Any:
+    def copy_in(self, source: Bytes, out: Tensor, after: Any, *, wait: bool = True) -> Any:
         """Copy ``source`` to ``out`` once ``after`` has happened; returns when the copy is done.
 
-        The event that is returned is one that kernels may wait for.
+        The event that is returned is one that kernels may wait for. Without ``wait`` it says when
+        ``source`` may be changed, too.
         """
         tensor = torch.from_numpy(source)
         if self._stream is None:
@@ -80,8 +81,14 @@ class CudaCopies:
             out.copy_(tensor, non_blocking=True)
             event = self._cuda.Event(blocking=True)
             event.record(self._stream)
-        event.synchronize()
+        if wait:
+            event.synchronize()
         return event
+
+    def settled(self, event: Any) -> None:
+        """Return when ``event`` has happened."""
+        if self._real and event is not None:
+            event.synchronize()
 
     def wait(self, event: Any) -> None:
         """Kernels started from now on wait for ``event``."""
@@ -100,10 +107,11 @@ class CudaCopies:
         """Activations (R, D) of the CPU as the card's residual stream."""
         return Stream(torch.from_numpy(np.array(x, np.float32)).to(self._device))
 
-    def to_host(self, x: Stream) -> npt.NDArray[np.float32]:
-        """The card's residual stream as the CPU's activations (R, D)."""
+    def to_host(self, x: Stream | Tensor) -> npt.NDArray[np.float32]:
+        """The card's residual stream, or normed rows, as the CPU's activations (R, D)."""
         with torch.inference_mode():
-            values: npt.NDArray[np.float32] = x.settle().cpu().numpy()
+            there = x if isinstance(x, Tensor) else x.settle()
+            values: npt.NDArray[np.float32] = there.float().cpu().numpy()
         return values if self._real else values.copy()
 
     def measure(self) -> tuple[float, float]:

@@ -84,9 +84,12 @@ class TritonExperts:
             index = torch.from_numpy(filled).to(self._device)
             slots[index] = self._expert(normed[index // routing.used], table[expert], spec)
 
-    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Tensor) -> Tensor:
-        """In place."""
-        slots[torch.from_numpy(index).to(self._device)] = rows
+    def put_slots(
+        self, slots: Tensor, index: npt.NDArray[np.intp], rows: Stream | Tensor
+    ) -> Tensor:
+        """In place. Rows of the CPU come as a residual stream."""
+        values = rows if isinstance(rows, Tensor) else rows.settle()
+        slots[torch.from_numpy(index).to(self._device)] = values
         return slots
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
