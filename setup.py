@@ -41,6 +41,8 @@ setup(
                     "formats",
                     "kernels",
                     "kv",
+                    "latent",
+                    "latent_args",
                     "matmul",
                     "panel",
                     "pool",

@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
 from localrt.models.decoder import (
-    Attention,
     Block,
     DecoderConfig,
     GatedMlp,
     LayerNames,
+    load_attention,
     resident_mlp,
 )
+from localrt.models.latent import LatentAttention
 from localrt.models.moe import SparseMlp
 from localrt.models.units import EMBEDDING
 from localrt.models.weights import WeightLoader
@@ -145,7 +146,7 @@ class HiddenStates:
         prefix = f"model.layers.{layer}."
         config, names = self._config, self._names
         return Block(
-            Attention(config, layer, names, prefix, weights),
+            load_attention(config, layer, names, prefix, weights),
             resident_mlp(config, layer, names, prefix, weights, self._ops),
             config.residual_scale,
         )
@@ -156,7 +157,11 @@ def _matrices(block: Block, names: LayerNames) -> dict[str, Any]:
 
     Not a mixture's experts: few rows of a text reach each of them, too few to calibrate by.
     """
-    found = {names.qkv[0]: block.attention.weights.qkv, names.out: block.attention.weights.out}
+    attention = block.attention
+    if isinstance(attention, LatentAttention):
+        found = attention.matrices()
+    else:
+        found = {names.qkv[0]: attention.weights.qkv, names.out: attention.weights.out}
     if isinstance(block.mlp, GatedMlp):
         found[names.gate_up[0]] = block.mlp.weights.gate_up
         found[names.down] = block.mlp.weights.down

@@ -19,11 +19,13 @@ import numpy.typing as npt
 from localrt.models.checkpoints import Checkpoint, TensorInfo
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.latent import latent_groups
 from localrt.offload.store.tiling import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.formats.pack import require_finite
 from localrt.quant.methods import Quantized, block_hadamard, quantize, restored_rows, rotation
+from localrt.quant.ops.latent import LatentSpec
 
 __all__ = ["LayerQuantizer", "folded_rotation"]
 
@@ -36,6 +38,8 @@ def folded_rotation(
     config: DecoderConfig, names: LayerNames, infos: Mapping[str, TensorInfo]
 ) -> int:
     """Block size of the rotation that can be folded into v of every layer; 0 for none."""
+    if any(isinstance(spec, LatentSpec) for spec in config.attention):
+        return 0  # a head's values are not rows of a matrix that meets the output's
     out = infos[f"model.layers.0.{names.out}.weight"]
     size = rotation(out.format) if out.format.name in CODECS else 0
     return size if size and all(spec.head_dim % size == 0 for spec in config.attention) else 0
@@ -62,10 +66,10 @@ class LayerQuantizer:
         self._method = method
         self._folded = folded
         self._tiler = tiler
-        own = names.mixture
+        own, first = names.mixture, config.attention[0]
+        attention: tuple[tuple[str, ...], ...] = (names.qkv, (names.out,))
         self._groups: tuple[tuple[str, ...], ...] = (
-            names.qkv,
-            (names.out,),
+            *(latent_groups(first) if isinstance(first, LatentSpec) else attention),
             names.gate_up,
             (names.down,),
             own.shared_gate_up,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import CancelledError, OptionError
+from localrt.quant.ops.latent import LATENT_SCRATCH_NBYTES, LatentSpec
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
@@ -199,10 +200,13 @@ def _scratch(config: DecoderConfig, ops: Ops) -> int:
     """What a pass takes beside weights and caches."""
     if ops.name != "native":
         return _SCRATCH_BYTES
-    row = 16 * config.hidden_size + 5 * (config.intermediate_size + config.hidden_size)
+    latent = [spec for spec in config.attention if isinstance(spec, LatentSpec)]
+    queries = max([8 * config.hidden_size, *(spec.row_nbytes for spec in latent)])
+    row = 8 * config.hidden_size + queries + 5 * (config.intermediate_size + config.hidden_size)
     slots = [m.router.used * (9 * config.hidden_size + 5 * m.inner) for m in config.mixtures if m]
     row += max(slots, default=0)
-    return _PREFILL_ROWS * row + 8 * config.vocab_size + (16 << 20)
+    fixed = (16 << 20) + (LATENT_SCRATCH_NBYTES if latent else 0)
+    return _PREFILL_ROWS * row + 8 * config.vocab_size + fixed
 
 
 def _weight_bytes(checkpoint: Checkpoint, ops: Ops) -> int:

@@ -15,10 +15,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from localrt.models.latent import LatentAttention
 from localrt.models.moe import MixtureNames, MixtureSpec, SparseMlp, load_expert
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.experts import ExpertTable, Routing
 from localrt.quant.ops.host_array import copy_to_host
+from localrt.quant.ops.latent import LatentSpec
 from localrt.quant.ops.protocol import (
     Array,
     AttentionSpec,
@@ -41,6 +43,7 @@ __all__ = [
     "GatedMlp",
     "LayerNames",
     "Mlp",
+    "load_attention",
     "resident_mlp",
     "sparse_mlp",
 ]
@@ -150,6 +153,16 @@ class Attention:
         return ops.attention_output(q, self.weights, self.spec, step, self.layer)
 
 
+def load_attention(
+    config: DecoderConfig, layer: int, names: LayerNames, prefix: str, weights: WeightLoader
+) -> Attention | LatentAttention:
+    """A layer's attention, of the kind that its spec is."""
+    spec = config.attention[layer]
+    if isinstance(spec, LatentSpec):
+        return LatentAttention(spec, config.hidden_size, layer, prefix, weights)
+    return Attention(config, layer, names, prefix, weights)
+
+
 class Mlp(Protocol):
     """The exchangeable part of a block."""
 
@@ -218,7 +231,9 @@ def resident_mlp(
 class Block:
     """One layer: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, attention: Attention, mlp: Mlp, scale: float = 1.0) -> None:
+    def __init__(
+        self, attention: Attention | LatentAttention, mlp: Mlp, scale: float = 1.0
+    ) -> None:
         self.attention = attention
         self.mlp = mlp
         self.scale = scale
@@ -256,7 +271,7 @@ class Decoder:
 
     def _block(self, layer: int, names: LayerNames, weights: WeightLoader) -> Block:
         prefix = f"model.layers.{layer}."
-        attention = Attention(self.config, layer, names, prefix, weights)
+        attention = load_attention(self.config, layer, names, prefix, weights)
         mlp = resident_mlp(self.config, layer, names, prefix, weights, self.ops)
         return Block(attention, mlp, self.config.residual_scale)
 

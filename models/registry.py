@@ -66,6 +66,9 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "granite_moe",
     "gpt-oss": "gpt_oss",
     "GptOssForCausalLM": "gpt_oss",
+    "deepseek2": "deepseek",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
 }
 
 

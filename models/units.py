@@ -18,8 +18,10 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
 from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.latent import latent_tensors
 from localrt.models.weights import is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
+from localrt.quant.ops.latent import LatentSpec
 
 __all__ = ["EMBEDDING", "HEAD", "Unit", "list_units", "packed_nbytes"]
 
@@ -105,10 +107,14 @@ def _layer_units(
         found += [f"{prefix}{name}" for name in extra if prefix + name in tensors]
         return tuple(found)
 
-    attention = (names.attention_norm, *names.qkv, names.out)
-    optional = (names.q_norm, names.k_norm, names.attention_post_norm)
-    sinks = tuple(n for n in (f"{prefix}{names.sinks}",) if n in tensors)
-    weights = listed(*attention, optional=optional) + sinks
+    form = config.attention[layer]
+    if isinstance(form, LatentSpec):
+        weights = tuple(_info(tensors, f"{prefix}{n}").name for n in latent_tensors(form))
+    else:
+        attention = (names.attention_norm, *names.qkv, names.out)
+        optional = (names.q_norm, names.k_norm, names.attention_post_norm)
+        sinks = tuple(n for n in (f"{prefix}{names.sinks}",) if n in tensors)
+        weights = listed(*attention, optional=optional) + sinks
     yield Unit(f"layers.{layer}.attention", weights, layer)
     spec = config.mixture(layer)
     if spec is None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.decoder import Attention, DecoderConfig, GatedMlp
+from localrt.models.latent import LatentAttention
 from localrt.models.moe import SparseMlp
 from localrt.offload.clock import Clock, later
 from localrt.offload.experts.hybrid import HybridStage
@@ -341,7 +342,7 @@ class _Run:
                     return
                 step = self._step(lane) if stage.kind == "attention" else None
                 started = clock.begin(lane.resource)
-                if isinstance(part, Attention):
+                if isinstance(part, Attention | LatentAttention):
                     self._x = ops.add(self._x, part(ops, self._x, step), scale)
                 elif isinstance(part, GatedMlp):
                     self._x = ops.add(self._x, part(ops, self._x), scale)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import Attention, GatedMlp
+from localrt.models.latent import LatentAttention
 from localrt.models.moe import SparseMlp
 from localrt.offload.accelerator import Accelerator
 from localrt.offload.ring import Mark, Ring
@@ -29,7 +30,7 @@ from localrt.quant.ops.protocol import Ops, Weight
 __all__ = ["Lane", "Part", "StoreDiscardedError", "Verifier"]
 
 Bytes = npt.NDArray[np.uint8]
-Part = Attention | GatedMlp | SparseMlp | Weight
+Part = Attention | LatentAttention | GatedMlp | SparseMlp | Weight
 Check = Callable[[], None]
 
 _KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept

@@ -20,7 +20,15 @@ from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo, WeightBlock
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit, UnitTensor
-from localrt.models.decoder import Attention, DecoderConfig, GatedMlp, LayerNames, sparse_mlp
+from localrt.models.decoder import (
+    Attention,
+    DecoderConfig,
+    GatedMlp,
+    LayerNames,
+    load_attention,
+    sparse_mlp,
+)
+from localrt.models.latent import LatentAttention
 from localrt.models.moe import SparseMlp, load_expert
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor
@@ -119,10 +127,10 @@ class PartBuilder:
         memory = UnitMemory(self._store.path, self._store.architecture, unit, data)
         self._vectors[unit.name] = memory.vectors()
 
-    def attention(self, layer: int, unit: StoredUnit, data: Any) -> Attention:
+    def attention(self, layer: int, unit: StoredUnit, data: Any) -> Attention | LatentAttention:
         """A layer's attention."""
         weights, prefix = self._loader(unit, data), f"model.layers.{layer}."
-        part = Attention(self._config, layer, self._names, prefix, weights)
+        part = load_attention(self._config, layer, self._names, prefix, weights)
         if self._place is not None:
             part.layer = self._place[layer]
         return part

@@ -89,7 +89,7 @@ def stored(folder: Path) -> StoreCheckpoint:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "qwen2", "deepseek-v2-dense"])
 def test_eight_bits_change_next_to_nothing(
     folders: Mapping[str, Path], tmp_path: Path, name: str, method: str
 ) -> None:

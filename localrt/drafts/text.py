@@ -28,6 +28,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.models.units import EMBEDDING, HEAD
 from localrt.quant.formats import unpack
+from localrt.quant.ops.latent import LatentSpec
 from localrt.speculative.dgf import DgfConfig
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _plan(
         blocks=training.depth,
         heads=spec.heads,
         kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
+        head_dim=spec.value if isinstance(spec, LatentSpec) else spec.head_dim,
         intermediate_size=decoder.intermediate_size,
         draft_vocab=most,
         norm_eps=decoder.norm_eps,

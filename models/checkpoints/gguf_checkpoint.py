@@ -26,6 +26,7 @@ from localrt.models.checkpoints.gguf_names import (
     expert_stack,
     hf_tensor_name,
 )
+from localrt.models.checkpoints.latent_tensors import latent_tensors
 from localrt.models.checkpoints.stored_tensor import StoredTensor
 from localrt.quant.formats import PackedTensor
 
@@ -56,12 +57,13 @@ class GgufCheckpoint:
             self._stored = self._rename()
             if not self._stored:
                 raise CheckpointError(f"{path} holds no tensors, only a vocabulary")
-            self.tensors: Mapping[str, TensorInfo] = {
-                name: stored.info for name, stored in self._stored.items()
-            }
             self.config: Mapping[str, Any] = model_config(
                 self.architecture, self.metadata, self._stored
             )
+            self._stored = latent_tensors(self._stored, self.config)
+            self.tensors: Mapping[str, TensorInfo] = {
+                name: stored.info for name, stored in self._stored.items()
+            }
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
             self._rotary_heads = self._find_rotary_heads()
         except BaseException:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from localrt.errors import CheckpointError
+from localrt.models.checkpoints.gguf_deepseek import add_deepseek
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
 from localrt.models.checkpoints.gguf_names import (
     CONFIG_KEYS,
@@ -55,6 +56,8 @@ def model_config(
         config["norm_weights_include_one"] = True
     if architecture == "gemma3":
         _add_gemma3_scale(config)
+    if architecture == "deepseek2":
+        add_deepseek(config, architecture, metadata)
     return config
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from localrt.models.checkpoints.expert_stacks import Stack
+from localrt.models.checkpoints.gguf_deepseek import DEEPSEEK_TENSORS
 
 __all__ = [
     "CONFIG_KEYS",
@@ -84,6 +85,7 @@ _SANDWICH_NORMS: Mapping[str, str] = {
 }
 
 _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
+    "deepseek2": DEEPSEEK_TENSORS,
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},

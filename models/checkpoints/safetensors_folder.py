@@ -15,6 +15,7 @@ from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.hf_config import flatten_config, is_multimodal, text_tensor_name
 from localrt.models.checkpoints.hf_names import plain_tensors
+from localrt.models.checkpoints.latent_tensors import latent_tensors
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.safetensors_header import (
     RAW_BYTES,
@@ -89,6 +90,7 @@ class SafetensorsCheckpoint:
         """Every tensor of the text model, by its plain name."""
         located = self._located(multimodal=multimodal)
         tensors = plain_tensors(self.architecture, self.config, located)
+        tensors = latent_tensors(tensors, self.config)
         for name, tensor in tensors.items():
             if tensor.info.format == RAW_BYTES:
                 path = located[name].file.path if name in located else self.path

@@ -21,6 +21,7 @@ from localrt.offload.kv.tasks import IoTask, IoThread
 from localrt.offload.placement import KvPlace
 from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.native_kv import BLOCK, KVFormat, NativeKVCache, block_nbytes, map_zeros
+from localrt.quant.ops.native_latent import cache_format
 from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = ["SsdKVCache", "block_stride"]
@@ -28,6 +29,7 @@ __all__ = ["SsdKVCache", "block_stride"]
 
 def block_stride(spec: AttentionSpec, kv_format: KVFormat) -> int:
     """Bytes from one block of a layer to the next, in its buffer and in the file: whole pages."""
+    kv_format = cache_format([spec], kv_format)
     return -(-block_nbytes(spec.kv_heads, spec.head_dim, kv_format) // PAGE) * PAGE
 
 

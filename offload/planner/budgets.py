@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from localrt.errors import OptionError
 from localrt.offload.planner.shapes import ModelShape
+from localrt.quant.ops.latent import LATENT_SCRATCH_NBYTES
 
 __all__ = [
     "KV_BUFFER_BYTES",
@@ -78,12 +79,14 @@ def activation_nbytes(shape: ModelShape, rows: int) -> int:
 
     Codes are int8 beside their float32 values.
     """
-    per_row = 4 * (4 * shape.hidden) + 5 * (shape.inner + shape.hidden)
+    queries = max((2 * 4 * shape.hidden, *(layer.row_nbytes for layer in shape.kv)))
+    per_row = 2 * 4 * shape.hidden + queries + 5 * (shape.inner + shape.hidden)
     if shape.experts is not None:  # every row's slots, and the codes of what goes into them
         largest = max(unit.macs for unit in shape.units if unit.kind == "expert")
         inner = largest // (3 * shape.hidden)
         per_row += shape.experts.used * (9 * shape.hidden + 5 * inner)
-    return rows * per_row + 8 * shape.vocab
+    latents = LATENT_SCRATCH_NBYTES if any(layer.latent for layer in shape.kv) else 0
+    return rows * per_row + 8 * shape.vocab + latents
 
 
 def fitting_prefill_rows(shape: ModelShape, budget: int, most: int) -> int:

@@ -75,7 +75,7 @@ MODEL_TYPES: Mapping[str, _Family] = {
     "gemma3_text": _Family(tied=True, post_norms=True, qk_norm=True, head_dim=256),
     "gemma3": _Family(tied=True, post_norms=True, qk_norm=True, head_dim=256),
     "deepseek_v2": _Family(experts="n_routed_experts", latent=True),
-    "deepseek_v3": _Family(experts="n_routed_experts", latent=True),
+    "deepseek_v3": _Family(experts="n_routed_experts", router_bias=True, latent=True),
 }
 _MULTIMODAL = {"mistral3": "mistral", "gemma3": "gemma3_text"}
 
@@ -279,7 +279,8 @@ class _Builder:
         matrices = [
             *queries,
             (latent + rope, self.hidden),
-            (self.heads * (nope + value), latent),
+            (self.heads * latent, nope),
+            (self.heads * value, latent),
             (self.hidden, self.heads * value),
         ]
         vectors = self.hidden + low + latent
@@ -295,9 +296,10 @@ class _Builder:
 
     def _kv(self) -> KvShape:
         if self.family.latent:
-            latent, rope, _, _ = self._latent_sizes()
+            latent, rope, nope, value = self._latent_sizes()
             macs = self.heads * (2 * latent + rope)
-            return KvShape(groups=1, width=latent + rope, macs=macs, latent=True)
+            row = 4 * self.heads * (nope + rope + value)
+            return KvShape(groups=1, width=latent + rope, macs=macs, latent=True, row_nbytes=row)
         macs = 2 * self.heads * self.head_dim
         return KvShape(groups=self.kv_heads, width=self.head_dim, macs=macs)
 

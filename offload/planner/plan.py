@@ -211,8 +211,13 @@ def make_plan(
 
     Raises:
         MemoryBudgetError: it cannot fit; says what does.
-        OptionError: a number below one.
+        OptionError: a number below one, or a ``kv_format`` that latents are not kept in.
     """
+    if kv_format == "int4" and any(layer.latent for layer in shape.kv):
+        raise OptionError(
+            f"kv_format int4 is not for latent attention ({shape.architecture}), whose cache is "
+            "small as it is: use bf16 or int8"
+        )
     request = PlanRequest(
         shape=shape,
         machine=machine,

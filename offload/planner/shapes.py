@@ -18,6 +18,8 @@ from localrt.models.registry import find_architecture, read_config
 from localrt.models.units import EMBEDDING, HEAD, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = [
     "KV_FORMATS",
@@ -40,7 +42,8 @@ _INT4_GROUP = 32  # see ``quant/ops/native_kv.py``
 class KvShape:
     """Keys and values of one layer: ``groups`` heads of ``width``, seen by ``heads`` query heads.
 
-    ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values;
+    ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values, and
+    ``row_nbytes`` of queries and of their results for each row of a pass, which are wide there;
     ``macs`` are the multiply-accumulates of one query row with one token held.
     """
 
@@ -48,10 +51,13 @@ class KvShape:
     width: int
     macs: int
     latent: bool = False
+    row_nbytes: int = 0
 
     def token_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token."""
         vectors = self.groups * (1 if self.latent else 2)
+        if self.latent and kv_format == "int4":
+            kv_format = "int8"  # the fewest bits of a latent: ``make_plan`` does not take int4
         if kv_format == "bf16":
             return vectors * 2 * self.width
         if kv_format == "int8":
@@ -138,10 +144,7 @@ def shape_from_checkpoint(
     stored: Mapping[str, int] = {}
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
-    kv = tuple(
-        KvShape(groups=spec.kv_heads, width=spec.head_dim, macs=2 * spec.heads * spec.head_dim)
-        for spec in config.attention
-    )
+    kv = tuple(_kv_shape(spec) for spec in config.attention)
     ignored = HEAD if config.tied_head else ""
     routers = [mixture.router for mixture in config.mixtures if mixture is not None]
     experts = Experts(count=routers[0].count, used=routers[0].used) if routers else None
@@ -159,6 +162,16 @@ def shape_from_checkpoint(
         ),
         experts=experts,
     )
+
+
+def _kv_shape(spec: AttentionSpec) -> KvShape:
+    if isinstance(spec, LatentSpec):
+        macs = spec.heads * (spec.head_dim + spec.latent)
+        return KvShape(
+            groups=1, width=spec.head_dim, macs=macs, latent=True, row_nbytes=spec.row_nbytes
+        )
+    macs = 2 * spec.heads * spec.head_dim
+    return KvShape(groups=spec.kv_heads, width=spec.head_dim, macs=macs)
 
 
 def format_of_most_bytes(sizes: Mapping[str, int]) -> str:

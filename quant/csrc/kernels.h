@@ -1,6 +1,7 @@
 // The functions that every instruction set provides.
 #pragma once
 #include "abi.h"
+#include "latent_args.h"
 #include "pool.h"
 
 struct Kernels {
@@ -16,4 +17,6 @@ struct Kernels {
     void (*read_rows)(const Matrix&, const int64_t* rows, int count, float factor, float* out);
     double (*multiply_peak)(Context&, int rounds);
     void (*read_all)(Context&, const uint8_t* data, int64_t bytes);
+    void (*norm_latent_append)(Context&, const LatentArgs&);
+    void (*latent_output)(Context&, const LatentArgs&);
 };

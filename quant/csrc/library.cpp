@@ -65,7 +65,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 6; }
+LRT_API int lrt_abi_version() { return 7; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -95,6 +95,8 @@ LRT_API void lrt_linear(Runtime* r, const Stack* stack, const float* x, int rows
 LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows, int count, float factor, float* out) {
     r->kernels.read_rows(*matrix, rows, count, factor, out);
 }
+LRT_API void lrt_norm_latent_append(Runtime* r, const LatentArgs* args) { r->kernels.norm_latent_append(r->context, *args); }
+LRT_API void lrt_latent_output(Runtime* r, const LatentArgs* args) { r->kernels.latent_output(r->context, *args); }
 // Ceilings to measure kernels against: see ceilings.h.
 LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }

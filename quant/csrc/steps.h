@@ -309,6 +309,7 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 
 #include "routing.h"
 #include "experts.h"
+#include "latent.h"
 
 namespace {
 
@@ -323,4 +324,5 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear, read_rows, multiply_peak, read_all};
+const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear, read_rows, multiply_peak, read_all,
+                         norm_latent_append, latent_output};

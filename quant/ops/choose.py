@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
+from localrt.quant.ops.latent import NO_LATENTS, LatentSpec
 from localrt.quant.ops.protocol import AttentionSpec, Ops
 
 __all__ = ["make_ops"]
@@ -29,13 +30,20 @@ def make_ops(
         OptionError: the device is not on this machine, or ``kv_format`` is for other ones.
         MissingExtraError: neither the compiled kernels nor torch can do it.
     """
+    latent = any(isinstance(spec, LatentSpec) for spec in attention)
     if device == "auto":
-        device = _default_device()
+        # Latent attention has no kernels for GPUs: without a compute format it is the CPU's.
+        device = "cpu" if latent and compute_format is None else _default_device()
+    if latent and device != "cpu" and compute_format is None:
+        raise OptionError(NO_LATENTS)
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.ops.native_kv import parse_kv_format
+        from localrt.quant.ops.native_latent import cache_format
         from localrt.quant.ops.native_ops import NativeOps
 
-        return NativeOps(threads=threads, kv_format=parse_kv_format(kv_format))
+        kv = parse_kv_format(kv_format)
+        cache_format(attention, kv)  # raises where the two do not go together
+        return NativeOps(threads=threads, kv_format=kv)
     if kv_format not in (None, "bf16"):
         raise OptionError(
             f"kv_format {kv_format} is for the compiled CPU kernels: leave it out here"
@@ -93,9 +101,13 @@ def _triton_runs(index: int) -> bool:
 
 def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
     from localrt.quant.ops.native_abi import find_library
+    from localrt.quant.ops.native_latent import kernels_fit
 
     return find_library() is not None and all(
-        spec.head_dim % 16 == 0 and spec.head_dim <= 512 for spec in attention
+        kernels_fit(spec)
+        if isinstance(spec, LatentSpec)
+        else spec.head_dim % 16 == 0 and spec.head_dim <= 512
+        for spec in attention
     )
 
 

@@ -47,7 +47,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 6
+_ABI_VERSION = 7
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
 SOURCES = {
@@ -279,6 +279,8 @@ _SIGNATURES = {
     "lrt_head": (None, (c_void_p, POINTER(HeadArgs))),
     "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),
+    "lrt_norm_latent_append": (None, (c_void_p, c_void_p)),
+    "lrt_latent_output": (None, (c_void_p, c_void_p)),
     "lrt_multiply_peak": (c_double, (c_void_p, c_int)),
     "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),

@@ -33,6 +33,7 @@ from localrt.quant.ops.protocol import AttentionSpec
 __all__ = [
     "BLOCK",
     "KV_FORMATS",
+    "LATENT_FORMATS",
     "KVFormat",
     "KVMaker",
     "NativeKVCache",
@@ -42,8 +43,10 @@ __all__ = [
     "token_nbytes",
 ]
 
-KVFormat = Literal["bf16", "int8", "int4"]
+KVFormat = Literal["bf16", "int8", "int4", "latent-bf16", "latent-int8"]
 KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "int8", "int4")  # in the order of abi.h
+LATENT_FORMATS: dict[KVFormat, KVFormat] = {"bf16": "latent-bf16", "int8": "latent-int8"}
+"""Of latent attention, by what they keep a number as: a token's row is key and value at once."""
 
 BLOCK = 256  # tokens
 _CHUNK = 32
@@ -68,6 +71,10 @@ def block_nbytes(groups: int, width: int, kv_format: KVFormat) -> int:
         head = 4 * width
     elif kv_format == "int8":
         head = 2 * (width + 4)
+    elif kv_format == "latent-bf16":
+        head = 2 * width
+    elif kv_format == "latent-int8":
+        head = width + 4
     else:
         head = -(-width // _CHUNK) * (_KEY_BYTES + _VALUE_BYTES)
     return BLOCK * groups * head

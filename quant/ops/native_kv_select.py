@@ -54,6 +54,13 @@ def _planes(
     The others are (blocks, layers, groups, numbers, 256, ...), False, with the tokens on axis 4.
     """
     blocks, layers = data.shape[:2]
+    if kv_format.startswith("latent-"):  # rows, token by token, then a scale for each
+        size = 2 if kv_format == "latent-bf16" else 1
+        rows, scales = data[..., : _BLOCK * size * width], data[..., _BLOCK * size * width :]
+        yield rows.reshape(blocks, layers, groups, 1, _BLOCK, size * width), False
+        if scales.shape[-1]:
+            yield scales.view(np.uint32).reshape(blocks, layers, groups, 1, _BLOCK), False
+        return
     chunks = -(-width // _CHUNK)
     tiles = _BLOCK // _TILE
     # Bytes of a token's key, value, and what each of them is scaled by.

@@ -22,6 +22,7 @@ from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.aligned import large_floats
 from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.latent import LatentSpec, LatentWeights
 from localrt.quant.ops.native_abi import (
     AttentionArgs,
     HeadArgs,
@@ -31,11 +32,13 @@ from localrt.quant.ops.native_abi import (
 )
 from localrt.quant.ops.native_kv import (
     KV_FORMATS,
+    LATENT_FORMATS,
     KVFormat,
     KVMaker,
     NativeKVCache,
     token_nbytes,
 )
+from localrt.quant.ops.native_latent import LatentArgs, cache_format
 from localrt.quant.ops.native_mlp import NativeMlps
 from localrt.quant.ops.native_turns import Turns
 from localrt.quant.ops.native_weights import (
@@ -57,6 +60,8 @@ __all__ = ["NativeOps", "NativeWeight"]
 
 Floats = npt.NDArray[np.float32]
 
+_CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -65,6 +70,7 @@ class _Pass:
     positions: int  # where they lie
     reach: int  # all positions of the pass and its caches are below
     attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
+    latent: dict[int, LatentArgs] = field(default_factory=dict)
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
 
@@ -134,17 +140,19 @@ class NativeOps(NativeMlps):
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of keys and values once grown to ``length`` tokens."""
+        kv_format = cache_format(layers, self._kv_format)
         if self.kv_maker is not None:
-            return self.kv_maker.cache_nbytes(layers, length, self._kv_format)
+            return self.kv_maker.cache_nbytes(layers, length, kv_format)
         shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
-        return token_nbytes(shapes, self._kv_format) * grown_capacity(length)
+        return token_nbytes(shapes, kv_format) * grown_capacity(length)
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> NativeKVCache:
         """An empty cache."""
+        kv_format = cache_format(layers, self._kv_format)
         if self.kv_maker is not None:
-            return self.kv_maker.cache(layers, capacity, self._kv_format)
+            return self.kv_maker.cache(layers, capacity, kv_format)
         shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
-        return NativeKVCache(shapes, capacity, self._kv_format)
+        return NativeKVCache(shapes, capacity, kv_format)
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -195,6 +203,29 @@ class NativeOps(NativeMlps):
         args = step.attention[layer]
         args.q, args.out = q.ctypes.data, out.ctypes.data
         self._api.lrt_attention_output(self._handle, args)
+        for span in step.batch.spans:
+            _native_cache(span).layer_done(layer, span.rows)
+        self._spare[q.shape] = q
+        return out
+
+    def norm_latent_append(
+        self, x: Floats, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Floats:
+        """(R, H (N + P)): as projected, rotary parts turned; the latents are written to caches."""
+        q = self._array(step.rows, spec.query_rows)
+        args = self._latent_args(weights, spec, step, layer)
+        args.x, args.q = x.ctypes.data, q.ctypes.data
+        self._api.lrt_norm_latent_append(self._handle, ctypes.byref(args))
+        return q
+
+    def latent_output(
+        self, q: Floats, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Floats:
+        """(R, D)."""
+        out = self._array(step.rows, weights.out.stack.rows)
+        args = step.latent[layer]
+        args.q, args.out = q.ctypes.data, out.ctypes.data
+        self._api.lrt_latent_output(self._handle, ctypes.byref(args))
         for span in step.batch.spans:
             _native_cache(span).layer_done(layer, span.rows)
         self._spare[q.shape] = q
@@ -293,6 +324,39 @@ class NativeOps(NativeMlps):
         )
         return args
 
+    def _latent_args(
+        self, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> LatentArgs:
+        """Of both steps: the second finds them in the pass."""
+        cos, sin = self._rope_tables(spec.rope, step)
+        spans = self._spans(step, layer)
+        args = step.latent[layer] = LatentArgs(
+            norm=address_of(weights.norm),
+            query_norm=address_of(weights.query_norm),
+            latent_norm=address_of(weights.latent_norm),
+            cos=cos,
+            sin=sin,
+            spans=spans,
+            down=weights.down.stack,
+            key_up=weights.key_up.stack,
+            value_up=weights.value_up.stack,
+            proj=weights.out.stack,
+            rows=step.rows,
+            span_count=len(spans),
+            heads=spec.heads,
+            rotary=spec.rope_dim,
+            latent=spec.latent,
+            nope=spec.nope,
+            value=spec.value,
+            interleaved=spec.interleaved,
+            eps=spec.eps,
+            latent_eps=spec.latent_eps,
+            scale=spec.scale,
+        )
+        if weights.query_up is not None:
+            args.query_up = weights.query_up.stack
+        return args
+
     def _spans(self, step: _Pass, layer: int) -> ctypes.Array[SpanArgs]:
         spans = (SpanArgs * len(step.masks))()
         for index, span in enumerate(step.batch.spans):
@@ -302,7 +366,7 @@ class NativeOps(NativeMlps):
                 data,
                 _address(step.masks[index]),
                 stride,
-                KV_FORMATS.index(cache.kv_format),
+                _CACHE_FORMATS.index(cache.kv_format),
                 cache.length,
                 span.rows,
                 0 if span.mask is None else span.mask.shape[1] - span.rows,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ import numpy.typing as npt
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.experts import ExpertOps
+
+if TYPE_CHECKING:
+    from localrt.quant.ops.latent import LatentSpec, LatentWeights
 
 __all__ = [
     "Activation",
@@ -81,6 +84,11 @@ class AttentionSpec:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, is {self.window}")
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value that are cached beside its key: 0 where the key holds them."""
+        return self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +269,23 @@ class Ops(ExpertOps, Protocol):
         self, q: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
     ) -> Array:
         """Attention over each row's sequence, output projection: (R, D). ``q`` is given up."""
+
+    def norm_latent_append(
+        self, x: Array, weights: LatentWeights, spec: LatentSpec, step: Pass, layer: int
+    ) -> Array:
+        """``norm_qkv_rope_append`` of latent attention; the rows' latents go to the caches.
+
+        Returns the queries as ``latent_output`` takes them: R rows, the rest is up to the
+        implementation.
+        """
+
+    def latent_output(
+        self, q: Array, weights: LatentWeights, spec: LatentSpec, step: Pass, layer: int
+    ) -> Array:
+        """Attention over latents, each head's values, output projection: (R, D).
+
+        ``q`` is given up.
+        """
 
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""

@@ -18,18 +18,18 @@ _ROUND = 64  # divides a step of growth
 
 
 class TorchKVCache(GrowingCache):
-    """See the ``KVCache`` protocol. ``shapes`` gives (kv heads, head size) per layer."""
+    """See the ``KVCache`` protocol. ``shapes`` gives (kv heads, key size, value size) per layer."""
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int]],
+        shapes: Sequence[tuple[int, int, int]],
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__(capacity)
-        self._k = [torch.empty(g, 0, e, dtype=dtype, device=device) for g, e in shapes]
-        self._v = [torch.empty_like(k) for k in self._k]
+        self._k = [torch.empty(g, 0, e, dtype=dtype, device=device) for g, e, _ in shapes]
+        self._v = [torch.empty(g, 0, e, dtype=dtype, device=device) for g, _, e in shapes]
 
     @property
     def nbytes(self) -> int:

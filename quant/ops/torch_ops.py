@@ -28,6 +28,7 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.latent import LatentSpec, LatentWeights
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -40,6 +41,7 @@ from localrt.quant.ops.protocol import (
 from localrt.quant.ops.torch_attention import attend_rows, visible_keys
 from localrt.quant.ops.torch_experts import TorchExpertTable, gated, route, slots_of
 from localrt.quant.ops.torch_kv import TorchKVCache
+from localrt.quant.ops.torch_latent import attend_latents, latent_queries, latent_values
 
 __all__ = ["TorchOps"]
 
@@ -107,12 +109,12 @@ class TorchOps:
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of keys and values once grown to ``length`` tokens."""
-        row = sum(2 * spec.kv_heads * spec.head_dim for spec in layers)
+        row = sum(spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in layers)
         return row * grown_capacity(length) * self._dtype.itemsize
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
         """An empty cache."""
-        shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
+        shapes = [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
         return TorchKVCache(shapes, capacity, self._dtype, self._device)
 
     # -- a pass ----------------------------------------------------------------------------------
@@ -154,11 +156,7 @@ class TorchOps:
         if spec.rope is not None:
             cos, sin = self._rope_tables(spec.rope, step)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        row = 0
-        for span in step.spans:
-            cache = _torch_cache(span)
-            cache.write(layer, k[row : row + span.rows], v[row : row + span.rows])
-            row += span.rows
+        _append(k, v, step, layer)
         return q
 
     def attention_output(
@@ -176,6 +174,28 @@ class TorchOps:
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         y = self.linear(joined, weights.out, weights.out_bias)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def norm_latent_append(
+        self, x: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, H, E); the latents are written to the caches."""
+        assert spec.rope is not None, "latent attention rotates a part of its keys"
+        q, rows = latent_queries(self, x, weights, spec, self._rope_tables(spec.rope, step))
+        _append(rows, rows[..., :0], step, layer)
+        return q
+
+    def latent_output(
+        self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, D)."""
+        seen = []
+        row = 0
+        for index, span in enumerate(step.spans):
+            mask = self._mask(index, span, None, step)
+            rows = q[row : row + span.rows]
+            seen.append(attend_latents(rows, _torch_cache(span), layer, mask, spec))
+            row += span.rows
+        return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
 
     def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D)."""
@@ -300,6 +320,14 @@ class TorchOps:
             held = span.cache.length
             step.masks[key] = visible_keys(held, span, window, step.positions, index, step.spans)
         return step.masks[key]
+
+
+def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:
+    """Write new keys and values (R, G, E) to the caches of their sequences."""
+    row = 0
+    for span in step.spans:
+        _torch_cache(span).write(layer, k[row : row + span.rows], v[row : row + span.rows])
+        row += span.rows
 
 
 def _torch_cache(span: Span) -> TorchKVCache:

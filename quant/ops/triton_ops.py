@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from localrt.errors import UnsupportedModelError
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.latent import NO_LATENTS, LatentSpec
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -128,7 +130,7 @@ class TritonOps(TritonExperts):
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
         """An empty cache, bf16."""
-        shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
+        shapes = [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
         return TorchKVCache(shapes, capacity, torch.bfloat16, self._device)
 
     # -- a pass ----------------------------------------------------------------------------------
@@ -239,6 +241,18 @@ class TritonOps(TritonExperts):
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+
+    def norm_latent_append(
+        self, x: Any, weights: Any, spec: LatentSpec, step: TritonPass, layer: int
+    ) -> Any:
+        """Not yet: ``make_ops`` says what to use."""
+        raise UnsupportedModelError(NO_LATENTS)
+
+    def latent_output(
+        self, q: Any, weights: Any, spec: LatentSpec, step: TritonPass, layer: int
+    ) -> Any:
+        """Not yet."""
+        raise UnsupportedModelError(NO_LATENTS)
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""

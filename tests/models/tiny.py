@@ -32,6 +32,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.torch_ops import TorchOps
+from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -111,6 +112,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "smollm3": lambda: SmolLM3Config(**SIZES, tie_word_embeddings=True),
     "smollm3-nope": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
+    **DEEPSEEK_CONFIGS,
 }
 
 
@@ -189,6 +191,9 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> Any:
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
             if parameter.ndim == 1:
                 parameter.add_(0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     model = model.float().eval()
     model.save_pretrained(folder)
     return model

@@ -31,8 +31,17 @@ from tests.offload.placed import (
 
 pytestmark = needs_kernels
 
-# Tied heads, biases, norms of q and k, norms behind, windows, caps, partial rotary, fused weights.
-ARCHITECTURES = ["llama-tied-bias", "qwen2-window", "qwen3", "gemma3-softcap", "gemma2", "phi3"]
+# Tied heads, biases, norms of q and k, norms behind, windows, caps, partial rotary, fused weights,
+# latent attention.
+ARCHITECTURES = [
+    "llama-tied-bias",
+    "qwen2-window",
+    "qwen3",
+    "gemma3-softcap",
+    "gemma2",
+    "phi3",
+    "deepseek-v2-dense",
+]
 
 
 @pytest.fixture(scope="module")

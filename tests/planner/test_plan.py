@@ -296,3 +296,10 @@ def test_numbers_below_one_are_refused(name: str) -> None:
     options = {"ctx": 512, name: 0}
     with pytest.raises(OptionError, match=name):
         make_plan(CODER, machine(), Budgets(ram=600 * MB), **options)  # type: ignore[arg-type]
+
+
+def test_latents_are_not_kept_in_four_bits() -> None:
+    model = shape_from_config(CONFIGS["deepseek-v2-lite"], name="m")
+    budgets = Budgets(ram=32_000 * MB)
+    with pytest.raises(OptionError, match="int4 is not for latent attention"):
+        make_plan(model, machine(), budgets, ctx=4096, kv_format="int4", solver="greedy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import read_config
 from localrt.offload.planner import shape_from_checkpoint, shape_from_config
 from localrt.offload.planner.config_shapes import HEAD_SLICE
 from localrt.offload.planner.shapes import parse_kv_format
+from localrt.quant.ops.native_ops import NativeOps
+from tests.models.tiny import save_tiny
 from tests.planner.models import CONFIGS
 from tests.real_models import real_model
 
@@ -59,6 +63,27 @@ def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
     assert sum(plain.kv_token_nbytes("bf16")) == 28 * 2 * 2 * 2 * 128
     assert sum(plain.kv_token_nbytes("int8")) == 28 * 2 * 2 * (128 + 4)
     assert sum(plain.kv_token_nbytes("int4")) < sum(plain.kv_token_nbytes("int8"))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3"])
+def test_a_config_of_latent_attention_says_what_is_stored(name: str, tmp_path: Path) -> None:
+    """Bytes, work and caches, from the config alone and from the weights."""
+    save_tiny(name, tmp_path)
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        exact = shape_from_checkpoint(checkpoint)
+        specs = read_config(checkpoint).attention
+    config = json.loads((tmp_path / "config.json").read_text())
+    planned = shape_from_config(config, name="m", format="f32", head_slice=1 << 30)
+    assert planned.parameters == exact.parameters
+    assert planned.kv == exact.kv
+    for ours, theirs in ((planned, exact), (exact, planned)):
+        sizes = {u.name: (u.nbytes, u.macs) for u in theirs.units}
+        found = {u.name: (u.nbytes, u.macs) for u in ours.units if u.layer is not None}
+        assert found.items() <= sizes.items()
+    ops = NativeOps(threads=1)
+    assert ops.kv_nbytes(specs, 300) == sum(planned.kv_nbytes("bf16", 300))
+    int8 = NativeOps(threads=1, kv_format="int8")
+    assert int8.kv_nbytes(specs, 300) == sum(planned.kv_nbytes("int8", 300))
 
 
 def test_experts_are_units_with_their_share() -> None:

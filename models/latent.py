@@ -1,0 +1,82 @@
+"""Latent attention in a block: DeepSeek-V2's projections to and from one small row per token.
+
+Names, shapes and order of the tensors; what they compute is ``quant/ops/latent.py``'s. Checkpoints
+give the latents' matrices to keys and values apart and ready for use, whatever form they were
+published in (``checkpoints/latent_tensors.py``).
+"""
+
+from __future__ import annotations
+
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
+
+__all__ = ["LatentAttention", "latent_groups", "latent_tensors"]
+
+_NORM = "input_layernorm"
+_QUERY = "self_attn.q_proj"
+_QUERY_DOWN = "self_attn.q_a_proj"
+_QUERY_NORM = "self_attn.q_a_layernorm"
+_QUERY_UP = "self_attn.q_b_proj"
+_DOWN = "self_attn.kv_a_proj_with_mqa"
+_LATENT_NORM = "self_attn.kv_a_layernorm"
+_KEY_UP = "self_attn.k_b_proj"
+_VALUE_UP = "self_attn.v_b_proj"
+_OUT = "self_attn.o_proj"
+
+
+def latent_tensors(spec: LatentSpec) -> tuple[str, ...]:
+    """The tensors of a layer's attention, below ``model.layers.N.``, in the order of their use."""
+    low = (_QUERY_DOWN, _DOWN, _QUERY_NORM, _QUERY_UP)
+    queries = low if spec.query_rank else (_QUERY, _DOWN)
+    names = (_NORM, *queries, _LATENT_NORM, _KEY_UP, _VALUE_UP, _OUT)
+    return tuple(f"{name}.weight" for name in names)
+
+
+def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:
+    """The matrices that are multiplied whole, those together that share their input.
+
+    Each head's own, to keys and values, are not among them: each has inputs of its own.
+    """
+    first = (_QUERY_DOWN if spec.query_rank else _QUERY, _DOWN)
+    return (first, *(((_QUERY_UP,),) if spec.query_rank else ()), (_OUT,))
+
+
+class LatentAttention:
+    """Norm, projections down, rotary, cache, attention over latents, projections up."""
+
+    def __init__(
+        self, spec: LatentSpec, hidden: int, layer: int, prefix: str, weights: WeightLoader
+    ) -> None:
+        self.layer = layer
+        self.spec = spec
+
+        def name(stem: str) -> str:
+            return f"{prefix}{stem}.weight"
+
+        rank = spec.query_rank
+        first = _QUERY_DOWN if rank else _QUERY
+        self.weights = LatentWeights(
+            norm=weights.vector(hidden, name(_NORM)),
+            down=weights.matrix((spec.down_rows, hidden), name(first), name(_DOWN)),
+            latent_norm=weights.vector(spec.latent, name(_LATENT_NORM)),
+            key_up=weights.matrix((spec.heads * spec.latent, spec.nope), name(_KEY_UP)),
+            value_up=weights.matrix((spec.heads * spec.value, spec.latent), name(_VALUE_UP)),
+            out=weights.matrix((hidden, spec.heads * spec.value), name(_OUT)),
+            query_norm=weights.vector(rank, name(_QUERY_NORM)) if rank else None,
+            query_up=weights.matrix((spec.query_rows, rank), name(_QUERY_UP)) if rank else None,
+        )
+
+    def matrices(self) -> dict[str, Weight]:
+        """The weights of ``latent_groups``, by the first name of each."""
+        own = self.weights
+        whole = (
+            (own.down, own.query_up, own.out) if own.query_up is not None else (own.down, own.out)
+        )
+        groups = latent_groups(self.spec)
+        return {group[0]: weight for group, weight in zip(groups, whole, strict=True)}
+
+    def __call__(self, ops: Ops, x: Array, step: Pass) -> Array:
+        """(R, D) to (R, D), without the residual."""
+        q = ops.norm_latent_append(x, self.weights, self.spec, step, self.layer)
+        return ops.latent_output(q, self.weights, self.spec, step, self.layer)

@@ -1,0 +1,192 @@
+"""Latent attention in the compiled kernels: against torch, and the same bits however it is run."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import OptionError
+from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.offload.kv import KvTier
+from localrt.quant.ops.choose import make_ops
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_kv import KVFormat, block_nbytes
+from localrt.quant.ops.native_kv_select import move_rows
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quantize import quantize_model
+from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.ops.test_native_matmul import ISAS
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+MODEL = "deepseek-v2-dense"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(MODEL)
+    save_tiny(MODEL, path)
+    return path
+
+
+def load(path: Path, ops: Any) -> Decoder:
+    with closing(open_checkpoint(path)) as checkpoint:
+        return load_decoder(checkpoint, ops, read_config(checkpoint))
+
+
+def native(
+    path: Path,
+    *,
+    threads: int = 2,
+    isa: str = "",
+    kv: KVFormat = "bf16",
+    on_ssd: Path | None = None,
+) -> Decoder:
+    decoder = load(path, NativeOps(threads=threads, isa=isa, kv_format=kv))
+    if on_ssd is not None:
+        layers = decoder.config.attention
+        places: Any = ["ssd", "ram", "ssd"]
+        assert isinstance(decoder.ops, NativeOps)
+        decoder.ops.kv_maker = KvTier(layers, places, on_ssd, capacity=800, kv_format=kv)
+    return decoder
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_code_path(folder: Path, isa: str) -> None:
+    ids = tokens(40)
+    expected = load(folder, TorchOps(compute_format="f32"))
+    whole = expected.forward(Batch.extend([(expected.cache(40), ids)]))
+    ours = native(folder, isa=isa, threads=1)
+    assert relative_error(ours.forward(Batch.extend([(ours.cache(40), ids)])), whole) < 0.01
+
+
+@pytest.mark.parametrize("format_", ["int8-g32", "int4-g16m", "mxfp4", "bf16"])
+def test_packed_matrices_are_multiplied_head_by_head(
+    folder: Path, format_: str, tmp_path: Path
+) -> None:
+    store = quantize_model(folder, tmp_path / "store", format_, method="rtn").path
+    ids = tokens(40)
+    expected = load(store, TorchOps(compute_format="f32"))
+    ours = native(store)
+    theirs = expected.forward(Batch.extend([(expected.cache(40), ids)]))
+    cache = ours.cache(41)
+    whole = ours.forward(Batch.extend([(cache, ids)]))
+    assert relative_error(whole, theirs) < 0.05
+    cache.trim(0)
+    parts = [ours.forward(Batch.extend([(cache, ids[a:b])])) for a, b in ((0, 1), (1, 4), (4, 40))]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_rotated_inputs_are_rotated(folder: Path, tmp_path: Path) -> None:
+    """What mr-gptq leaves to the kernels: whole projections, before and behind the heads' own."""
+    options: dict[str, Any] = {"method": "mr-gptq", "calibration": tokens(64 * 40)}
+    store = quantize_model(
+        folder, tmp_path / "store", "mxfp4", calibration_tokens=1024, threads=1, **options
+    ).path
+    with closing(open_checkpoint(store)) as checkpoint:
+        assert isinstance(checkpoint, StoreCheckpoint)
+        attention = next(u for u in checkpoint.manifest.units if u.name == "layers.1.attention")
+    rotated = {t.name.split(".")[-2] for t in attention.tensors if t.hadamard}
+    assert rotated == {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"}
+    ids = tokens(40)
+    expected, ours = load(store, TorchOps(compute_format="f32")), native(store)
+    theirs = expected.forward(Batch.extend([(expected.cache(40), ids)]))
+    whole = ours.forward(Batch.extend([(ours.cache(40), ids)]))
+    assert relative_error(whole, theirs) < 0.05
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_long_contexts_are_the_same_for_any_threads_and_chunks(folder: Path, kv: KVFormat) -> None:
+    """Beyond one block of keys, where work is split over the cache."""
+    ids = tokens(600)
+    results = []
+    for threads, chunk in ((1, 600), (2, 600), (2, 64), (1, 257)):
+        decoder = native(folder, threads=threads, kv=kv)
+        cache = decoder.cache(601)
+        for start in range(0, 600, chunk):
+            decoder.forward(Batch.extend([(cache, ids[start : start + chunk])]), rows=[])
+        results.append(decoder.forward(Batch.extend([(cache, [5])])))
+    for result in results[1:]:
+        assert np.array_equal(result, results[0])
+
+
+TREE = np.eye(5, dtype=bool)
+TREE[1:, 0] = TREE[3, 2] = TREE[4, 1] = True
+PATHS = ([0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4])
+
+
+@pytest.mark.parametrize("held", [20, 254, 300])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_a_tree_equals_its_branches_and_keeps_one(
+    folder: Path, kv: KVFormat, held: int, tmp_path: Path
+) -> None:
+    """On either side of a block's border, in RAM and with layers on the SSD."""
+    prompt, nodes = tokens(held), [5, 6, 7, 8, 9]
+    for on_ssd in (None, tmp_path):
+        decoder = native(folder, kv=kv, on_ssd=on_ssd)
+
+        def after(ids: list[int], decoder: Decoder = decoder) -> np.ndarray:
+            batch = Batch.extend([(decoder.cache(400), ids)])
+            return decoder.forward(batch, rows=[len(ids) - 1])[0]
+
+        cache = decoder.cache(400)
+        decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
+        positions = held + TREE.sum(1) - 1
+        tree = decoder.forward(Batch(np.array(nodes), positions, (Span(cache, 5, TREE),)))
+        for path in PATHS:
+            branch = after(prompt + [nodes[i] for i in path])
+            assert np.array_equal(tree[path[-1]], branch)
+        cache.select(held, [0, 2, 3])
+        kept = decoder.forward(Batch.extend([(cache, [11])]))[0]
+        assert np.array_equal(kept, after([*prompt, 5, 7, 8, 11]))
+
+
+@pytest.mark.parametrize(("kv", "token"), [("bf16", 2 * 48), ("int8", 48 + 4)])
+def test_a_cache_holds_one_row_of_a_token(folder: Path, kv: KVFormat, token: int) -> None:
+    decoder = native(folder, kv=kv)
+    cache = decoder.cache(300)
+    cache.reserve(300)
+    assert cache.nbytes == 3 * 512 * token == decoder.ops.kv_nbytes(decoder.config.attention, 300)
+
+
+@settings(max_examples=30)
+@given(st.data(), st.sampled_from(["latent-bf16", "latent-int8"]))
+def test_rows_move_with_their_scales(data: st.DataObject, kv: KVFormat) -> None:
+    size, width = block_nbytes(1, 48, kv), 48
+    memory = np.random.default_rng(1).integers(0, 256, (2, 1, size), np.uint8)
+    before = memory.copy()
+    first = data.draw(st.integers(0, 300))
+    rows = sorted(data.draw(st.sets(st.integers(0, 511 - first), min_size=1, max_size=9)))
+    move_rows(memory, 1, width, kv, first, rows)
+    number = 1 if kv == "latent-int8" else 2
+
+    def token(blocks: np.ndarray, index: int) -> bytes:
+        block = blocks[index // 256, 0]
+        row = block[: 256 * width * number].reshape(256, -1)[index % 256]
+        scale = block[256 * width * number :].reshape(256, -1)[index % 256]
+        return bytes(row) + bytes(scale)
+
+    for index in range(512):
+        at = index - first
+        source = first + rows[at] if 0 <= at < len(rows) else index
+        assert token(memory, index) == token(before, source)
+
+
+def test_four_bits_are_too_few_for_latents(folder: Path) -> None:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        attention = read_config(checkpoint).attention
+    with pytest.raises(OptionError, match="kv_format int4 is not for latent attention") as caught:
+        make_ops(attention, device="cpu", kv_format="int4")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(OptionError, match="not computed on GPUs"):
+        make_ops(attention, device="cuda")
