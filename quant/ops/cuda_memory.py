@@ -50,9 +50,12 @@ class CudaCopies:
 
     def free(self, memory: Tensor) -> None:
         """Give bytes back to the system, whoever still holds the tensor: it is empty then."""
-        memory.untyped_storage().resize_(0)
         if self._real:
+            memory.untyped_storage().resize_(0)
             torch.cuda.empty_cache()  # torch would keep it, and other programs would not see it
+            return
+        with contextlib.suppress(RuntimeError):  # what numpy has seen of RAM cannot be resized
+            memory.untyped_storage().resize_(0)
 
     def host_buffer(self, nbytes: int) -> Bytes:
         """Pinned RAM, page-aligned: exactly ``nbytes``, where torch's own pool would round up."""

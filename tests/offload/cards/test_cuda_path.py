@@ -16,6 +16,7 @@ from localrt.models.registry import find_architecture
 from localrt.offload.clock import WallClock
 from localrt.offload.cuda_accelerator import CudaAccelerator
 from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.experts.assignment import ExpertCosts, Rate
 from localrt.offload.pipeline import open_pipeline
 from localrt.offload.placement import Where
 from localrt.offload.split_cache import SplitCache
@@ -24,7 +25,16 @@ from localrt.offload.unit_parts import PartBuilder
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.cards.carded import pipeline_threads, place_on_card
-from tests.offload.placed import MODE, PLENTY, Model, extend, needs_kernels, pack_synthetic, passing
+from tests.offload.placed import (
+    MODE,
+    PLENTY,
+    Model,
+    extend,
+    needs_kernels,
+    pack_synthetic,
+    pack_tiny,
+    passing,
+)
 
 pytest.importorskip("triton")
 
@@ -61,7 +71,9 @@ def card_of(trace: Trace, capacity: int = PLENTY) -> tuple[CudaAccelerator, Wall
 
 
 @contextmanager
-def on_cuda(model: Model, where: Mapping[str, Where]) -> Iterator[PlacedDecoder]:
+def on_cuda(
+    model: Model, where: Mapping[str, Where], costs: ExpertCosts | None = None
+) -> Iterator[PlacedDecoder]:
     trace = Trace(keep=10_000)
     card, clock = card_of(trace)
     decoder = open_pipeline(
@@ -74,6 +86,7 @@ def on_cuda(model: Model, where: Mapping[str, Where]) -> Iterator[PlacedDecoder]
         card=card,
         clock=clock,
         trace=trace,
+        expert_costs=costs,
     )
     try:
         yield decoder
@@ -183,3 +196,27 @@ def test_what_copies_reach_is_measured() -> None:
     link, memory = CudaCopies(device="cpu").measure()
     assert link > 1e7
     assert memory > 1e7
+
+
+def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = pack_tiny("qwen3-moe", tmp_path_factory.mktemp("moe"))
+    # Both have some of them to do, and the card fetches some.
+    costs = ExpertCosts(cpu=Rate(1e-3, 0.0, 0.0), gpu=Rate(4e-4, 0.0, 0.0), fetch=5e-4)
+    with closing(Model(folder)) as model:
+        names = [unit.name for unit in model.store.manifest.units]
+        experts = [name for name in names if ".expert." in name]
+        where = {n: Where.VRAM for n in names if n.endswith((".mlp", ".attention"))}
+        where |= dict.fromkeys(experts[: len(experts) // 2], Where.VRAM)
+        with on_cuda(model, where, costs) as decoder:
+            cache, twin = decoder.cache(40), model.resident.cache(40)
+            errors = []
+            for text in ([5, 6, 7], [8], [9], [10], [11, 12]):
+                ours, theirs = (
+                    extend(d, c, text) for d, c in ((decoder, cache), (model.resident, twin))
+                )
+                errors.append(relative_error(ours, theirs))
+            counts, busy = decoder.counts(), decoder.trace.busy()
+    assert float(np.median(errors)) < BOUND  # a near tie may choose another expert
+    assert 0 < counts.expert_hits < counts.expert_uses
+    assert counts.link_bytes > 0
+    assert busy["cpu"] > 0
