@@ -140,6 +140,7 @@ CHECKS: dict[str, Callable[[str], list[Result]]] = {
     "triton-logits": from_module("gpu_models", "check_logits"),
     "packed": from_module("gpu_models", "check_packed"),
     "offload": from_module("gpu_offload", "check_offload"),
+    "experts": from_module("gpu_experts", "check_experts"),
 }
 EXTRA = {"sweep": from_module("gpu_kernels", "sweep")}
 """Run when asked for."""

@@ -15,7 +15,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def decoder_shapes(architecture: str, config: Mapping[str, Any]) -> Shapes:
-    """Tensor names and shapes of a dense decoder, under Hugging Face names."""
+    """Tensor names and shapes of a decoder, under Hugging Face names."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", hidden // heads)
@@ -40,7 +40,16 @@ def decoder_shapes(architecture: str, config: Mapping[str, Any]) -> Shapes:
                 if architecture == "Qwen2ForCausalLM":
                     part[f"self_attn.{name}_proj.bias"] = (count * size,)
             part["mlp.gate_proj.weight"] = part["mlp.up_proj.weight"] = (inner, hidden)
-        if architecture in ("Qwen3ForCausalLM", "Gemma3ForCausalLM"):
+        if architecture == "Qwen3MoeForCausalLM":
+            for name in ("gate", "up", "down"):
+                del part[f"mlp.{name}_proj.weight"]
+            part["mlp.gate.weight"] = (config["num_experts"], hidden)
+            inner = config["moe_intermediate_size"]
+            for number in range(config["num_experts"]):
+                stem = f"mlp.experts.{number}"
+                part[f"{stem}.gate_proj.weight"] = part[f"{stem}.up_proj.weight"] = (inner, hidden)
+                part[f"{stem}.down_proj.weight"] = (hidden, inner)
+        if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"):
             part["self_attn.q_norm.weight"] = part["self_attn.k_norm.weight"] = (size,)
         if sandwich:
             part["pre_feedforward_layernorm.weight"] = (hidden,)

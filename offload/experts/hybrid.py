@@ -47,6 +47,7 @@ class HybridStage:
     """Runs the sparse layers whose router is on the card of ``slots``. See ``SparseStage``.
 
     ``memory`` holds experts for the CPU, with ``host_tables``; ``costs`` are seconds of an expert.
+    ``scheduler`` may be changed between passes.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class HybridStage:
         self._host_tables, self._host = host_tables, host_ops
         self._clock = clock
         self._costs = costs
-        self._schedule = scheduler
+        self.scheduler = scheduler
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
         self.watch: Callable[[int, Routing], None] | None = None
@@ -106,7 +107,7 @@ class HybridStage:
 
     def _plan(self, demand: Demand, mark: Mark) -> Assignment:
         ready = Ready(link=max(0.0, self._link_free - self._time(mark)))
-        return self._schedule(demand.rows, demand.resident, self._costs, ready)
+        return self.scheduler(demand.rows, demand.resident, self._costs, ready)
 
     def _time(self, mark: Mark) -> float:
         """Seconds on the clock: a virtual one's are those of the mark."""

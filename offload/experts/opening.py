@@ -101,12 +101,15 @@ def open_card_slots(
 ) -> CardSlots:
     """Slots for as many experts as ``where`` places in VRAM, and for ``ring`` bytes more.
 
+    There is one at least: what the CPU does not compute has to be somewhere.
+
     Raises:
-        MemoryBudgetError: that is not one row's experts.
+        MemoryBudgetError: the card has no room for them.
     """
     layers = list(sparse_layers(config))
     kept = sum(unit.nbytes for unit in units.values() if where.get(unit.name) is Where.VRAM)
-    cache = _cache(config, units, kept, ring)
+    largest = max(unit.nbytes for unit in units.values())
+    cache = _cache(config, units, max(kept, largest), ring)
 
     def build(key: Key, unit: StoredUnit, data: Any, in_ram: Any) -> ExpertWeights:
         if any(len(tensor.shape) == 1 for tensor in unit.tensors):

@@ -106,6 +106,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "experts hits 90 to 95 %"
             ),
         ),
+        "gpt-oss-20b": Preset(
+            layers=24,
+            count=32,
+            used=4,
+            locality=Locality(zipf=0.55, task=0.5, slow=0.17, fast=0.15),
+            source="nothing is published: the locality of qwen2-57b in another shape",
+        ),
         "uniform": Preset(
             layers=48,
             count=128,
