@@ -2,7 +2,8 @@
 
 Four resources, each doing one thing at a time: disk, link, CPU, GPU. A pass goes through its units
 in order; reads and copies go in the same order, as far ahead as their ring has room, and wrap round
-the model's end into the next token. An expert's weights are fetched once its router has chosen.
+the model's end into the next token. An expert is fetched once its router has chosen; with
+the router on a card, card and CPU share a layer's experts as the runtime's scheduler has it.
 Since every queue is first in, first out, one walk over the units settles every time exactly. It
 knows a placement and costs, not how either was found.
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
+from localrt.offload.experts.assignment import Ready
+from localrt.offload.experts.scheduler import schedule
 from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.expert_costs import expert_costs
 from localrt.offload.planner.ring_model import RingModel, Slot
 
 __all__ = ["RESOURCES", "Resource", "SimulatedTask", "Simulation", "simulate"]
@@ -160,6 +164,11 @@ class _Walk:
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
         self.link_bytes_s = costs.machine.link_bytes_s or 1.0
+        self.expert_costs = expert_costs(costs)
+        places = [placement.where[u.name] for u in costs.shape.units if u.kind == "expert"]
+        kept, off = places.count(Where.VRAM), sum(place.read for place in places)
+        self.in_vram = kept / len(places) if places else 0.0
+        self.on_ssd = off / (len(places) - kept) if len(places) > kept else 0.0
         self.steps: list[list[PlacedUnit]] = []  # a unit, or a layer's experts
         for unit in costs.shape.units:
             if unit.kind == "embedding":
@@ -183,7 +192,9 @@ class _Walk:
         sums.chain += extra
         _keep(tasks, SimulatedTask("sampling", "pass", "cpu", begin, state.clock, token))
         for step in self.steps:
-            if step[0].kind == "expert":
+            if step[0].kind == "expert" and state.on_gpu:
+                self._shared(step, state, sums, token, tasks)
+            elif step[0].kind == "expert":
                 for unit, rows, where in self._chosen(step):
                     self._unit(unit, where, rows, state, sums, token, tasks)
             else:
@@ -205,6 +216,55 @@ class _Walk:
             places = [Where.RAM if self.random.random() < hits else Where.SSD for unit in chosen]
         found = [(unit, each, place) for unit, place in zip(chosen, places, strict=True)]
         return sorted(found, key=lambda item: item[2].read)
+
+    def _shared(
+        self,
+        experts: list[PlacedUnit],
+        state: _State,
+        sums: _Sums,
+        token: int,
+        tasks: list[SimulatedTask] | None,
+    ) -> None:
+        """A layer's experts on the card and the CPU at once, as the scheduler divides them.
+
+        What is on the card and in RAM is the caches' business: any expert, as often as there is
+        room for it. What is in neither is read before the CPU computes it.
+        """
+        assert self.expert_costs is not None, "there is a card, and there are experts"
+        chosen = self._chosen(experts)
+        hits = self.costs.expert_hits
+        on_card = [self.random.random() < (self.in_vram if hits is None else hits) for _ in chosen]
+        way = self.costs.crossing()
+        ready = Ready(cpu=way, cpu_back=way, link=max(0.0, state.link_free - state.clock))
+        plan = schedule([rows for _, rows, _ in chosen], on_card, self.expert_costs, ready)
+        read = sum(self.random.random() < self.on_ssd for _ in plan.cpu)
+        nbytes, begin = experts[0].nbytes, state.clock
+        end = begin + plan.end
+        if read:
+            start = max(state.disk_free, begin)
+            state.disk_free = start + read * nbytes / self.read_bytes_s
+            sums.busy["ssd"] += read * nbytes / self.bytes_s
+            sums.nbytes["ssd"] += read * nbytes
+            sums.waits["ssd"] += max(0.0, state.disk_free - end)
+            end = max(end, state.disk_free)
+        cpu_s = sum(self.expert_costs.cpu.at(chosen[i][1]) for i in plan.cpu)
+        gpu_s = sum(self.expert_costs.gpu.at(chosen[i][1]) for i in plan.gpu)
+        state.clock = end
+        state.link_free = begin + plan.link_end if plan.fetch else state.link_free
+        sums.busy["cpu"] += cpu_s
+        sums.busy["gpu"] += gpu_s
+        sums.busy["link"] += len(plan.fetch) * self.expert_costs.fetch
+        sums.chain += plan.end
+        sums.nbytes["ram"] += len(plan.cpu) * nbytes
+        sums.nbytes["vram"] += len(plan.gpu) * nbytes
+        sums.nbytes["link"] += len(plan.fetch) * nbytes
+        name = f"layers.{experts[0].layer}.experts"
+        for resource, seconds in (("cpu", cpu_s), ("gpu", gpu_s)):
+            if seconds:
+                task = SimulatedTask(
+                    name, "expert", cast(Resource, resource), begin, begin + seconds, token, nbytes
+                )
+                _keep(tasks, task)
 
     def _unit(
         self,
