@@ -28,7 +28,7 @@ from gguf import GGMLQuantizationType as Kind  # noqa: E402
 from localrt.models.checkpoints import open_checkpoint  # noqa: E402
 from localrt.quant.formats import unpack  # noqa: E402
 
-__all__ = ["widened_inner", "write_fixture"]
+__all__ = ["fixture_model", "widened_inner", "write_fixture"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -48,6 +48,12 @@ _LAYER = {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
 
+def fixture_model(folder: Path) -> Path:
+    """The fixture's weights: as they were trained, or packed as they lie in the repository."""
+    packed = folder / "fixture-moe.gguf"
+    return folder if (folder / "model.safetensors").exists() else packed
+
+
 def widened_inner(config: Mapping[str, Any], nbytes: int) -> int:
     """The least width, in whole blocks, at which all experts take at least ``nbytes``."""
     experts = config["num_experts"] * config["num_hidden_layers"]
@@ -57,7 +63,7 @@ def widened_inner(config: Mapping[str, Any], nbytes: int) -> int:
 
 def write_fixture(folder: Path, out: Path, *, experts: int = 0) -> Path:
     """Write ``folder``'s model with experts of at least ``experts`` bytes; returns ``out``."""
-    source = open_checkpoint(folder)
+    source = open_checkpoint(fixture_model(folder))
     config = json.loads((folder / "config.json").read_text())
     inner = widened_inner(config, experts)
     writer = gguf.GGUFWriter(out, "qwen3moe", use_temp_file=True)
