@@ -276,7 +276,7 @@ def compare(decoder: PlacedDecoder, size: Size) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for _ in range(WAYS_RUNS):
         for name, way in WAYS.items():
-            stages.scheduler = way
+            stages.scheduler, stages.fills = way, name == "hybrid"
             before, began = decoder.counts(), time.perf_counter()
             seconds[name].append(tokens(size.tokens))
             if name == "hybrid":

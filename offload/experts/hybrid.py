@@ -47,7 +47,7 @@ class HybridStage:
     """Runs the sparse layers whose router is on the card of ``slots``. See ``SparseStage``.
 
     ``memory`` holds experts for the CPU, with ``host_tables``; ``costs`` are seconds of an expert.
-    ``scheduler`` may be changed between passes.
+    ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class HybridStage:
         self._clock = clock
         self._costs = costs
         self.scheduler = scheduler
+        self.fills = True
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
         self.watch: Callable[[int, Routing], None] | None = None
@@ -131,7 +132,7 @@ class HybridStage:
 
     def _fill(self, place: int, mark: Mark) -> None:
         """While the link has nothing to do: the layer's expert that is most worth a slot."""
-        if self._link_free > self._time(mark):
+        if not self.fills or self._link_free > self._time(mark):
             return
         expert = self._slots.cache.candidate(place)
         if expert is not None and self._memory.holds(place, expert):

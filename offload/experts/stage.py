@@ -35,13 +35,13 @@ class SparseStage:
         self._ops = ops
         self._clock = clock
         self._resource: Resource = "cpu"
+        self._hits = self._uses = 0
         self.watch: Callable[[int, Routing], None] | None = None
 
     @property
     def hits_and_uses(self) -> tuple[int, int]:
         """Experts that were in memory when a layer asked for them, and all that were asked for."""
-        stats = self._memory.cache.stats()
-        return sum(stats.hits), sum(stats.demands)
+        return self._hits, self._uses
 
     def run(
         self, layer: int, part: SparseMlp, x: Array, mark: Mark, check: Check | None
@@ -56,6 +56,8 @@ class SparseStage:
             self.watch(place, routed.routing)
         try:
             wanted = self._memory.demand(place, routed.routing, mark)
+            self._hits += len(wanted.present)
+            self._uses += len(wanted.present) + len(wanted.absent)
             started = self._clock.begin(self._resource)
             shared = part.shared_rows(ops, routed)
             slots = ops.expert_slots(routed.normed, routed.routing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+_TIERS: list[KvTier] = []
+
+
+@pytest.fixture(autouse=True)
+def tiers_end() -> Iterator[None]:
+    """Their threads would outlive the test."""
+    yield
+    while _TIERS:
+        _TIERS.pop().close()
+
+
 def load(path: Path, ops: Any) -> Decoder:
     with closing(open_checkpoint(path)) as checkpoint:
         return load_decoder(checkpoint, ops, read_config(checkpoint))
@@ -57,7 +69,8 @@ def native(
         layers = decoder.config.attention
         places: Any = ["ssd", "ram", "ssd"]
         assert isinstance(decoder.ops, NativeOps)
-        decoder.ops.kv_maker = KvTier(layers, places, on_ssd, capacity=800, kv_format=kv)
+        _TIERS.append(KvTier(layers, places, on_ssd, capacity=800, kv_format=kv))
+        decoder.ops.kv_maker = _TIERS[-1]
     return decoder
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
+from localrt.offload.decoder import PlacedDecoder
 from localrt.offload.experts.assignment import Device, ExpertCosts, Rate, all_on
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.placement import Where
@@ -45,6 +45,13 @@ def places(
     where |= dict.fromkeys(experts[:cut], Where.VRAM)
     rest = experts[cut:]
     return where | dict.fromkeys(rest[: round(ssd * len(rest))], Where.SSD)
+
+
+def stages(placed: PlacedDecoder) -> HybridStage:
+    """What runs the sparse layers on the card."""
+    found = placed._res.experts["gpu"]
+    assert isinstance(found, HybridStage)
+    return found
 
 
 @pytest.mark.parametrize(("share", "ssd"), [(0.2, 0.0), (0.5, 0.0), (1.0, 0.0), (0.3, 0.6)])
@@ -88,6 +95,7 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
 def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
     def fetched(costs: ExpertCosts) -> int:
         with on_card(model, places(model, 0.5), expert_costs=costs) as placed:
+            stages(placed).fills = False
             cache = placed.cache(64)
             before = placed.counts().link_bytes
             for token in tokens(20):
@@ -118,22 +126,17 @@ def test_a_cancelled_pass_leaves_nothing_behind(model: Model) -> None:
         assert_same(conversation(placed), want)
 
 
-def test_a_static_placement_is_a_scheduler_too(model: Model, monkeypatch: Any) -> None:
-    def static(rows: Any, resident: Any, costs: Any, ready: Any) -> Any:
+def test_idle_links_fill_slots(model: Model) -> None:
+    def never(rows: Any, resident: Any, costs: Any, ready: Any) -> Any:
         return all_on(Device.GPU, rows, resident, costs, ready)
 
-    init = HybridStage.__init__
+    def hits(fills: bool) -> int:
+        with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
+            stages(placed).scheduler, stages(placed).fills = never, fills
+            cache = placed.cache(64)
+            for token in tokens(20):
+                extend(placed, cache, [token])
+            return placed.counts().expert_hits
 
-    def other(self: HybridStage, *args: Any, **options: Any) -> None:
-        init(self, *args, **{**options, "scheduler": static})
-
-    monkeypatch.setattr(HybridStage, "__init__", other)
-    with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
-        cache = placed.cache(64)
-        extend(placed, cache, tokens(10))
-        link = placed.counts().link_bytes
-        got = extend(placed, cache, [5])
-        assert placed.counts().link_bytes == link  # it never fetches
-    cache = model.resident.cache(64)
-    extend(model.resident, cache, tokens(10))
-    np.testing.assert_array_equal(got, extend(model.resident, cache, [5]))
+    assert hits(False) == 0  # a static placement whose slots nobody has filled
+    assert hits(True) > 0
