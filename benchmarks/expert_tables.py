@@ -1,11 +1,13 @@
-"""Markdown of ``experts.json``: expert kernels against the read floor and llama.cpp."""
+"""Markdown of ``experts.json`` and ``experts_ssd.json``: experts in RAM, and on the SSD."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["experts_table"]
+from localrt.formatting import format_bytes, format_rate
+
+__all__ = ["experts_ssd_table", "experts_table"]
 
 
 def experts_table(record: Mapping[str, Any]) -> str:
@@ -49,3 +51,43 @@ def _against(models: Mapping[str, Any] | None, phase: str) -> str:
         return "-"
     found = models[phase]
     return f"{found['native_tokens_s']:.0f} ({found['times_llamacpp']:.2f}x)"
+
+
+def experts_ssd_table(record: Mapping[str, Any]) -> str:
+    """One row for each engine and share of the experts."""
+    lines = [
+        "| RAM for | memory limit | engine | tok/s | predicted | experts in memory "
+        "| read per token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in record["results"]:
+        peers = [
+            other["tok_s"]
+            for other in record["results"]
+            if other["share"] == row["share"] and other["engine"] == "llamacpp"
+        ]
+        ahead = (
+            f" ({row['tok_s'] / max(peers):.1f}x)" if row["engine"] == "native" and peers else ""
+        )
+        hits, predicted = row["hit_rate"], row["predicted_tok_s"]
+        cells = [
+            f"{100 * row['share']:.0f} % of the experts",
+            format_bytes(row["limit_bytes"]),
+            f"{row['engine']} (repacked)" if row["repacked"] else row["engine"],
+            f"{format_rate(row['tok_s'])}{ahead}",
+            "-" if predicted is None else format_rate(predicted),
+            "-" if hits is None else f"{100 * hits:.0f} %",
+            format_bytes(row["read_bytes_per_token"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    machine, versions, fixture = record["machine"], record["versions"], record["fixture"]
+    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+    lines += [
+        "",
+        f"`{record['command']}`: the trained fixture ({fixture['tokens'] / 1e6:.1f} million "
+        f"tokens), widened to {format_bytes(record['experts_bytes'])} of experts, on text that it "
+        f"has not learnt; medians of five. {machine['cpu']['name']}, "
+        f"{machine['cpu']['usable_cores']} cores. "
+        f"{installed}.",
+    ]
+    return "\n".join(lines)

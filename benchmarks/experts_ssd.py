@@ -133,6 +133,9 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=1_500_000_000)
     parser.add_argument("--shares", default="0.5,0.25")
     parser.add_argument("--engines", default="native,llamacpp")
+    parser.add_argument(
+        "--repacked", action="store_true", help="llama.cpp with repacked weights too"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
     path = args.folder / f"widened-{args.experts}.gguf"
@@ -146,7 +149,8 @@ def main() -> int:
     for share in map(float, args.shares.split(",")):
         limit = int(share * args.experts) + rest + PROCESS
         for engine in args.engines.split(","):
-            for repack in (False, True) if engine == "llamacpp" else (False,):
+            both = engine == "llamacpp" and args.repacked
+            for repack in (False, True) if both else (False,):
                 row = {"share": share, "limit_bytes": limit}
                 row |= measure(engine, path, limit, texts, repack=repack)
                 results.append(row)

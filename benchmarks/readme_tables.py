@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
-from benchmarks.expert_tables import experts_table  # noqa: E402
+from benchmarks.expert_tables import experts_ssd_table, experts_table  # noqa: E402
 from benchmarks.gpu_tables import gpu_tables  # noqa: E402
 from benchmarks.kernel_tables import kernels_table, passes_table  # noqa: E402
 from benchmarks.moe_cache_tables import tables as moe_cache_tables  # noqa: E402
@@ -80,6 +80,7 @@ _KINDS = {
     "offload": offload_table,
     "gpu_check": gpu_tables,
     "experts": experts_table,
+    "experts_ssd": experts_ssd_table,
     "moe_cache": moe_cache_tables,
 }
 
