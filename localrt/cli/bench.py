@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     def size(text: str | None) -> int | None:
         return None if text is None else parse_size(text)
 
+    if args.expert_trace is not None and not args.expert_trace.absolute().parent.is_dir():
+        folder = args.expert_trace.parent
+        raise OptionError(f"--expert-trace: there is no folder {folder}: make it first")
     limit, ram, gpu_memory = size(args.memory_limit), size(args.ram), size(args.gpu_memory)
     workload = Workload(args.prompt_tokens, args.tokens, args.runs)
     settings = Settings.from_environment()
