@@ -269,7 +269,8 @@ def test_under_a_limit_nothing_is_left_in_the_cache_and_the_peak_is_reported(
     assert outcome.page_cache == "model files"
     assert len(dropped) == 2 * 5  # before and after each engine and setting
     for result in outcome.results:
-        assert 1_000_000 < result.metrics["peak_cgroup_bytes"] < 400_000_000
+        # What a child has before it is put into its group is not counted there.
+        assert 0 < result.metrics["peak_cgroup_bytes"] < 400_000_000
 
 
 def test_a_child_ends_with_its_block() -> None:
