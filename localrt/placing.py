@@ -128,7 +128,11 @@ def open_placed(
     machine = card.on(machine)
     plan = first_plan(shape, machine, budgets(choice.buffers), choice, kv_format, rows=pass_rows)
     notes += plan.notes
-    resident = sum(u.nbytes for u in shape.units if not plan.placement.where[u.name].read)
+    # Experts come later, beside the first passes.
+    loaded = [
+        u for u in shape.units if u.kind != "expert" and not plan.placement.where[u.name].read
+    ]
+    resident = sum(unit.nbytes for unit in loaded)
 
     def opened(store: StoreCheckpoint) -> PlacedDecoder:
         kv_tier = _kv_tier(plan, config, choice, kv_format, settings)

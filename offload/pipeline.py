@@ -153,6 +153,7 @@ class _Maker:
         self._reader: UnitReader | None = None
         self._link: LinkSource | None = None
         self.card_lane: Lane | None = None
+        self._expert_units = expert_units(config, self._units)
         self._experts: ExpertMemory | None = None
         self._card_slots: CardSlots | None = None
 
@@ -207,7 +208,7 @@ class _Maker:
                 pool = placement.vram_ring if copier is None else 0
                 self._card_slots = open_card_slots(
                     self._config,
-                    expert_units(self._config, self._units),
+                    self._expert_units,
                     placement.where,
                     self._card_builder,
                     card,
@@ -256,7 +257,7 @@ class _Maker:
         if lane is not None:
             lane.stream([stage for stage in self.stages if stage.where.copied])
         if self._experts is not None:
-            self._experts.fill(fill_order(expert_units(self._config, self._units)))
+            self._experts.fill(fill_order(self._expert_units))
         self.table = RowTable(
             self._store, EMBEDDING, self._rows, self.cpu.memory, stall_s=self._stall_s
         )
@@ -323,7 +324,7 @@ class _Maker:
     def _make_experts(self, ring: int) -> None:
         self._experts = open_experts(
             self._config,
-            expert_units(self._config, self._units),
+            self._expert_units,
             self._placement.where,
             self._cpu_builder,
             DiskSource(self.files, self.clock),

@@ -27,7 +27,8 @@ class _Slot:
 class CardSlots:
     """``cache.capacity`` slots, each for the largest of ``units``; a ``table`` for each layer.
 
-    ``build`` makes weights of a unit's bytes on the card and of the same in RAM.
+    ``build`` makes weights of a unit's bytes on the card and of the same in RAM. ``expert_size`` is
+    the largest expert's bytes, and its multiply-accumulates with one row.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class CardSlots:
         self._units = units
         self._tables = tables
         self._build = build
-        size = max(unit.nbytes for unit in units.values())
+        largest = max(units.values(), key=lambda unit: unit.nbytes)
+        size = largest.nbytes
+        matrices = (tensor.shape for tensor in largest.tensors if len(tensor.shape) == 2)
+        self.expert_size = size, sum(rows * cols for rows, cols in matrices)
         self._memory = card.alloc(cache.capacity * size)
         cuts = range(0, cache.capacity * size, size)
         self._spare = [_Slot(self._memory[at : at + size]) for at in reversed(cuts)]

@@ -59,8 +59,6 @@ class HybridStage:
         host_ops: Ops,
         clock: Clock,
         costs: ExpertCosts,
-        *,
-        scheduler: Scheduler = schedule,
     ) -> None:
         self._slots, self._memory = slots, memory
         self._card = slots.card
@@ -68,7 +66,7 @@ class HybridStage:
         self._host_tables, self._host = host_tables, host_ops
         self._clock = clock
         self._costs = costs
-        self.scheduler = scheduler
+        self.scheduler: Scheduler = schedule
         self.fills = True
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
@@ -142,13 +140,14 @@ class HybridStage:
         """All slots filled; returns when."""
         chosen = demand.experts.tolist()
         held = [chosen[i] for i in plan.gpu if demand.resident[i]]
-        others = [expert for expert in chosen if expert not in held]
+        here = set(held)
+        others = [expert for expert in chosen if expert not in here]
         wanted = self._memory.demand(turn.place, turn.routed.routing, mark, only=others)
         # Copies begin first, then the card's kernels: both go on while the CPU computes.
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
         on_card = self._on_card(turn, held, mark)
-        here = [expert for expert in others if expert not in fetched]
-        by_cpu = self._on_cpu(turn, here, wanted, mark) if here else mark
+        rest = [expert for expert in others if expert not in fetched]
+        by_cpu = self._on_cpu(turn, rest, wanted, mark) if rest else mark
         for expert, arrived in fetched.items():
             self._card.wait(arrived)
             on_card = self._on_card(turn, [expert], later(on_card, arrived))
@@ -158,9 +157,9 @@ class HybridStage:
         self, turn: _Turn, experts: Sequence[int], wanted: Demanded, mark: Mark
     ) -> dict[int, Mark]:
         """Begin to copy those that are in RAM and worth a slot: when each is there."""
-        cache, arrivals = self._slots.cache, dict[int, Mark]()
+        cache, arrivals, present = self._slots.cache, dict[int, Mark](), set(wanted.present)
         for expert in experts:
-            if expert in wanted.present and cache.room and cache.keeps(turn.place, expert):
+            if expert in present and cache.room and cache.keeps(turn.place, expert):
                 arrivals[expert] = self._bring(turn.place, expert, mark)
         return arrivals
 
@@ -168,10 +167,9 @@ class HybridStage:
         if not experts:
             return mark
         card, routed = self._card, turn.routed
-        costs = [
-            card.cost_s(self._memory.nbytes_of, self._memory.macs, turn.rows[expert])
-            for expert in experts
-        ]
+        # A virtual card's seconds; a real one's kernels take theirs.
+        nbytes, macs = self._slots.expert_size
+        costs = (card.cost_s(nbytes, macs, turn.rows[expert]) for expert in experts)
         known = [seconds for seconds in costs if seconds is not None]
         started = self._clock.begin("gpu")
         with card.ops.scope():
@@ -200,7 +198,8 @@ class HybridStage:
             self._memory.computed(turn.place, group, mark)
             return mark
 
-        present = [expert for expert in experts if expert in wanted.present]
+        absent = set(wanted.absent)
+        present = [expert for expert in experts if expert not in absent]
         if present:
             mark = compute(present, mark)
         for expert in wanted.absent:

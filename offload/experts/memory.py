@@ -36,7 +36,6 @@ class Demanded:
     ``absent`` are in the order in which they are read.
     """
 
-    layer: int
     present: tuple[int, ...]
     absent: tuple[int, ...]
 
@@ -62,10 +61,7 @@ class ExpertMemory:
         self.cache = cache
         self.slot_nbytes = max(unit.nbytes for unit in units.values())
         self._units = units
-        self._macs = max(
-            sum(t.shape[0] * t.shape[1] for t in unit.tensors if len(t.shape) == 2)
-            for unit in units.values()
-        )
+        self._keys = {unit.name: key for key, unit in units.items()}
         self._tables = tables
         self._reader = reader
         self._build = build
@@ -92,16 +88,6 @@ class ExpertMemory:
         """Bytes that ``resize`` could free."""
         return self.nbytes - self._least * self.slot_nbytes
 
-    @property
-    def nbytes_of(self) -> int:
-        """Bytes of one expert: the largest."""
-        return self.slot_nbytes
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates of one expert with one row: the largest."""
-        return self._macs
-
     def holds(self, layer: int, expert: int) -> bool:
         """Whether an expert is in a slot, all of it."""
         return (layer, expert) in self._memory and (layer, expert) not in self._loads
@@ -127,7 +113,8 @@ class ExpertMemory:
         self._settle_arrived()
         wanted = self.cache.touch(layer, routing.experts, routing.scores, only=only)
         there = wanted.resident
-        # The most rows first: they have the most to compute while others are read.
+        # Reading and computing overlap, each one expert at a time, and all reads take the same: by
+        # Johnson's rule those at hand come first, then the absent ones, the most rows first.
         order = np.argsort(-wanted.rows, kind="stable")
         held = [int(expert) for expert in wanted.experts[order][there[order]]]
         arriving = [expert for expert in held if (layer, expert) in self._loads]
@@ -138,7 +125,7 @@ class ExpertMemory:
         absent = (*arriving, *self._queued)
         self._demanded = {(layer, expert) for expert in absent}
         self._begin_queued(layer, after)
-        return Demanded(layer, tuple(present), absent)
+        return Demanded(tuple(present), absent)
 
     def arrive(self, layer: int, expert: int, after: Mark, check: Check | None) -> Mark:
         """Wait for an absent expert, which its table holds then; the mark of its arrival.
@@ -166,11 +153,11 @@ class ExpertMemory:
         self.cache.release(layer)
 
     def abandon(self, layer: int) -> None:
-        """The pass ended in the middle of a layer; what is on its way comes all the same."""
+        """The pass ended in the middle of a layer; what is on its way comes all the same.
+
+        What has failed is asked for again when it is needed.
+        """
         self.done(layer)
-        for key, load in list(self._loads.items()):
-            if load.error is not None:
-                self._forget(key)
 
     def resize(self, nbytes: int) -> int:
         """Have at most ``nbytes`` of slots from now on, but one row's worth; returns bytes freed.
@@ -178,8 +165,8 @@ class ExpertMemory:
         Called between passes; what was to be read ahead of its need is not.
         """
         before = self.nbytes
-        for load in self._reader.call_off(list(self._loads.values())):
-            self._forget(next(key for key, each in self._loads.items() if each is load))
+        for load in self._reader.call_off():
+            self._forget(self._keys[load.unit.name])
         for key in self.cache.resize(max(self._least, nbytes // self.slot_nbytes)):
             self._release(key)
         self._spare.clear()
@@ -201,8 +188,11 @@ class ExpertMemory:
 
     def _settle_arrived(self) -> None:
         """What was read ahead of its need has come: it can be evicted like any other."""
-        for key in [key for key, load in self._loads.items() if load.done]:
-            if self._loads[key].error is not None:
+        for load in self._reader.ended():
+            key = self._keys[load.unit.name]
+            if self._loads.get(key) is not load:
+                continue  # it was waited for
+            if load.error is not None:
                 self._forget(key)  # it is asked for again when it is needed
             else:
                 self._settle(key)

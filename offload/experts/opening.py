@@ -72,8 +72,7 @@ def open_experts(
         MemoryBudgetError: that is not even one expert.
     """
     layers = list(sparse_layers(config))
-    in_ram = (Where.RAM, Where.LINK)
-    kept = sum(unit.nbytes for unit in units.values() if where.get(unit.name) in in_ram)
+    kept = _placed(units, where, Where.RAM, Where.LINK)
     cache = _cache(config, units, kept, ring)
 
     def build(key: Key, unit: StoredUnit, data: Any) -> ExpertWeights:
@@ -107,9 +106,9 @@ def open_card_slots(
         MemoryBudgetError: the card has no room for them.
     """
     layers = list(sparse_layers(config))
-    kept = sum(unit.nbytes for unit in units.values() if where.get(unit.name) is Where.VRAM)
     largest = max(unit.nbytes for unit in units.values())
-    cache = _cache(config, units, max(kept, largest), ring)
+    kept = max(_placed(units, where, Where.VRAM), largest)
+    cache = _cache(config, units, kept, ring)
 
     def build(key: Key, unit: StoredUnit, data: Any, in_ram: Any) -> ExpertWeights:
         if any(len(tensor.shape) == 1 for tensor in unit.tensors):
@@ -118,6 +117,11 @@ def open_card_slots(
 
     tables = [builder.table(layer) for layer in layers]
     return CardSlots(card, units, tables, cache, build=build)
+
+
+def _placed(units: Mapping[Key, StoredUnit], where: Mapping[str, Where], *places: Where) -> int:
+    """Bytes of the experts at ``places``."""
+    return sum(unit.nbytes for unit in units.values() if where.get(unit.name) in places)
 
 
 def _cache(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,7 @@ class DemandReader:
         self._changed = threading.Condition()
         self._urgent: deque[Load] = deque()
         self._ahead: deque[Load] = deque()
+        self._ended: list[Load] = []
         self._closed = False
         self._fetched = 0
         self._last_arrival = 0.0
@@ -81,12 +82,6 @@ class DemandReader:
         """Bytes that have arrived since construction."""
         with self._changed:
             return self._fetched
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is asked for."""
-        with self._changed:
-            return not self._urgent and not self._ahead
 
     def ask(
         self, unit: StoredUnit, memory: Any, *, after: Mark = None, urgent: bool = True
@@ -105,16 +100,21 @@ class DemandReader:
                 self._ahead.remove(load)
                 self._urgent.append(load)
 
-    def call_off(self, loads: Sequence[Load]) -> list[Load]:
-        """Do not begin these; returns those of which nothing was or will be read."""
+    def call_off(self) -> list[Load]:
+        """Begin nothing of what was asked for ahead; returns that of which nothing was read."""
         with self._changed:
-            dropped = []
-            for load in loads:
-                untouched = load.missing == load.unit.nbytes and not load.in_flight
-                if load in self._ahead and untouched:
-                    self._ahead.remove(load)
-                    dropped.append(load)
+            begun = [
+                load for load in self._ahead if load.in_flight or load.missing < load.unit.nbytes
+            ]
+            dropped = [load for load in self._ahead if load not in begun]
+            self._ahead = deque(begun)
             return dropped
+
+    def ended(self) -> list[Load]:
+        """The loads that have ended, well or not, since this was last asked."""
+        with self._changed:
+            ended, self._ended = self._ended, []
+            return ended
 
     def wait(self, load: Load, check: Check | None = None) -> Mark:
         """Until ``load`` is there: its mark. ``check`` is called meanwhile, and may raise.
@@ -199,4 +199,5 @@ class DemandReader:
                     if load in queue:
                         queue.remove(load)
             if load.done:
+                self._ended.append(load)
                 self._changed.notify_all()

@@ -14,7 +14,6 @@ from localrt.offload.clock import Clock, later
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.reader import Check
 from localrt.offload.ring import Mark
-from localrt.offload.trace import Resource
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
@@ -22,7 +21,7 @@ __all__ = ["SparseStage"]
 
 
 class SparseStage:
-    """Runs sparse layers of one lane. ``places`` are the layers' numbers among the sparse ones.
+    """Runs sparse layers on the CPU. ``places`` are the layers' numbers among the sparse ones.
 
     ``watch`` is told of every choice.
     """
@@ -34,7 +33,6 @@ class SparseStage:
         self._places = places
         self._ops = ops
         self._clock = clock
-        self._resource: Resource = "cpu"
         self._hits = self._uses = 0
         self.watch: Callable[[int, Routing], None] | None = None
 
@@ -49,27 +47,27 @@ class SparseStage:
         """``x`` (R, D) is there by ``mark``: the layer's sum (R, D), and when it is there."""
         ops, place = self._ops, self._places[layer]
         label = f"layers.{layer}.mlp"
-        started = self._clock.begin(self._resource)
+        started = self._clock.begin("cpu")
         routed = part.route(ops, x)
-        mark = self._clock.end(self._resource, label, started, after=mark)
+        mark = self._clock.end("cpu", label, started, after=mark)
         if self.watch is not None:
             self.watch(place, routed.routing)
         try:
             wanted = self._memory.demand(place, routed.routing, mark)
             self._hits += len(wanted.present)
             self._uses += len(wanted.present) + len(wanted.absent)
-            started = self._clock.begin(self._resource)
+            started = self._clock.begin("cpu")
             shared = part.shared_rows(ops, routed)
             slots = ops.expert_slots(routed.normed, routed.routing)
             self._compute(part, routed, slots, wanted.present)
-            mark = self._clock.end(self._resource, label, started, after=mark)
+            mark = self._clock.end("cpu", label, started, after=mark)
             self._memory.computed(place, wanted.present, mark)
             for expert in wanted.absent:
                 there = self._memory.arrive(place, expert, mark, check)
-                started = self._clock.begin(self._resource)
+                started = self._clock.begin("cpu")
                 self._compute(part, routed, slots, [expert])
                 mark = self._clock.end(
-                    self._resource,
+                    "cpu",
                     f"layers.{layer}.expert.{expert}",
                     started,
                     after=later(mark, there),
@@ -79,9 +77,9 @@ class SparseStage:
             self._memory.abandon(place)
             raise
         self._memory.done(place)
-        started = self._clock.begin(self._resource)
+        started = self._clock.begin("cpu")
         out = ops.combine_experts(slots, routed.routing, shared)
-        return out, self._clock.end(self._resource, label, started, after=mark)
+        return out, self._clock.end("cpu", label, started, after=mark)
 
     def _compute(
         self, part: SparseMlp, routed: Routed, slots: Array, experts: Sequence[int]

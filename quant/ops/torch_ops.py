@@ -22,7 +22,7 @@ from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.methods.restore import restored_rows
 from localrt.quant.ops.experts import (
     ExpertSpec,
-    ExpertTable,
+    ExpertWeights,
     RouterSpec,
     RouterWeights,
     Routing,
@@ -39,7 +39,7 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from localrt.quant.ops.torch_attention import attend_rows, visible_keys
-from localrt.quant.ops.torch_experts import TorchExpertTable, gated, route, slots_of
+from localrt.quant.ops.torch_experts import TorchExpertSteps, gated, route
 from localrt.quant.ops.torch_kv import TorchKVCache
 from localrt.quant.ops.torch_latent import attend_latents, latent_queries, latent_values
 
@@ -55,7 +55,7 @@ class _Pass:
     masks: dict[tuple[int, int | None], Tensor | None]
 
 
-class TorchOps:
+class TorchOps(TorchExpertSteps):
     """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
 
     name = "torch"
@@ -231,10 +231,6 @@ class TorchOps:
 
     # -- a mixture of experts --------------------------------------------------------------------
 
-    def expert_table(self, count: int) -> TorchExpertTable:
-        """An empty table."""
-        return TorchExpertTable(count)
-
     def norm_route(
         self, x: Tensor, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Tensor, Routing]:
@@ -248,39 +244,9 @@ class TorchOps:
         """(R * K, D)."""
         return normed.new_empty(normed.shape[0] * routing.used, normed.shape[1])
 
-    def run_experts(
-        self,
-        normed: Tensor,
-        routing: Routing,
-        table: ExpertTable,
-        spec: ExpertSpec,
-        slots: Tensor,
-        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """Fill the slots of each expert with one pass over its rows."""
-        assert isinstance(table, TorchExpertTable), "tables belong to one implementation"
-        for expert, filled in slots_of(routing, experts):
-            weights = table[expert]
-            index = torch.from_numpy(filled).to(self._device)
-            rows = normed[index // routing.used]
-            hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
-            slots[index] = self.linear(hidden, weights.down, weights.down_bias)
-
-    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Tensor) -> Tensor:
-        """In place."""
-        slots[torch.from_numpy(index).to(self._device)] = rows.to(slots.dtype)
-        return slots
-
-    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """(R, D): summed in float32, one k after another."""
-        weights = torch.from_numpy(routing.weights).to(self._device)
-        parts = slots.view(-1, routing.used, slots.shape[1])
-        total = torch.zeros(parts.shape[0], slots.shape[1], device=self._device)
-        for k in range(routing.used):
-            total += parts[:, k].float() * weights[:, k : k + 1]
-        if shared is not None:
-            total += shared.float()
-        return total.to(slots.dtype)
+    def _expert(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
+        hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
+        return self.linear(hidden, weights.down, weights.down_bias)
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Tensor | None

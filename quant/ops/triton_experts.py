@@ -7,25 +7,21 @@ kernels of a dense MLP on the rows that chose it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.ops.experts import (
     ExpertSpec,
-    ExpertTable,
     ExpertWeights,
     RouterSpec,
     RouterWeights,
     Routing,
 )
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
-from localrt.quant.ops.torch_experts import TorchExpertTable, gated, route, slots_of
+from localrt.quant.ops.torch_experts import TorchExpertSteps, gated, route
 from localrt.quant.ops.triton_steps import norm
 
 if TYPE_CHECKING:
@@ -34,10 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["TritonExperts"]
 
 
-class TritonExperts:
+class TritonExperts(TorchExpertSteps):
     """Needs ``linear`` and ``_gated`` of ``TritonOps``."""
-
-    _device: torch.device
 
     def linear(self, x: Tensor, weight: Any, bias: Any = None, *, dtype: Any = ...) -> Tensor:
         """See ``TritonOps``."""
@@ -45,10 +39,6 @@ class TritonExperts:
 
     def _gated(self, h: Tensor, weight: Any, activation: str) -> Tensor:
         raise NotImplementedError
-
-    def expert_table(self, count: int) -> TorchExpertTable:
-        """An empty table."""
-        return TorchExpertTable(count)
 
     def norm_route(
         self, x: Stream, weights: RouterWeights, spec: RouterSpec
@@ -68,38 +58,6 @@ class TritonExperts:
         """(R * K, D), float32."""
         shape = (normed.shape[0] * routing.used, normed.shape[1])
         return torch.empty(shape, dtype=torch.float32, device=self._device)
-
-    def run_experts(
-        self,
-        normed: Tensor,
-        routing: Routing,
-        table: ExpertTable,
-        spec: ExpertSpec,
-        slots: Tensor,
-        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """Fill the slots of each expert with one pass over its rows."""
-        assert isinstance(table, TorchExpertTable), "tables belong to one implementation"
-        for expert, filled in slots_of(routing, experts):
-            index = torch.from_numpy(filled).to(self._device)
-            slots[index] = self._expert(normed[index // routing.used], table[expert], spec)
-
-    def put_slots(
-        self, slots: Tensor, index: npt.NDArray[np.intp], rows: Stream | Tensor
-    ) -> Tensor:
-        """In place. Rows of the CPU come as a residual stream."""
-        values = rows if isinstance(rows, Tensor) else rows.settle()
-        slots[torch.from_numpy(index).to(self._device)] = values
-        return slots
-
-    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """(R, D), float32, one k after another."""
-        weights = torch.from_numpy(routing.weights).to(self._device)
-        parts = slots.view(-1, routing.used, slots.shape[1])
-        total = parts[:, 0] * weights[:, :1]
-        for k in range(1, routing.used):
-            total += parts[:, k] * weights[:, k : k + 1]
-        return total if shared is None else total + shared
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Any | None
