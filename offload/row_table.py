@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.offload.fetching import POLL_S, require_answer
 from localrt.offload.files import FileReader
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
@@ -31,7 +31,6 @@ KEPT_BYTES = 1 << 20
 """Of tiles that were read, at most."""
 
 _PARALLEL = 8  # reads of a few kilobytes wait for the disk, not for a core
-_POLL_S = 0.05  # how soon a waiting pass notices that it was cancelled
 
 
 class RowTable:
@@ -122,19 +121,14 @@ class RowTable:
         latest, count = time.perf_counter(), 0
         try:
             while True:
-                done, left = wait(reads, _POLL_S, FIRST_EXCEPTION)
+                done, left = wait(reads, POLL_S, FIRST_EXCEPTION)
                 for read in done:
                     read.result()
                 if not left:
                     return
                 if len(done) > count:
                     latest, count = time.perf_counter(), len(done)
-                silent = time.perf_counter() - latest
-                if silent > self._stall_s:
-                    raise CheckpointError(
-                        f"the disk has not answered for {silent:.0f} seconds (reading "
-                        f"{self._name}): check the drive that the model is on"
-                    )
+                require_answer(latest, self._stall_s, self._name)
                 if check is not None:
                     check()
         finally:

@@ -13,35 +13,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.offload.fetching import POLL_S, Source, end_threads, fetch, require_answer
 from localrt.offload.ring import Chunk, Lease, Mark, Ring
 from localrt.offload.waiting import waiting
 
-__all__ = ["Source", "UnitReader"]
+__all__ = ["UnitReader"]
 
 Check = Callable[[], None]
-
-_POLL_S = 0.05  # how soon a waiting pass notices that it was cancelled
-_CLOSE_S = 2.0  # how long closing waits for reads on their way
-
-
-class Source(Protocol):
-    """Where units come from. Used by several threads at once."""
-
-    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
-        """Fill ``out`` with the unit's bytes from ``start`` on, not before ``after`` has happened.
-
-        Returns the mark by which they are there.
-
-        Raises:
-            LocalrtError: they cannot be had.
-        """
-
-    def skip(self, unit: StoredUnit) -> None:
-        """The unit is left out once: in the order of ``fetch``, after all of what came before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -174,13 +156,9 @@ class UnitReader:
                 return found
             with waiting(check):
                 while True:
-                    self._changed.wait(_POLL_S)
-                    silent = time.perf_counter() - max(started, self._state.last_arrival)
-                    if silent > self._stall_s:
-                        raise CheckpointError(
-                            f"the disk has not answered for {silent:.0f} seconds (reading {name}): "
-                            "check the drive that the model is on"
-                        )
+                    self._changed.wait(POLL_S)
+                    since = max(started, self._state.last_arrival)
+                    require_answer(since, self._stall_s, name)
                     if check is not None:
                         check()
                     found = self._take(name)
@@ -202,9 +180,7 @@ class UnitReader:
         with self._changed:
             self._state.closed = True
             self._changed.notify_all()
-        end = time.perf_counter() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, end - time.perf_counter()))
+        end_threads(self._threads)
 
     # -- under the lock --------------------------------------------------------------------------
 
@@ -315,15 +291,9 @@ class UnitReader:
             self._fetch(*job)
 
     def _fetch(self, load: _Load, chunk: Chunk, after: Mark) -> None:
-        error, mark = None, None
         ring = self._ring  # stays while anything is on its way
         out = ring.view(load.lease)[chunk.start : chunk.start + chunk.nbytes]
-        try:
-            mark = self._source.fetch(load.unit, chunk.start, out, after)
-        except LocalrtError as failure:
-            error = failure
-        except Exception as failure:  # noqa: BLE001 - a thread must not die in silence
-            error = CheckpointError(f"{load.unit.file} cannot be read: {failure}")
+        mark, error = fetch(self._source, load.unit, chunk.start, out, after)
         with self._changed:
             state = self._state
             state.last_arrival = time.perf_counter()

@@ -16,10 +16,10 @@ from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory, Verify
 from localrt.offload.experts.reader import DemandReader
+from localrt.offload.fetching import Source
 from localrt.offload.files import ReadMode
 from localrt.offload.placement import Where
 from localrt.offload.unit_parts import PartBuilder
-from localrt.offload.unit_reader import Source
 from localrt.quant.ops.experts import ExpertWeights
 
 __all__ = [

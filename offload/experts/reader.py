@@ -17,16 +17,13 @@ from typing import Any
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.offload.clock import later
+from localrt.offload.fetching import POLL_S, Source, end_threads, fetch, require_answer
 from localrt.offload.ring import Chunk, Mark, chunks
-from localrt.offload.unit_reader import Source
 from localrt.offload.waiting import waiting
 
 __all__ = ["DemandReader", "Load"]
 
 Check = Callable[[], None]
-
-_POLL_S = 0.05  # how soon a waiting pass notices that it was cancelled
-_CLOSE_S = 2.0  # how long closing waits for reads on their way
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +124,7 @@ class DemandReader:
             if not load.done:
                 with waiting(check):
                     while not load.done:
-                        self._changed.wait(_POLL_S)
+                        self._changed.wait(POLL_S)
                         self._require_life(load, started)
                         if check is not None:
                             check()
@@ -140,19 +137,12 @@ class DemandReader:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        end = time.perf_counter() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, end - time.perf_counter()))
+        end_threads(self._threads)
 
     def _require_life(self, load: Load, started: float) -> None:
         if self._closed:
             raise CheckpointError("the model was closed while it was in use")
-        silent = time.perf_counter() - max(started, self._last_arrival)
-        if silent > self._stall_s:
-            raise CheckpointError(
-                f"the disk has not answered for {silent:.0f} seconds (reading {load.unit.name}): "
-                "check the drive that the model is on"
-            )
+        require_answer(max(started, self._last_arrival), self._stall_s, load.unit.name)
 
     def _next(self) -> tuple[Load, Chunk] | None:
         """The next piece to fetch."""
@@ -177,14 +167,8 @@ class DemandReader:
             self._fetch(*job)
 
     def _fetch(self, load: Load, chunk: Chunk) -> None:
-        error, mark = None, None
         out = load.memory[chunk.start : chunk.start + chunk.nbytes]
-        try:
-            mark = self._source.fetch(load.unit, chunk.start, out, load.after)
-        except LocalrtError as failure:
-            error = failure
-        except Exception as failure:  # noqa: BLE001 - a thread must not die in silence
-            error = CheckpointError(f"{load.unit.file} cannot be read: {failure}")
+        mark, error = fetch(self._source, load.unit, chunk.start, out, load.after)
         with self._changed:
             self._last_arrival = time.perf_counter()
             load.in_flight -= 1
