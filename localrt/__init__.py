@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from localrt.api import Model as Model
     from localrt.api import ModelInfo as ModelInfo
     from localrt.api import load as load
-    from localrt.chat import Chat as Chat
+    from localrt.chat import ChatSession as ChatSession
     from localrt.chat import Message as Message
     from localrt.engine.types import Chunk as Chunk
     from localrt.engine.types import Metrics as Metrics
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Chat": "localrt.chat",
+    "ChatSession": "localrt.chat",
     "Chunk": "localrt.engine.types",
     "Message": "localrt.chat",
     "Metrics": "localrt.engine.types",
@@ -61,7 +61,7 @@ _HOME = {
 
 __all__ = [
     "CancelledError",
-    "Chat",
+    "ChatSession",
     "CheckpointError",
     "Chunk",
     "ContextOverflowError",

@@ -26,7 +26,7 @@ from localrt.loading import LoadedModel, LoadOptions, load_parts
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
-    from localrt.chat import Chat, Message
+    from localrt.chat import ChatSession, Message
     from localrt.engine.base import EngineSession, Logits
     from localrt.models.tokenizers import Tokenizer
 
@@ -235,17 +235,17 @@ class Model(BatchMethods):
         """Like ``generate``, for asyncio."""
         return joined([chunk async for chunk in self.astream(prompt, **options)])
 
-    def chat(self, system: str | None = None, **options: Any) -> Chat:
+    def chat(self, system: str | None = None, **options: Any) -> ChatSession:
         """A conversation that keeps its history, and its KV cache from turn to turn."""
-        from localrt.chat import Chat
+        from localrt.chat import ChatSession
 
-        return Chat(self, system=system, **options)
+        return ChatSession(self, system=system, **options)
 
-    def load_chat(self, path: str | Path) -> Chat:
-        """A conversation saved with ``Chat.save``."""
-        from localrt.chat import Chat
+    def load_chat(self, path: str | Path) -> ChatSession:
+        """A conversation saved with ``ChatSession.save``."""
+        from localrt.chat import ChatSession
 
-        return Chat.load(self, path)
+        return ChatSession.load(self, path)
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Model(BatchMethods):
     ) -> None:
         self.close()
 
-    # -- for Chat --------------------------------------------------------------------------------
+    # -- for ChatSession ------------------------------------------------------------------------
 
     def new_session(self) -> EngineSession:
         """A session of the model's context length, outside the pool."""

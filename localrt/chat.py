@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from localrt.api import Model
     from localrt.engine.base import EngineSession
 
-__all__ = ["Chat", "Message"]
+__all__ = ["ChatSession", "Message"]
 
 _VERSION = 1
 _ROLES = ("system", "user", "assistant", "tool")
@@ -37,7 +37,7 @@ class Message(TypedDict, total=False):
     tool_call_id: NotRequired[str]
 
 
-class Chat:
+class ChatSession:
     """Created by ``Model.chat``. One generation at a time; ``cancel`` works from any thread."""
 
     def __init__(self, model: Model, *, system: str | None = None, **options: Any) -> None:
@@ -207,7 +207,7 @@ class Chat:
             raise StorageError(f"cannot save the chat to {target}: {reason}") from error
 
     @classmethod
-    def load(cls, model: Model, path: str | Path) -> Chat:
+    def load(cls, model: Model, path: str | Path) -> ChatSession:
         """A conversation written by ``save``, to go on with ``model``.
 
         Raises:

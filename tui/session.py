@@ -16,7 +16,7 @@ from localrt.tui.commands import OPTIONS
 from localrt.tui.text import human_count
 
 if TYPE_CHECKING:
-    from localrt import Chat, Model
+    from localrt import ChatSession, Model
 
 __all__ = ["Session"]
 
@@ -28,7 +28,7 @@ class Session:
 
     def __init__(self, model: Model, system: str | None, options: dict[str, Any]) -> None:
         self.model = model
-        self.chat: Chat = model.chat(system=system, **options)
+        self.chat: ChatSession = model.chat(system=system, **options)
         self.path: Path | None = None
         self._asked: Path | None = None  # a file that /save would replace, named once
 

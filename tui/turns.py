@@ -15,7 +15,7 @@ from localrt.tui.text import one_line
 from localrt.tui.work import Generation, News
 
 if TYPE_CHECKING:
-    from localrt import Chat
+    from localrt import ChatSession
     from localrt.tui.answer import Answer
     from localrt.tui.conversation import Conversation, UserTurn
 
@@ -47,7 +47,7 @@ class Turns:
         """Put a message at the end of the line; ``waiting`` shows it as not sent yet."""
         self._line.append(self._conversation.add_user(text, waiting=waiting))
 
-    def send_next(self, chat: Chat) -> bool:
+    def send_next(self, chat: ChatSession) -> bool:
         """Send the first in line, unless there is none or one is being answered."""
         if self.answering or not self._line:
             return False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from localrt.errors import CancelledError
 
 if TYPE_CHECKING:
-    from localrt import Chat, Metrics, Model
+    from localrt import ChatSession, Metrics, Model
     from localrt.engine.types import FinishReason, Progress, ProgressCallback
 
 __all__ = ["Generation", "Loading", "News"]
@@ -81,7 +81,7 @@ class News:
 class Generation:
     """Streams one answer of ``chat`` in a thread."""
 
-    def __init__(self, chat: Chat, text: str) -> None:
+    def __init__(self, chat: ChatSession, text: str) -> None:
         self._chat = chat
         self._text = text
         self._lock = threading.Lock()
