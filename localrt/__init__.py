@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from localrt.errors import TemplateError as TemplateError
     from localrt.errors import TokenizerError as TokenizerError
     from localrt.errors import UnsupportedModelError as UnsupportedModelError
+    from localrt.history import AnswerWriter as AnswerWriter
+    from localrt.history import Conversation as Conversation
+    from localrt.history import ConversationInfo as ConversationInfo
+    from localrt.history import History as History
+    from localrt.history import Turn as Turn
 
 __version__ = "0.1.0"
 
@@ -57,14 +62,23 @@ _HOME = {
     "TemplateError": "localrt.errors",
     "TokenizerError": "localrt.errors",
     "UnsupportedModelError": "localrt.errors",
+    "AnswerWriter": "localrt.history",
+    "Conversation": "localrt.history",
+    "ConversationInfo": "localrt.history",
+    "History": "localrt.history",
+    "Turn": "localrt.history",
 }
 
 __all__ = [
+    "AnswerWriter",
     "CancelledError",
     "ChatSession",
     "CheckpointError",
     "Chunk",
     "ContextOverflowError",
+    "Conversation",
+    "ConversationInfo",
+    "History",
     "HubError",
     "LocalrtError",
     "MemoryBudgetError",
@@ -77,6 +91,7 @@ __all__ = [
     "StorageError",
     "TemplateError",
     "TokenizerError",
+    "Turn",
     "UnsupportedModelError",
     "__version__",
     "load",

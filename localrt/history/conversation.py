@@ -1,0 +1,277 @@
+"""One conversation: a tree of turns, of which one branch is shown.
+
+Editing or asking again never loses anything: a turn put after an earlier one begins a branch there.
+Each turn remembers which of those after it was shown last. What a turn says is text and, in
+``info``, whatever its writer wants to keep with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from localrt.errors import OptionError, StorageError
+from localrt.history.database import Database
+from localrt.history.writer import AnswerWriter, is_alive, own_name, settle
+
+if TYPE_CHECKING:
+    from localrt.chat import Message
+
+__all__ = ["Conversation", "Turn", "title_of"]
+
+_ROLES = ("user", "assistant", "tool")
+_TITLE_LENGTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one side said. ``branch`` of ``branches`` (from 1) are the turns in its place.
+
+    ``state`` is ``"done"``, ``"cancelled"``, ``"failed"``, ``"writing"`` (by an app that is still
+    running), or ``"cut"``: the app that wrote it ended in the middle. ``created`` is in seconds
+    since the epoch.
+    """
+
+    id: int
+    role: str
+    content: str
+    created: float
+    state: str
+    branch: int
+    branches: int
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Conversation:
+    """From ``History.new`` or ``History.open``. Thread-safe, and so for several apps at once."""
+
+    def __init__(self, database: Database, id: str) -> None:
+        self._database = database
+        self.id = id
+        self._row()
+
+    # -- what it is called -----------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """Given by ``set``, else the first line of the first turn; empty before."""
+        return str(self._row()["title"])
+
+    @property
+    def model(self) -> str:
+        """The model that answers."""
+        return str(self._row()["model"])
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        text = self._row()["system"]
+        return None if text is None else str(text)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Generation options by name."""
+        options: dict[str, Any] = json.loads(self._row()["options"])
+        return options
+
+    def set(self, **changes: Any) -> None:
+        """Change ``title``, ``model``, ``system`` or ``options``."""
+        unknown = set(changes) - {"title", "model", "system", "options"}
+        if unknown:
+            raise OptionError(f"a conversation has no {', '.join(sorted(unknown))}")
+        if "options" in changes:
+            changes["options"] = json.dumps(changes["options"])
+        if not changes:
+            return
+        names = ", ".join(f"{name} = ?" for name in changes)
+        with self._database.transaction() as connection:
+            connection.execute(
+                f"UPDATE conversation SET {names} WHERE id = ?",  # names are those above
+                (*changes.values(), self.id),
+            )
+
+    # -- turns -----------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The shown branch, oldest first."""
+        return tuple(self._shown())
+
+    @property
+    def messages(self) -> list[Message]:
+        """The shown branch as a chat template takes it, system prompt first.
+
+        ``tool_calls``, ``tool_call_id`` and ``name`` come from a turn's ``info``.
+        """
+        system = self.system
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        for turn in self.turns:
+            message: Message = {"role": turn.role, "content": turn.content}
+            for name in ("tool_calls", "tool_call_id", "name"):
+                if name in turn.info:
+                    message[name] = turn.info[name]
+            messages.append(message)
+        return messages
+
+    def add(
+        self,
+        role: str,
+        content: str,
+        *,
+        after: int | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> Turn:
+        """Put a turn behind turn ``after``, by default the last that is shown; it is shown then.
+
+        ``after=0`` puts it at the beginning: another first turn.
+        """
+        with self._database.transaction() as connection:
+            number = self._insert(connection, role, content, after, "done", info or {})
+        return self.turn(number)
+
+    def answer(self, *, after: int | None = None) -> AnswerWriter:
+        """Begin an assistant's turn, to be written bit by bit; use it as a context manager."""
+        with self._database.transaction() as connection:
+            number = self._insert(connection, "assistant", "", after, "writing", {})
+        return AnswerWriter(self._database, self.id, number)
+
+    def turn(self, number: int) -> Turn:
+        """One turn, shown or not."""
+        rows = self._database.rows(
+            "SELECT * FROM turn WHERE id = ? AND conversation = ?", (number, self.id)
+        )
+        if not rows:
+            raise StorageError(f"the conversation has no turn {number}")
+        return self._turn(rows[0], self._beside(rows[0]["parent"]))
+
+    def siblings(self, number: int) -> tuple[int, ...]:
+        """The turns in the place of turn ``number``, itself included, oldest first."""
+        rows = self._database.rows(
+            "SELECT parent FROM turn WHERE id = ? AND conversation = ?", (number, self.id)
+        )
+        return self._beside(rows[0]["parent"]) if rows else ()
+
+    def show(self, number: int) -> None:
+        """Show the branch that turn ``number`` is on, and below it what was shown there last."""
+        with self._database.transaction() as connection:
+            self._show(connection, number)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _row(self) -> sqlite3.Row:
+        rows = self._database.rows("SELECT * FROM conversation WHERE id = ?", (self.id,))
+        if not rows:
+            raise StorageError("this conversation was deleted")
+        return rows[0]
+
+    def _shown(self) -> Iterator[Turn]:
+        rows = self._database.rows("SELECT * FROM turn WHERE conversation = ?", (self.id,))
+        by_number = {row["id"]: row for row in rows}
+        beside: dict[int | None, list[int]] = {}
+        for row in rows:  # in order of their numbers
+            beside.setdefault(row["parent"], []).append(row["id"])
+        number, seen = self._row()["first"], set[int]()
+        while number in by_number and number not in seen:
+            seen.add(number)
+            row = by_number[number]
+            yield self._turn(row, beside[row["parent"]])
+            number = row["next"]
+
+    def _turn(self, row: sqlite3.Row, beside: tuple[int, ...] | list[int]) -> Turn:
+        if row["state"] == "writing" and not is_alive(row["writer"]):
+            with self._database.transaction() as connection:
+                settle(connection, row["id"], "cut", None)
+            return self.turn(row["id"])
+        content = row["content"]
+        if row["state"] == "writing":
+            pieces = self._database.rows(
+                "SELECT text FROM piece WHERE turn = ? ORDER BY id", (row["id"],)
+            )
+            content = "".join(piece["text"] for piece in pieces)
+        return Turn(
+            row["id"],
+            row["role"],
+            content,
+            row["created"],
+            row["state"],
+            1 + beside.index(row["id"]),
+            len(beside),
+            json.loads(row["info"]),
+        )
+
+    def _beside(self, parent: int | None) -> tuple[int, ...]:
+        rows = self._database.rows(
+            "SELECT id FROM turn WHERE conversation = ? AND parent IS ? ORDER BY id",
+            (self.id, parent),
+        )
+        return tuple(row["id"] for row in rows)
+
+    def _insert(
+        self,
+        connection: sqlite3.Connection,
+        role: str,
+        content: str,
+        after: int | None,
+        state: str,
+        info: Mapping[str, Any],
+    ) -> int:
+        if role not in _ROLES:
+            raise OptionError(f"a turn is of {', '.join(_ROLES)}, not {role!r}")
+        row = self._row()
+        if after is None:
+            parent = self._last(row["first"])
+        elif after == 0:
+            parent = None
+        else:
+            parent = self.turn(after).id
+        now = time.time()
+        writer = own_name() if state == "writing" else None
+        number = connection.execute(
+            "INSERT INTO turn (conversation, parent, role, content, state, writer, info, created) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (self.id, parent, role, content, state, writer, json.dumps(dict(info)), now),
+        ).lastrowid
+        assert number is not None, "an insert has a row"
+        self._show(connection, number)
+        title = row["title"] or title_of(content)
+        connection.execute(
+            "UPDATE conversation SET updated = ?, title = ? WHERE id = ?", (now, title, self.id)
+        )
+        return number
+
+    def _last(self, first: int | None) -> int | None:
+        """The end of the shown branch, found without reading the texts."""
+        rows = self._database.rows("SELECT id, next FROM turn WHERE conversation = ?", (self.id,))
+        after = {row["id"]: row["next"] for row in rows}
+        number = first
+        while number is not None and after.get(number) in after:
+            number = after[number]
+        return number
+
+    def _show(self, connection: sqlite3.Connection, number: int) -> None:
+        """Make every turn above ``number`` point towards it."""
+        child: int | None = number
+        while child is not None:
+            row = connection.execute(
+                "SELECT parent FROM turn WHERE id = ? AND conversation = ?", (child, self.id)
+            ).fetchone()
+            if row is None:
+                raise StorageError(f"the conversation has no turn {number}")
+            parent = row["parent"]
+            if parent is None:
+                connection.execute(
+                    "UPDATE conversation SET first = ? WHERE id = ?", (child, self.id)
+                )
+            else:
+                connection.execute("UPDATE turn SET next = ? WHERE id = ?", (child, parent))
+            child = parent
+
+
+def title_of(content: str) -> str:
+    """A title for a conversation that begins with ``content``."""
+    line = next((line.strip() for line in content.splitlines() if line.strip()), "")
+    return line if len(line) <= _TITLE_LENGTH else line[: _TITLE_LENGTH - 1].rstrip() + "…"

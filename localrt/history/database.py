@@ -1,0 +1,231 @@
+"""The SQLite file behind the history: opening, schema versions, damage, errors in words.
+
+Write-ahead logging lets several apps use one file. What was committed survives a killed process. A
+file that cannot be used is kept, never overwritten: a damaged one is put aside, a newer one stays
+where it is and another is begun beside it. It does not know what a conversation is.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from localrt.errors import StorageError
+
+__all__ = ["Database"]
+
+# One script per version, run in order; a released one is never changed.
+_MIGRATIONS = (
+    """
+    CREATE TABLE conversation (
+        id TEXT PRIMARY KEY,
+        title TEXT NOT NULL,
+        model TEXT NOT NULL,
+        system TEXT,
+        options TEXT NOT NULL,
+        created REAL NOT NULL,
+        updated REAL NOT NULL,
+        first INTEGER
+    );
+    CREATE INDEX conversation_updated ON conversation (updated);
+    CREATE TABLE turn (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        conversation TEXT NOT NULL REFERENCES conversation (id) ON DELETE CASCADE,
+        parent INTEGER REFERENCES turn (id) ON DELETE CASCADE,
+        next INTEGER,
+        role TEXT NOT NULL,
+        content TEXT NOT NULL,
+        state TEXT NOT NULL,
+        writer TEXT,
+        info TEXT NOT NULL,
+        created REAL NOT NULL
+    );
+    CREATE INDEX turn_parent ON turn (conversation, parent);
+    CREATE INDEX turn_writing ON turn (state) WHERE state = 'writing';
+    CREATE TABLE piece (
+        id INTEGER PRIMARY KEY,
+        turn INTEGER NOT NULL REFERENCES turn (id) ON DELETE CASCADE,
+        text TEXT NOT NULL
+    );
+    CREATE INDEX piece_turn ON piece (turn);
+    CREATE VIRTUAL TABLE turn_text USING fts5 (content, content='turn', content_rowid='id');
+    CREATE TRIGGER turn_added AFTER INSERT ON turn BEGIN
+        INSERT INTO turn_text (rowid, content) VALUES (new.id, new.content);
+    END;
+    CREATE TRIGGER turn_gone AFTER DELETE ON turn BEGIN
+        INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', old.id, old.content);
+    END;
+    CREATE TRIGGER turn_written AFTER UPDATE OF content ON turn BEGIN
+        INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', old.id, old.content);
+        INSERT INTO turn_text (rowid, content) VALUES (new.id, new.content);
+    END;
+    """,
+)
+_VERSION = len(_MIGRATIONS)
+_BUSY_SECONDS = 5.0  # that another app's transaction may take
+_CHECKED_WHOLE = 32 << 20  # bytes; a larger file is checked as it is used
+
+
+class Database:
+    """One connection, for any thread. ``notes`` are lines that the user should see.
+
+    Raises:
+        StorageError: the folder cannot be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notes: tuple[str, ...] = ()
+        self._lock = threading.RLock()
+        self._depth = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = error.strerror or error
+            raise StorageError(f"cannot keep conversations in {path.parent}: {reason}") from error
+        try:
+            self._connection = _opened(path)
+        except _NewerError as newer:
+            self.path = path.with_name(f"{path.stem}.v{_VERSION}{path.suffix}")
+            self.notes = (
+                f"{path} is of a newer localrt (version {newer.version}): left as it is, "
+                f"conversations go to {self.path.name}",
+            )
+            self._connection = _opened_or_fail(self.path)
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"cannot open {path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            aside = _put_aside(path)
+            self.notes = (f"{path} is damaged ({error}): kept as {aside.name}, a new one is begun",)
+            self._connection = _opened_or_fail(path)
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All that is done inside becomes permanent at the end, or nothing of it. May be nested.
+
+        Raises:
+            StorageError: the disk is full, the file damaged, or another app keeps it locked.
+        """
+        with self._lock, self._in_words():
+            if self._depth:
+                yield self._connection
+                return
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._depth += 1
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+            finally:
+                self._depth -= 1
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """What ``query`` finds. Raises as ``transaction`` does."""
+        with self._lock, self._in_words():
+            return self._connection.execute(query, values).fetchall()
+
+    def close(self) -> None:
+        """Close the file; safe to repeat."""
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError as error:
+            if "closed" not in str(error):
+                raise
+            raise StorageError("the history is closed") from error
+        except sqlite3.Error as error:
+            raise StorageError(f"cannot use {self.path}: {_reason(error)}") from error
+
+
+class _NewerError(Exception):
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.row_factory = sqlite3.Row
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > _VERSION:
+            raise _NewerError(version)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        if path.stat().st_size <= _CHECKED_WHOLE:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(str(found).splitlines()[-1])
+        if version < _VERSION:
+            _migrate(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _opened_or_fail(path: Path) -> sqlite3.Connection:
+    try:
+        return _opened(path)
+    except (sqlite3.Error, _NewerError) as error:
+        raise StorageError(f"cannot open {path}: {error}") from error
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
+    """Bring the schema up to date, in one transaction: another app may be doing the same."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        for script in _MIGRATIONS[version:]:
+            for statement in _statements(script):
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of ``script``: ``executescript`` would end the transaction."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+def _put_aside(path: Path) -> Path:
+    aside = path.with_name(f"{path.name}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
+    for end in ("", "-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + end).rename(aside.with_name(aside.name + end))
+    return aside
+
+
+def _reason(error: sqlite3.Error) -> str:
+    text = str(error)
+    if "locked" in text:
+        return "another app keeps it locked; try again"
+    if "full" in text:
+        return "the disk is full; free some space and try again"
+    if "malformed" in text or "not a database" in text:
+        return "it is damaged; it will be put aside at the next start"
+    return text

@@ -1,0 +1,164 @@
+"""The history of conversations: a list that can be searched, and each of them to go on with."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from localrt.errors import StorageError
+from localrt.history.conversation import Conversation
+from localrt.history.database import Database
+
+__all__ = ["ConversationInfo", "History"]
+
+_FILE = "history.db"
+_LIST = """
+    SELECT c.id, c.title, c.model, c.created, c.updated,
+        (SELECT count(*) FROM turn t WHERE t.conversation = c.id) AS turns, '' AS snippet
+    FROM conversation c WHERE c.first IS NOT NULL OR c.title != ''
+    ORDER BY c.updated DESC, c.created DESC LIMIT ? OFFSET ?
+"""
+_SEARCH = """
+    WITH hit AS (
+        SELECT t.conversation AS id, min(turn_text.rowid) AS turn
+        FROM turn_text JOIN turn t ON t.id = turn_text.rowid
+        WHERE turn_text MATCH ? GROUP BY t.conversation
+    )
+    SELECT c.id, c.title, c.model, c.created, c.updated,
+        (SELECT count(*) FROM turn t WHERE t.conversation = c.id) AS turns,
+        coalesce((SELECT content FROM turn WHERE id = hit.turn), '') AS snippet
+    FROM conversation c LEFT JOIN hit ON hit.id = c.id
+    WHERE hit.id IS NOT NULL OR c.title LIKE ? ESCAPE '\\'
+    ORDER BY c.updated DESC, c.created DESC LIMIT ? OFFSET ?
+"""
+_DELETE_EMPTY = "DELETE FROM conversation WHERE first IS NULL AND title = '' AND created < ?"
+_EMPTY_KEPT = 86_400.0  # seconds: another app may be about to write in it
+_SNIPPET = 80  # characters around what was found
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationInfo:
+    """A line of the list. Times in seconds since the epoch; ``turns`` counts all branches.
+
+    ``snippet`` is where a search found its words; empty without one, or if it found the title.
+    """
+
+    id: str
+    title: str
+    model: str
+    created: float
+    updated: float
+    turns: int
+    snippet: str
+
+
+class History:
+    """Conversations in one file, by default in the user's data folder. Thread-safe.
+
+    Several apps may use one file at the same time. ``notes`` are lines that a user should see.
+
+    Raises:
+        StorageError: the file cannot be used; one that is damaged is put aside and told in
+            ``notes``.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        if path is None:
+            from localrt.settings import Settings
+
+            path = Settings.from_environment().data_dir / _FILE
+        self._database = Database(Path(path).expanduser())
+        with self._database.transaction() as connection:
+            connection.execute(_DELETE_EMPTY, (time.time() - _EMPTY_KEPT,))
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._database.path
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the file's opening."""
+        return self._database.notes
+
+    def list(
+        self, search: str = "", *, limit: int = 100, offset: int = 0
+    ) -> list[ConversationInfo]:
+        """Conversations, the one used last first; with ``search`` those that have all its words
+        in one turn, or all of it in the title. The last word may be unfinished.
+        """
+        if not search.strip():
+            rows = self._database.rows(_LIST, (limit, offset))
+        else:
+            title = "%" + re.sub(r"([\\%_])", r"\\\1", search.strip()) + "%"
+            rows = self._database.rows(_SEARCH, (_match(search), title, limit, offset))
+        return [
+            ConversationInfo(*tuple(row)[:-1], _snippet(row["snippet"], search)) for row in rows
+        ]
+
+    def new(
+        self, *, model: str, system: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> Conversation:
+        """An empty conversation; the list has it once it has a turn or a title."""
+        number, now = uuid.uuid4().hex, time.time()
+        with self._database.transaction() as connection:
+            connection.execute(
+                "INSERT INTO conversation (id, title, model, system, options, created, updated) "
+                "VALUES (?, '', ?, ?, ?, ?, ?)",
+                (number, model, system, json.dumps(dict(options or {})), now, now),
+            )
+        return Conversation(self._database, number)
+
+    def open(self, id: str) -> Conversation:
+        """One of the list."""
+        try:
+            return Conversation(self._database, id)
+        except StorageError as error:
+            raise StorageError(
+                f"there is no conversation {id}: it may have been deleted"
+            ) from error
+
+    def delete(self, id: str) -> None:
+        """Remove a conversation with all its branches; nothing happens where there is none."""
+        with self._database.transaction() as connection:
+            connection.execute("DELETE FROM conversation WHERE id = ?", (id,))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _match(search: str) -> str:
+    """The words of ``search`` as full-text search takes them; nothing in it is an operator."""
+    words = ['"' + word.replace('"', '""') + '"' for word in search.split()]
+    return " ".join(words) + "*"
+
+
+def _snippet(text: str, search: str) -> str:
+    """The part of ``text`` around the first word of ``search``, on one line."""
+    line = " ".join(text.split())
+    if len(line) <= _SNIPPET:
+        return line
+    words = search.split()
+    found = line.lower().find(words[0].lower()) if words else -1
+    start = max(0, min(found - _SNIPPET // 3, len(line) - _SNIPPET))
+    cut = line[start : start + _SNIPPET]
+    return ("…" if start else "") + cut + ("…" if start + _SNIPPET < len(line) else "")

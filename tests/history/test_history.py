@@ -1,0 +1,257 @@
+"""Conversations in SQLite: branches, search, crashes, several apps, files that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt import CancelledError, Conversation, History, OptionError, StorageError
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(tmp_path / "history.db")
+
+
+def said(conversation: Conversation) -> list[str]:
+    return [turn.content for turn in conversation.turns]
+
+
+def test_a_conversation_comes_back_as_it_was(tmp_path: Path) -> None:
+    with History(tmp_path / "h.db") as history:
+        talk = history.new(model="smollm2", system="Be brief.", options={"temperature": 0.2})
+        talk.add("user", "What is a tier?\nA long question.")
+        with talk.answer() as writer:
+            writer.write("Memory of a kind. ")
+            writer.write("Fast or large")
+            writer.finish("done", info={"tok_s": 12.5})
+    with History(tmp_path / "h.db") as history:
+        (info,) = history.list()
+        assert (info.title, info.model, info.turns) == ("What is a tier?", "smollm2", 2)
+        talk = history.open(info.id)
+        assert talk.messages == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is a tier?\nA long question."},
+            {"role": "assistant", "content": "Memory of a kind. Fast or large"},
+        ]
+        assert talk.options == {"temperature": 0.2}
+        assert talk.turns[1].info == {"tok_s": 12.5}
+        assert talk.turns[1].state == "done"
+
+
+def test_editing_begins_a_branch_and_loses_nothing(history: History) -> None:
+    talk = history.new(model="m")
+    first = talk.add("user", "one")
+    answer = talk.add("assistant", "1")
+    talk.add("user", "two")
+    other = talk.add("assistant", "uno", after=first.id)
+    assert said(talk) == ["one", "uno"]
+    assert (other.branch, other.branches) == (2, 2)
+    talk.show(answer.id)
+    assert said(talk) == ["one", "1", "two"]  # what was below it is remembered
+    assert talk.siblings(answer.id) == (answer.id, other.id)
+    edited = talk.add("user", "ONE", after=0)
+    assert said(talk) == ["ONE"]
+    assert talk.siblings(edited.id) == (first.id, edited.id)
+    talk.show(other.id)
+    assert said(talk) == ["one", "uno"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=25))
+def test_every_turn_can_be_shown_again(steps: list[tuple[bool, int]]) -> None:
+    with TemporaryDirectory() as folder, History(Path(folder) / "h.db") as history:
+        talk = history.new(model="m")
+        parents: dict[int, int] = {}
+        for number, (add, where) in enumerate(steps):
+            numbers = [0, *parents]
+            after = numbers[where % len(numbers)]
+            if add or not parents:
+                turn = talk.add("user", str(number), after=after)
+                parents[turn.id] = after
+                assert talk.turns[-1].id == turn.id
+            elif after:
+                talk.show(after)
+                assert after in [turn.id for turn in talk.turns]
+        for turn in parents:
+            talk.show(turn)
+            shown = [shown.id for shown in talk.turns]
+            assert turn in shown
+            assert [parents[t] for t in shown] == [0, *shown[:-1]]
+
+
+def test_search_finds_words_and_titles(history: History) -> None:
+    for text in ("the quick brown fox", "a slow fox", "100% of nothing"):
+        history.new(model="m").add("user", text)
+    assert [info.title for info in history.list("FOX qui")] == ["the quick brown fox"]
+    assert [info.title for info in history.list("fox")] == ["a slow fox", "the quick brown fox"]
+    assert [info.title for info in history.list("100%")] == ["100% of nothing"]
+    assert history.list('fox" OR "slow') == []
+    assert history.list("NEAR(") == []
+    long = history.new(model="m")
+    long.add("user", "question")
+    long.add("assistant", "word " * 100 + "needle in it " + "word " * 100)
+    (found,) = history.list("needle")
+    assert "needle in it" in found.snippet
+    assert len(found.snippet) < 100
+
+
+def test_an_empty_conversation_is_not_listed(history: History) -> None:
+    talk = history.new(model="m")
+    assert history.list() == []
+    talk.set(title="Plans")
+    assert [info.title for info in history.list()] == ["Plans"]
+
+
+def test_deleting_removes_the_texts_from_the_search(history: History) -> None:
+    talk = history.new(model="m")
+    talk.add("user", "secret")
+    history.delete(talk.id)
+    assert history.list() == history.list("secret") == []
+    with pytest.raises(StorageError, match="was deleted"):
+        talk.add("user", "more")
+    with pytest.raises(StorageError, match="no conversation"):
+        history.open(talk.id)
+
+
+def test_how_an_answer_ended_is_kept(history: History) -> None:
+    talk = history.new(model="m")
+    talk.add("user", "q")
+    writer = talk.answer()
+    writer.write("half of")
+    with pytest.raises(CancelledError), writer:
+        raise CancelledError("stopped")
+    with pytest.raises(ValueError, match="oops"), talk.answer(after=0):
+        raise ValueError("oops")
+    failed = talk.turns[-1]
+    assert (failed.state, failed.content) == ("failed", "")
+    talk.show(1)
+    assert (talk.turns[1].state, talk.turns[1].content) == ("cancelled", "half of")
+
+
+_WRITER = """
+import sys, time
+from localrt import History
+talk = History(sys.argv[1]).open(sys.argv[2])
+with talk.answer() as writer:
+    writer.write("One sentence is whole. Another is too.\\nBut this")
+    writer.write(" one is not")
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_app_loses_the_open_sentence_only(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    history = History(path)
+    talk = history.new(model="m")
+    talk.add("user", "q")
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(path), talk.id], stdout=subprocess.PIPE
+    ) as app:
+        assert app.stdout is not None
+        app.stdout.readline()
+        answer = talk.turns[-1]  # seen by this app meanwhile
+        assert answer.state == "writing"
+        assert answer.content.startswith("One sentence is whole. Another is too.")
+        os.kill(app.pid, signal.SIGKILL)
+    answer = talk.turns[-1]
+    assert answer.state == "cut"
+    assert answer.content.startswith("One sentence is whole. Another is too.")
+    assert history.list("whole")
+
+
+def test_two_apps_write_one_file(tmp_path: Path) -> None:
+    one, two = History(tmp_path / "h.db"), History(tmp_path / "h.db")
+    talk = one.new(model="m")
+    talk.add("user", "from one")
+    same = two.open(talk.id)
+    same.add("assistant", "from two")
+    assert said(talk) == ["from one", "from two"]
+
+
+def test_a_damaged_file_is_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    path.write_bytes(b"this is no database, but a text that somebody wrote" * 100)
+    with History(path) as history:
+        (note,) = history.notes
+        assert "damaged" in note
+        history.new(model="m").add("user", "again")
+    (aside,) = tmp_path.glob("h.db.damaged-*")
+    assert aside.read_bytes().startswith(b"this is no database")
+    with History(path) as history:
+        assert history.notes == ()
+        assert len(history.list()) == 1
+
+
+def test_damage_inside_is_found_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    with History(path) as history:
+        talk = history.new(model="m")
+        for number in range(200):
+            talk.add("user", f"{number} " * 100)
+    with path.open("r+b") as file:
+        file.seek(4096 * 3)
+        file.write(os.urandom(4096 * 8))
+    with History(path) as history:
+        assert "damaged" in history.notes[0]
+        assert history.list() == []
+
+
+def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    History(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with History(path) as history:
+        assert "newer" in history.notes[0]
+        history.new(model="m").add("user", "here")
+        assert history.path.name == "h.v1.db"
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA user_version").fetchone() == (99,)
+
+
+def test_a_full_disk_loses_nothing_in_memory(history: History) -> None:
+    talk = history.new(model="m")
+    talk.add("user", "q")
+    writer = talk.answer()
+    (pages,) = history._database.rows("PRAGMA page_count")[0]
+    history._database.rows(f"PRAGMA max_page_count = {pages}")
+    text = "A sentence that needs room. " * 2000
+    writer.write(text)
+    assert writer.problem is not None
+    assert "disk is full" in writer.problem
+    assert writer.text == text
+    with pytest.raises(StorageError, match="disk is full"):
+        writer.finish()
+    history._database.rows("PRAGMA max_page_count = 1000000")
+    writer.finish()
+    assert said(talk) == ["q", text]
+
+
+def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("")
+    with pytest.raises(StorageError, match="cannot keep conversations"):
+        History(tmp_path / "folder" / "h.db")
+    with pytest.raises(StorageError, match="cannot open"):
+        History(tmp_path)
+
+
+def test_names_and_roles_are_checked(history: History) -> None:
+    talk = history.new(model="m")
+    with pytest.raises(OptionError, match="no colour"):
+        talk.set(colour="red")
+    with pytest.raises(OptionError, match="robot"):
+        talk.add("robot", "hi")
+    with pytest.raises(StorageError, match="no turn 77"):
+        talk.add("user", "hi", after=77)
