@@ -285,6 +285,10 @@ class Decoder:
         """An empty KV cache for one sequence."""
         return self.ops.kv_cache(self.config.attention, capacity)
 
+    def reserve(self, cache: KVCache, length: int) -> None:
+        """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
+        cache.reserve(length)
+
     def forward(
         self,
         batch: Batch,

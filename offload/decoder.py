@@ -19,6 +19,7 @@ from localrt.models.decoder import Attention, DecoderConfig, GatedMlp
 from localrt.models.latent import LatentAttention
 from localrt.models.moe import SparseMlp
 from localrt.offload.clock import Clock, later
+from localrt.offload.experts.foresight import Foresight
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.lane import Lane
@@ -110,6 +111,7 @@ class PlacedDecoder:
         link = 0 if self._card is None or self._card.card is None else self._card.card.link_bytes
         found = [stages.hits_and_uses for stages in res.experts.values()]
         hits, uses = sum(pair[0] for pair in found), sum(pair[1] for pair in found)
+        guesses = [stages.proposals for stages in res.experts.values()]
         return PipelineCounts(
             ssd_read_bytes=res.ssd_bytes(),
             link_bytes=link,
@@ -120,6 +122,8 @@ class PlacedDecoder:
             decode_cpu_s=self._decode_cpu_s,
             expert_uses=uses,
             expert_hits=hits,
+            expert_prefetches=sum(pair[0] for pair in guesses),
+            expert_prefetch_hits=sum(pair[1] for pair in guesses),
         )
 
     def cache(self, capacity: int) -> KVCache:
@@ -132,6 +136,15 @@ class PlacedDecoder:
             cache = SplitCache(self._cpu.ops, self._card.ops, specs, self._on_card, capacity)
         self._caches.add(cache)
         return cache
+
+    def reserve(self, cache: KVCache, length: int) -> None:
+        """Make room in ``cache`` for ``length`` tokens that do not come from a pass.
+
+        Raises:
+            MemoryBudgetError: as in ``forward``.
+        """
+        self._make_room(Batch.extend([(cache, [0] * (length - cache.length))]), 0)
+        cache.reserve(length)
 
     def forward(
         self,
@@ -174,6 +187,11 @@ class PlacedDecoder:
         """See ``Decoder.watch_routing``."""
         for stages in self._res.experts.values():
             stages.watch = watch
+
+    @property
+    def foresights(self) -> Mapping[str, Foresight]:
+        """What proposes experts ahead of their need, by the lane that computes their layers."""
+        return {lane: stages.foresight for lane, stages in self._res.experts.items()}
 
     def close(self) -> None:
         """End all threads and free all weights."""

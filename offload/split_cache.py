@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from localrt.quant.ops.kv_blocks import BlockCache, Bytes
 from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
 
 __all__ = ["SplitCache", "grown_length", "split_batch"]
@@ -68,6 +71,32 @@ class SplitCache:
         """Forget on both."""
         for part in self._parts.values():
             part.trim(length)
+
+    @property
+    def kv_layout(self) -> str:
+        """See ``BlockCache``; empty where one of the two cannot be taken out."""
+        layouts = [part.kv_layout for part in self._block_parts()]
+        whole = len(layouts) == len(self._parts) and all(layouts)
+        return " and ".join(layouts) if whole else ""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of 256 tokens on both."""
+        return sum(part.block_bytes for part in self._block_parts())
+
+    def take_blocks(self, first: int, count: int) -> Bytes:
+        """The host's bytes of each block, then the card's."""
+        return np.concatenate([p.take_blocks(first, count) for p in self._block_parts()], axis=1)
+
+    def put_blocks(self, first: int, blocks: Bytes) -> None:
+        """See ``BlockCache``."""
+        at = 0
+        for part in self._block_parts():
+            part.put_blocks(first, blocks[:, at : at + part.block_bytes])
+            at += part.block_bytes
+
+    def _block_parts(self) -> list[BlockCache]:
+        return [part for part in self._parts.values() if isinstance(part, BlockCache)]
 
     def select(self, first: int, rows: Sequence[int]) -> None:
         """Keep some rows on both."""

@@ -6,6 +6,7 @@ does not know text, sampling, or where weights came from.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,12 @@ from localrt.engine.base import (
     Rates,
 )
 from localrt.engine.features import FeatureRows
+from localrt.engine.prompt_cache import PutBlocks
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.models.decoder import Decoder
 from localrt.offload.trace import PipelineCounts, Task
 from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.kv_blocks import BlockCache, Bytes
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree
@@ -178,6 +181,17 @@ class NativeEngine:
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache, for whoever makes passes of his own."""
         return self._loaded().cache(capacity)
+
+    @property
+    def attention_key(self) -> str:
+        """Names windows, rotary frequencies and the like: some follow the context's length."""
+        specs = repr(self._loaded().config.attention)
+        return hashlib.sha256(specs.encode()).hexdigest()[:12]
+
+    def reserve(self, cache: KVCache, length: int) -> None:
+        """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
+        with self._turn:
+            self._loaded().reserve(cache, length)
 
     def run(
         self,
@@ -399,6 +413,37 @@ class NativeSession:
         if self._features is not None:
             self._features.trim(length)
         del self._tokens[length:]
+
+    @property
+    def kv_layout(self) -> str:
+        """See ``BlockSession``. What keys depend on beside the weights is part of it."""
+        cache = self._cache
+        layout = cache.kv_layout if isinstance(cache, BlockCache) else ""
+        return f"{layout} {self._engine.attention_key}" if layout else ""
+
+    @property
+    def block_bytes(self) -> int:
+        """See ``BlockSession``."""
+        assert isinstance(self._cache, BlockCache), "who has a layout has blocks"
+        return self._cache.block_bytes
+
+    def take_blocks(self, first: int, count: int) -> Bytes:
+        """See ``BlockSession``."""
+        assert isinstance(self._cache, BlockCache), "who has a layout has blocks"
+        return self._cache.take_blocks(first, count)
+
+    def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
+        """See ``BlockSession``."""
+        cache = self._cache
+        if not isinstance(cache, BlockCache):
+            return 0
+        self.trim(0)
+        self._features = None
+        self._engine.reserve(cache, len(tokens))
+        held = read(cache.put_blocks)
+        cache.advance(held)
+        self._tokens = list(tokens[:held])
+        return held
 
     def close(self) -> None:
         """Free the cache."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from localrt.engine.base import Engine, EngineSession
-from localrt.engine.loop import common_prefix
+from localrt.models.prefix import common_prefix
 
 __all__ = ["SessionPool"]
 

@@ -85,6 +85,8 @@ class Database:
         self._depth = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                path.touch(mode=0o600)  # nobody else's to read
         except OSError as error:
             reason = error.strerror or error
             raise StorageError(f"cannot keep conversations in {path.parent}: {reason}") from error

@@ -99,6 +99,11 @@ class SsdKVCache(NativeKVCache):
         return super().nbytes + self._tails.nbytes
 
     @property
+    def kv_layout(self) -> str:
+        """Empty: a part is on the SSD, and is not taken out."""
+        return ""
+
+    @property
     def read_bytes(self) -> int:
         """Bytes read from the file."""
         return self._file.read_bytes

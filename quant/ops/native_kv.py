@@ -49,6 +49,7 @@ LATENT_FORMATS: dict[KVFormat, KVFormat] = {"bf16": "latent-bf16", "int8": "late
 """Of latent attention, by what they keep a number as: a token's row is key and value at once."""
 
 BLOCK = 256  # tokens
+_LAYOUT = 1  # of a block's insides; another number for another order of bytes
 _CHUNK = 32
 _KEY_BYTES, _VALUE_BYTES = 20 + 4, 16 + 4  # of a chunk: codes, scale and minimum
 
@@ -127,6 +128,30 @@ class NativeKVCache(GrowingCache):
     def nbytes(self) -> int:
         """Bytes allocated."""
         return self.allocated // BLOCK * self._step
+
+    @property
+    def kv_layout(self) -> str:
+        """See ``BlockCache``."""
+        shapes = "+".join(
+            f"{len(list(alike))}x{groups}x{width}"
+            for (groups, width), alike in groupby(self._shapes)
+        )
+        return f"native {_LAYOUT} {self.kv_format} {shapes}"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of 256 tokens in all layers."""
+        return self._step
+
+    def take_blocks(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """A view, (count, block_bytes)."""
+        assert (first + count) * BLOCK <= self.allocated, "blocks that there are"
+        memory = self._memory[first * self._step : (first + count) * self._step]
+        return memory.reshape(count, self._step)
+
+    def put_blocks(self, first: int, blocks: npt.NDArray[np.uint8]) -> None:
+        """See ``BlockCache``."""
+        self.take_blocks(first, len(blocks))[:] = blocks
 
     def layer_ready(self, layer: int) -> tuple[int, int]:
         """Where a layer's first block lies, and the bytes from one block to the next.

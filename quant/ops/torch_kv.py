@@ -5,11 +5,15 @@ It knows lengths and tensors; which tokens they stand for is the session's busin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.ops.kv_blocks import BLOCK_TOKENS
 from localrt.quant.ops.kv_growth import GrowingCache
 
 __all__ = ["TorchKVCache"]
@@ -35,6 +39,52 @@ class TorchKVCache(GrowingCache):
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(t.nbytes for t in (*self._k, *self._v))
+
+    @property
+    def kv_layout(self) -> str:
+        """See ``BlockCache``."""
+        alike = groupby((k.shape[0], k.shape[2], v.shape[2]) for k, v in self._layers())
+        shapes = "+".join(f"{len(list(group))}x{g}x{e}x{d}" for (g, e, d), group in alike)
+        return f"torch 1 {self._k[0].dtype} {shapes}".replace("torch.", "")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of 256 tokens in all layers."""
+        return sum(
+            BLOCK_TOKENS * t.shape[0] * t.shape[2] * t.element_size() for t in self._tensors()
+        )
+
+    @torch.inference_mode()
+    def take_blocks(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """A copy in RAM, (count, block_bytes): per block, keys and values layer by layer."""
+        parts = [
+            tensor[:, first * BLOCK_TOKENS : (first + count) * BLOCK_TOKENS]
+            .unflatten(1, (count, BLOCK_TOKENS))
+            .transpose(0, 1)
+            .reshape(count, -1)
+            .view(torch.uint8)
+            for tensor in self._tensors()
+        ]
+        return torch.cat(parts, dim=1).cpu().numpy()
+
+    @torch.inference_mode()
+    def put_blocks(self, first: int, blocks: npt.NDArray[np.uint8]) -> None:
+        """See ``BlockCache``."""
+        count, at = len(blocks), 0
+        data = torch.from_numpy(blocks).to(self._k[0].device)
+        for tensor in self._tensors():
+            size = BLOCK_TOKENS * tensor.shape[0] * tensor.shape[2] * tensor.element_size()
+            part = data[:, at : at + size].contiguous().view(tensor.dtype)
+            part = part.view(count, tensor.shape[0], BLOCK_TOKENS, -1).transpose(0, 1)
+            rows = slice(first * BLOCK_TOKENS, (first + count) * BLOCK_TOKENS)
+            tensor[:, rows] = part.flatten(1, 2)
+            at += size
+
+    def _layers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self._k, self._v, strict=True)
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for layer in self._layers() for tensor in layer]
 
     def _grow(self, size: int) -> None:
         for tensors in (self._k, self._v):

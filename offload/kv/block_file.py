@@ -1,0 +1,187 @@
+"""One sequence's keys and values in a folder: the tokens, and the blocks that they make.
+
+``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` says which tokens they
+are of and each block's CRC-32. Going on with a sequence rewrites only the blocks that changed. The
+description is replaced last, as a whole: a crash in between leaves blocks that do not fit their
+sums, and reading ends before the first of them. It knows bytes, not what made them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from localrt.errors import StorageError
+from localrt.models.prefix import common_prefix
+from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
+
+__all__ = ["BlockFile"]
+
+_VERSION = 1
+_PIECE = 16 << 20  # bytes read or written at once
+_DATA, _ABOUT = "blocks.bin", "tokens.json"
+
+
+class BlockFile:
+    """One folder; it need not exist yet. ``tokens`` are those that it holds. Not thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokens: list[int] = []
+        self.layout = ""
+        self._block_bytes = 0
+        self._sums: list[int] = []
+        about = _read_about(folder / _ABOUT)
+        if about is not None:
+            self.tokens, self._sums = about["tokens"], about["sums"]
+            self.layout, self._block_bytes = about["layout"], about["block_bytes"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk."""
+        return len(self._sums) * self._block_bytes
+
+    def used(self) -> float:
+        """When it was last written or read, in seconds since the epoch."""
+        try:
+            return (self.folder / _ABOUT).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def touch(self) -> None:
+        """It was used now."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / _ABOUT)
+
+    def write(
+        self,
+        tokens: Sequence[int],
+        layout: str,
+        block_bytes: int,
+        take: Callable[[int, int], Bytes],
+    ) -> None:
+        """Make it hold ``tokens``; ``take(first, count)`` gives blocks, (count, block_bytes).
+
+        Blocks of tokens that it holds already stay as they are.
+
+        Raises:
+            StorageError: the disk is full or fails; the folder is gone then.
+        """
+        count = -(-len(tokens) // BLOCK_TOKENS)
+        kept = 0
+        if (layout, block_bytes) == (self.layout, self._block_bytes):
+            same = common_prefix(self.tokens, tokens)
+            kept = min(same // BLOCK_TOKENS, len(self._sums), count)
+        sums = self._sums[:kept]
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / _DATA).touch(mode=0o600)
+            with (self.folder / _DATA).open("r+b", buffering=0) as file:
+                file.truncate(kept * block_bytes)
+                file.seek(kept * block_bytes)
+                step = max(1, _PIECE // block_bytes)
+                for first in range(kept, count, step):
+                    blocks = take(first, min(step, count - first))
+                    sums += [zlib.crc32(block) for block in blocks]
+                    _write_all(file, blocks)
+            self._replace_about(list(tokens), layout, block_bytes, sums)
+        except OSError as error:
+            self.delete()
+            reason = error.strerror or error
+            raise StorageError(f"cannot keep the KV cache in {self.folder}: {reason}") from error
+
+    def read(self, length: int, put: Callable[[int, Bytes], None]) -> int:
+        """Give ``put(first, blocks)`` the blocks of the first ``length`` tokens, checked.
+
+        Returns how many of the tokens that covers: fewer where the file is damaged.
+        """
+        count = -(-min(length, len(self.tokens)) // BLOCK_TOKENS)
+        step = max(1, _PIECE // max(1, self._block_bytes))
+        good = 0
+        try:
+            with (
+                (self.folder / _DATA).open("rb", buffering=0) as file,
+                ThreadPoolExecutor(1) as ahead,  # reads one piece while another is checked and put
+            ):
+                reading = ahead.submit(_read_blocks, file, min(step, count), self._block_bytes)
+                for first in range(0, count, step):
+                    blocks = reading.result()
+                    left = min(step, count - first - step)
+                    if left > 0:
+                        reading = ahead.submit(_read_blocks, file, left, self._block_bytes)
+                    whole = self._whole(first, blocks)
+                    put(first, blocks[:whole])
+                    good = first + whole
+                    if whole < len(blocks):
+                        break
+        except (OSError, ValueError):
+            pass  # as far as it went
+        return min(length, len(self.tokens), good * BLOCK_TOKENS)
+
+    def delete(self) -> None:
+        """Remove it; nothing happens where it is gone."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.tokens, self._sums, self._block_bytes = [], [], 0
+
+    def _whole(self, first: int, blocks: Bytes) -> int:
+        """How many of ``blocks`` are what was written, up to the first that is not."""
+        for index, block in enumerate(blocks):
+            if zlib.crc32(block) != self._sums[first + index]:
+                return index
+        return len(blocks)
+
+    def _replace_about(
+        self, tokens: list[int], layout: str, block_bytes: int, sums: list[int]
+    ) -> None:
+        about = {
+            "version": _VERSION,
+            "layout": layout,
+            "block_bytes": block_bytes,
+            "tokens": tokens,
+            "sums": sums,
+        }
+        aside = self.folder / (_ABOUT + ".new")
+        aside.write_text(json.dumps(about), encoding="utf-8")
+        aside.replace(self.folder / _ABOUT)
+        self.tokens, self.layout, self._block_bytes, self._sums = tokens, layout, block_bytes, sums
+
+
+def _read_about(path: Path) -> dict[str, Any] | None:
+    """The description, or None where there is none that can be used."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        whole = (
+            about["version"] == _VERSION
+            and isinstance(about["layout"], str)
+            and len(about["sums"]) == -(-len(about["tokens"]) // BLOCK_TOKENS)
+            and all(isinstance(n, int) for n in (about["block_bytes"], *about["tokens"]))
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return about if whole else None
+
+
+def _write_all(file: Any, blocks: Bytes) -> None:
+    view = memoryview(np.ascontiguousarray(blocks)).cast("B")
+    while view:
+        view = view[file.write(view) :]
+
+
+def _read_blocks(file: Any, count: int, block_bytes: int) -> Bytes:
+    blocks = np.empty((count, block_bytes), np.uint8)
+    view = memoryview(blocks).cast("B")
+    while view:
+        got = file.readinto(view)
+        if not got:
+            raise OSError("the file ends early")
+        view = view[got:]
+    return blocks

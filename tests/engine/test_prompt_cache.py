@@ -1,0 +1,170 @@
+"""KV caches on the disk: a restored session is the session, bit for bit; others are left alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt.engine.base import EngineSession
+from localrt.engine.native import NativeEngine
+from localrt.engine.prompt_cache import PromptCache, model_key
+from localrt.errors import StorageError
+from localrt.loading import LoadOptions, load_parts
+from localrt.offload.kv.block_file import BlockFile
+from localrt.quant.ops.native_abi import find_library
+from tests.models.tiny import save_tiny, tokens
+
+KERNELS = find_library() is not None
+KINDS = [
+    pytest.param("llama", {}, id="default"),
+    pytest.param("gemma3", {"format": "f32"}, id="torch"),
+    pytest.param("qwen2", {"device": "virtual:1GB@1GB/s,10GB/s,1TFLOPS"}, id="virtual"),
+]
+if KERNELS:
+    KINDS += [pytest.param("qwen2", {"kv_format": name}, id=name) for name in ("int8", "int4")]
+
+
+def engine_of(folder: Path, name: str, **options: object) -> NativeEngine:
+    folder.mkdir(exist_ok=True)
+    if not any(folder.iterdir()):
+        save_tiny(name, folder)
+    parts = load_parts(folder, LoadOptions(ctx=2048, **options))  # type: ignore[arg-type]
+    assert isinstance(parts.engine, NativeEngine)
+    return parts.engine
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> NativeEngine:
+    return engine_of(tmp_path / "model", "llama")
+
+
+def filled(engine: NativeEngine, ids: Sequence[int]) -> EngineSession:
+    session = engine.session(2048)
+    session.extend(ids)
+    return session
+
+
+def cache_in(tmp_path: Path, limit: int = 1 << 30, name: str = "a") -> PromptCache:
+    return PromptCache(tmp_path / "kv" / name, limit=limit)
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS)
+def test_a_restored_session_goes_on_as_if_it_had_stayed(
+    tmp_path: Path, name: str, options: dict[str, object]
+) -> None:
+    engine = engine_of(tmp_path / "model", name, **options)
+    ids = [int(t) for t in tokens(700)]
+    session = filled(engine, ids)
+    assert cache_in(tmp_path).save(session) > 0
+    other = engine.session(2048)
+    assert cache_in(tmp_path).restore(other, [*ids, 5]) == 700
+    assert list(other.tokens) == ids
+    for token in (5, 6, 7):
+        assert np.array_equal(session.extend([token]), other.extend([token]).copy())
+
+
+def test_a_prompt_that_turns_off_gets_what_it_shares(tmp_path: Path, engine: NativeEngine) -> None:
+    ids = [int(t) for t in tokens(700)]
+    cache_in(tmp_path).save(filled(engine, ids))
+    prompt = [*ids[:300], *([3] * 100)]
+    prompt[300] = (ids[300] + 1) % 50
+    other = engine.session(2048)
+    assert cache_in(tmp_path).restore(other, prompt) == 300
+    logits = other.extend(prompt[300:]).copy()
+    assert np.array_equal(logits, filled(engine, prompt[:-1]).extend(prompt[-1:]))
+
+
+def test_a_session_that_holds_more_is_left_alone(tmp_path: Path, engine: NativeEngine) -> None:
+    ids = [int(t) for t in tokens(700)]
+    cache = cache_in(tmp_path)
+    cache.save(filled(engine, ids[:400]))
+    session = filled(engine, ids[:390])
+    assert cache.restore(session, ids) == 0
+    assert len(session.tokens) == 390
+
+
+def test_one_conversation_keeps_one_file(tmp_path: Path, engine: NativeEngine) -> None:
+    ids = [int(t) for t in tokens(900)]
+    cache = cache_in(tmp_path)
+    session = filled(engine, ids[:300])
+    cache.save(session)
+    session.extend(ids[300:])
+    cache.save(session)
+    assert len(list(cache.folder.iterdir())) == 1
+    session.trim(200)
+    cache.save(session)  # holds less: nothing to do
+    other = engine.session(2048)
+    assert cache.restore(other, ids) == 900
+
+
+def test_damage_costs_time_only(tmp_path: Path, engine: NativeEngine) -> None:
+    ids = [int(t) for t in tokens(700)]
+    cache = cache_in(tmp_path)
+    cache.save(filled(engine, ids))
+    (data,) = cache.folder.glob("*/blocks.bin")
+    content = bytearray(data.read_bytes())
+    content[len(content) * 2 // 3] ^= 255
+    data.write_bytes(content)
+    other = engine.session(2048)
+    assert cache.restore(other, ids) == 512
+    assert np.array_equal(other.extend(ids[512:]).copy(), filled(engine, ids[:-1]).extend(ids[-1:]))
+    assert not list(cache.folder.iterdir())
+
+
+def test_the_oldest_go_when_the_folder_is_full(tmp_path: Path, engine: NativeEngine) -> None:
+    sequences = [[(n * 7 + i) % 50 for i in range(300)] for n in range(4)]
+    size = cache_in(tmp_path).save(filled(engine, sequences[0]))
+    cache = cache_in(tmp_path, limit=int(size * 3.5), name="b")  # limits are for all models
+    for age, ids in enumerate(sequences[1:]):
+        cache.save(filled(engine, ids))
+        for path in tmp_path.glob("kv/*/*/tokens.json"):
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100 + age))
+    assert not list((tmp_path / "kv" / "a").iterdir())
+    found = [cache.restore(engine.session(2048), ids) for ids in sequences]
+    assert found == [0, 300, 300, 300]
+
+
+def test_what_cannot_be_kept_is_not(tmp_path: Path, engine: NativeEngine) -> None:
+    cache = cache_in(tmp_path, limit=1000)
+    assert cache.save(filled(engine, [int(t) for t in tokens(700)])) == 0
+    assert cache_in(tmp_path).save(filled(engine, [1, 2, 3])) == 0
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, engine: NativeEngine) -> None:
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(StorageError, match="cannot keep the KV cache"):
+        cache_in(tmp_path).save(filled(engine, [int(t) for t in tokens(300)]))
+
+
+def test_another_cache_format_does_not_fit(tmp_path: Path) -> None:
+    if not KERNELS:
+        pytest.skip("the CPU kernels are not built")
+    ids = [int(t) for t in tokens(300)]
+    cache_in(tmp_path).save(filled(engine_of(tmp_path / "model", "llama"), ids))
+    other = engine_of(tmp_path / "model", "llama", kv_format="int8").session(2048)
+    assert cache_in(tmp_path).restore(other, ids) == 0
+
+
+def test_a_file_deleted_by_another_app_is_absent(tmp_path: Path, engine: NativeEngine) -> None:
+    ids = [int(t) for t in tokens(300)]
+    one, two = cache_in(tmp_path), cache_in(tmp_path)
+    one.save(filled(engine, ids))
+    assert two.restore(engine.session(2048), ids) == 300
+    one.clear()
+    assert two.restore(engine.session(2048), ids) == 0
+
+
+def test_the_key_follows_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"one")
+    key = model_key(path, "q4")
+    assert model_key(path, "q4") == key
+    assert model_key(path, "q8") != key
+    path.write_bytes(b"three")
+    assert model_key(path, "q4") != key
+    assert BlockFile(tmp_path / "nothing").tokens == []

@@ -1,0 +1,122 @@
+"""Blocks of a sequence in a folder: what goes in comes out, or less of it, never something else."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import StorageError
+from localrt.offload.kv.block_file import BlockFile
+from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
+
+SIZE = 100  # bytes of a block
+
+
+def blocks_of(tokens: list[int]) -> Bytes:
+    """Bytes that depend on all tokens up to the block's end, as keys and values do."""
+    ends = range(BLOCK_TOKENS, len(tokens) + BLOCK_TOKENS, BLOCK_TOKENS)
+    return np.array(
+        [np.random.default_rng(tokens[:end]).integers(0, 256, SIZE, np.uint8) for end in ends],
+        np.uint8,
+    ).reshape(-1, SIZE)
+
+
+def save(file: BlockFile, tokens: list[int], layout: str = "a") -> list[int]:
+    """Write them; the blocks that were asked for."""
+    blocks, taken = blocks_of(tokens), list[int]()
+
+    def take(first: int, count: int) -> Bytes:
+        taken.extend(range(first, first + count))
+        return blocks[first : first + count]
+
+    file.write(tokens, layout, SIZE, take)
+    return taken
+
+
+def read(file: BlockFile, length: int) -> tuple[int, Bytes]:
+    got = np.zeros((-(-length // BLOCK_TOKENS), SIZE), np.uint8)
+
+    def put(first: int, blocks: Bytes) -> None:
+        got[first : first + len(blocks)] = blocks
+
+    return file.read(length, put), got
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 1500)), min_size=1, max_size=4))
+def test_a_sequence_that_goes_on_or_turns_off_comes_back(steps: list[tuple[int, int]]) -> None:
+    with TemporaryDirectory() as folder:
+        file, tokens = BlockFile(Path(folder) / "one"), list[int]()
+        for number, (keep, more) in enumerate(steps):
+            tokens = tokens[:keep] + [number + 7] * (more + 1)
+            save(file, tokens)
+            again = BlockFile(Path(folder) / "one")
+            assert again.tokens == tokens
+            length, got = read(again, len(tokens))
+            assert length == len(tokens)
+            assert np.array_equal(got, blocks_of(tokens))
+
+
+def test_only_new_blocks_are_written(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path / "one")
+    tokens = list(range(1000))
+    assert save(file, tokens) == [0, 1, 2, 3]
+    assert save(file, [*tokens, 5, 6]) == [3]  # the last was partial
+    assert save(file, [*tokens[:300], 1, 2]) == [1]
+    assert save(file, tokens, layout="b") == [0, 1, 2, 3]
+
+
+def test_a_part_can_be_read(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path / "one")
+    save(file, list(range(1000)))
+    length, got = read(file, 300)
+    assert length == 300
+    assert np.array_equal(got, blocks_of(list(range(1000)))[:2])
+
+
+@pytest.mark.parametrize("damage", ["flip", "short", "gone"])
+def test_damage_ends_the_reading_before_it(tmp_path: Path, damage: str) -> None:
+    file = BlockFile(tmp_path / "one")
+    save(file, list(range(1000)))
+    data = tmp_path / "one" / "blocks.bin"
+    content = bytearray(data.read_bytes())
+    if damage == "flip":
+        content[2 * SIZE + 5] ^= 1
+        data.write_bytes(content)
+        assert read(file, 1000)[0] == 512
+    elif damage == "short":
+        data.write_bytes(content[: 3 * SIZE + 1])
+        assert read(file, 1000)[0] < 1000
+    else:
+        data.unlink()
+        assert read(file, 1000)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"version": 2}', '{"version": 1, "layout": "a", "tokens": [1]}']
+)
+def test_a_description_that_cannot_be_used_is_an_empty_file(tmp_path: Path, text: str) -> None:
+    file = BlockFile(tmp_path / "one")
+    save(file, list(range(10)))
+    (tmp_path / "one" / "tokens.json").write_text(text)
+    assert BlockFile(tmp_path / "one").tokens == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path / "one")
+    save(file, list(range(300)))
+
+    def full(first: int, count: int) -> Bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StorageError, match="No space left"):
+        file.write(list(range(900)), "a", SIZE, full)
+    assert not (tmp_path / "one").exists()
+    assert file.tokens == []
+    assert save(file, [1, 2, 3]) == [0]
