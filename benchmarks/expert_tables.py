@@ -1,4 +1,4 @@
-"""Markdown of ``experts.json`` and ``experts_ssd.json``: experts in RAM, and on the SSD."""
+"""Markdown of the results about experts: in RAM, on the SSD, ahead of their need, in plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from localrt.formatting import format_bytes, format_rate
 
-__all__ = ["experts_ssd_table", "experts_table"]
+__all__ = ["experts_ssd_table", "experts_table", "plans_table", "prefetch_table"]
 
 
 def experts_table(record: Mapping[str, Any]) -> str:
@@ -89,5 +89,85 @@ def experts_ssd_table(record: Mapping[str, Any]) -> str:
         f"has not learnt; medians of five. {machine['cpu']['name']}, "
         f"{machine['cpu']['usable_cores']} cores. "
         f"{installed}.",
+    ]
+    return "\n".join(lines)
+
+
+def prefetch_table(record: Mapping[str, Any]) -> str:
+    """One row for each share of the experts and mode."""
+    lines = [
+        "| RAM for | guesses by | tok/s | experts in memory | read per token | guesses per token "
+        "| of them right | judged to pay |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    judged: dict[tuple[float, str], bool] = {}
+    for row in record["results"]:
+        if row["mode"] == "measured":
+            for lane in row["sources"].values():
+                for name, each in lane["judged"].items():
+                    judged[row["share"], name] = (
+                        judged.get((row["share"], name), False) or (each["pays"])
+                    )
+    for row in record["results"]:
+        off = [
+            other["tok_s"]
+            for other in record["results"]
+            if other["share"] == row["share"] and other["mode"] == "off"
+        ]
+        ratio = f" ({row['tok_s'] / off[0]:.2f}x)" if off and row["mode"] != "off" else ""
+        verdict = judged.get((row["share"], row["mode"]))
+        cells = [
+            f"{100 * row['share']:.0f} % of the experts",
+            {"off": "nobody", "measured": "whatever was measured to pay"}.get(
+                row["mode"], row["mode"]
+            ),
+            f"{format_rate(row['tok_s'])}{ratio}",
+            "-" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.0f} %",
+            format_bytes(row["read_bytes_per_token"]),
+            f"{row['guesses_per_token']:.1f}",
+            "-" if row["useful"] is None else f"{100 * row['useful']:.0f} %",
+            "-" if verdict is None else ("yes" if verdict else "no"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    machine, versions = record["machine"], record["versions"]
+    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+    simulated = " Rates are simulated." if record["simulated"] else ""
+    lines += [
+        "",
+        f"`{record['command']}`: as above; the median of {record['runs']} runs, each of a process "
+        f"of its own.{simulated} {machine['cpu']['name']}, {machine['cpu']['usable_cores']} cores. "
+        f"{installed}.",
+    ]
+    return "\n".join(lines)
+
+
+def plans_table(record: Mapping[str, Any]) -> str:
+    """One row for each model."""
+    lines = [
+        "| model | weights | used per token | tok/s | at most | limited by | per token: SSD, link, "
+        "RAM, VRAM | what would help most |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in record["results"].items():
+        ways = row["bytes_per_token"]
+        best = row["advice"][0] if row["advice"] else None
+        cells = [
+            name,
+            format_bytes(row["weight_bytes"]),
+            format_bytes(row["active_bytes"]),
+            format_rate(row["tok_s"]),
+            format_rate(row["ceiling_tok_s"]),
+            row["bottleneck"].upper(),
+            ", ".join(format_bytes(ways[way]) for way in ("ssd", "link", "ram", "vram")),
+            "-" if best is None else f"{best['change']} ({best['gain']:.1f}x)",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    hardware = record["hardware"]
+    lines += [
+        "",
+        f"`{record['command']}`: from config.json alone, {record['ctx']:,} tokens of context; "
+        f"{hardware['gpu']} with {hardware['gpu_memory']}, {hardware['ram']} of RAM "
+        f"({hardware['cpu']}, {hardware['ram_bytes_s'] / 1e9:.0f} GB/s), "
+        f"SSD of {hardware['ssd']}. All rates are simulated.",
     ]
     return "\n".join(lines)

@@ -1,4 +1,8 @@
-"""A mixture whose experts are in RAM, for ``gpu_check``: card and CPU together on 8 GB of the GPU.
+"""Experts on a card and beside it, for ``gpu_check``.
+
+First attention as mixtures have it, and a layer whose experts are all on the card
+(``gpu_mixture_attention.py``, ``gpu_grouped.py``); then mixtures whose experts are in RAM, card and
+CPU together on 8 GB of the GPU.
 
 Random weights in the shapes of Qwen3-30B-A3B (int4) and gpt-oss-20b (MXFP4), decoded token by token
 with the routing of a synthetic trace that has the published skew. The hybrid scheduler takes turns
@@ -17,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_grouped import check_grouped
+from gpu_mixture_attention import check_mixture_attention
 from gpu_offload import capped, release
 from gpu_timing import Result, guarded
 from random_store import RandomStore
@@ -145,8 +151,8 @@ class TracedOps(TritonOps):
 
 
 def check_experts(device: str) -> list[Result]:
-    """Each shape under each scheduler."""
-    results: list[Result] = []
+    """Kernels first, then each shape under each scheduler."""
+    results = [*check_mixture_attention(device), *check_grouped(device)]
     for name, size in (LARGE if device.startswith("cuda") else SMALL).items():
         results += guarded(f"experts {name}", lambda n=name, s=size: [mixture(device, n, s)])
         release()

@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
-from benchmarks.expert_tables import experts_ssd_table, experts_table  # noqa: E402
+from benchmarks.expert_tables import (  # noqa: E402
+    experts_ssd_table,
+    experts_table,
+    plans_table,
+    prefetch_table,
+)
 from benchmarks.gpu_tables import gpu_tables  # noqa: E402
 from benchmarks.kernel_tables import kernels_table, passes_table  # noqa: E402
 from benchmarks.moe_cache_tables import tables as moe_cache_tables  # noqa: E402
@@ -39,6 +44,7 @@ _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 _OF_FILE = {
     "quality": {"quality": short_table, "quality-full": full_tables, "quality-claims": claims_list},
     "speculation": {"speculation": speculation_table, "speculation-short": speculation_short},
+    "experts_prefetch": {"experts_prefetch": prefetch_table},
 }
 
 
@@ -82,6 +88,7 @@ _KINDS = {
     "experts": experts_table,
     "experts_ssd": experts_ssd_table,
     "moe_cache": moe_cache_tables,
+    "plans": plans_table,
 }
 
 

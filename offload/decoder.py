@@ -96,6 +96,11 @@ class PlacedDecoder:
         return self._res.trace
 
     @property
+    def norm(self) -> Vector:
+        """The final norm's weights, as the CPU's ``Ops`` have them."""
+        return self._res.norms["cpu"]
+
+    @property
     def clock(self) -> Clock:
         """What its passes are timed by."""
         return self._res.clock
@@ -120,6 +125,7 @@ class PlacedDecoder:
             clock_s=res.clock.now(),
             decode_passes=self._decode_passes,
             decode_cpu_s=self._decode_cpu_s,
+            memory_note=self._residency.note,
             expert_uses=uses,
             expert_hits=hits,
             expert_prefetches=sum(pair[0] for pair in guesses),
@@ -197,12 +203,34 @@ class PlacedDecoder:
         """End all threads and free all weights."""
         self._res.close()
 
+    @property
+    def card_memory(self) -> tuple[int, int] | None:
+        """Bytes used of the card's memory, and the most that may be; None without a card."""
+        card = None if self._card is None else self._card.card
+        return None if card is None else (card.used, card.capacity)
+
     def give_back(self, nbytes: int) -> int:
         """Stream resident units of at least ``nbytes`` of RAM from now on; returns bytes freed.
 
         0 where that is not possible.
         """
         return self._residency.give_back(nbytes)
+
+    def set_ram_budget(self, nbytes: int, words: str) -> None:
+        """From now on ``nbytes`` of RAM for weights and caches; called between passes.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+        """
+        self._residency.set_budget(nbytes, sum(map(self._in_ram, self._caches)), words)
+
+    def take_ram(self, nbytes: int) -> None:
+        """Leave ``nbytes`` of the budget to something else; see ``Residency.take``."""
+        self._residency.take(nbytes, sum(map(self._in_ram, self._caches)))
+
+    def shrink_card(self, nbytes: int, words: str) -> int:
+        """Have ``nbytes`` less of the card's memory; returns the bytes freed, 0 if none can be."""
+        return self._residency.shrink_card(nbytes, words)
 
     @property
     def reclaimable(self) -> int:

@@ -129,6 +129,10 @@ class Lane:
             self.card.free(memory)
         return _nbytes(memory)
 
+    def part(self, name: str) -> Part | None:
+        """A resident unit's part; None where it is not."""
+        return self._parts.get(name)
+
     def free_host(self, memory: Bytes) -> int:
         """RAM that the card copied a unit from is not needed any more; returns its bytes."""
         assert self.card is not None, "a card copies"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import DecoderConfig
+from localrt.models.moe import SparseMlp
 from localrt.models.registry import find_architecture
 from localrt.models.units import EMBEDDING
 from localrt.offload.accelerator import Accelerator
@@ -32,6 +33,7 @@ from localrt.offload.experts.opening import (
     open_experts,
     sparse_layers,
 )
+from localrt.offload.experts.pools import ExpertPools
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.files import FileReader, ReadMode, StoreFiles
 from localrt.offload.kv.tier import KvTier
@@ -97,7 +99,7 @@ def open_pipeline(
     if kv_tier is not None:
         maker.held.callback(kv_tier.close)
     try:
-        maker.make_lanes(Verifier(store.path, enabled=verify, discard=discard), stall_s)
+        maker.make_lanes(Verifier(store.path, enabled=verify, discard=discard), stall_s, budget)
         load_s = maker.load(on_bytes)
         resources = Resources(
             cpu=maker.cpu,
@@ -154,11 +156,11 @@ class _Maker:
         self._link: LinkSource | None = None
         self.card_lane: Lane | None = None
         self._expert_units = expert_units(config, self._units)
-        self._experts: ExpertMemory | None = None
+        self._experts: ExpertMemory | ExpertPools | None = None
         self._card_slots: CardSlots | None = None
 
-    def make_lanes(self, verify: Verifier, stall_s: float) -> None:
-        """Rings, threads and lanes."""
+    def make_lanes(self, verify: Verifier, stall_s: float, budget: int) -> None:
+        """Rings, threads and lanes, of which weights may take ``budget`` bytes of RAM."""
         placement, mode, card = self._placement, self._mode, self._card
         # Experts are read into slots of their own: where they alone are read, the ring is theirs.
         streams = placement.ram_ring > 0 and (
@@ -179,7 +181,9 @@ class _Maker:
         self.cpu = Lane(self._ops, builder, self._reader, verify=verify)
         self.held.callback(self.cpu.close)
         if self._config.sparse:
-            self._make_experts(0 if streams else placement.ram_ring)
+            others = (stage for stage in self.stages if stage.where in (Where.RAM, Where.LINK))
+            room = budget - sum(stage.unit.nbytes for stage in others)
+            self._make_experts(0 if streams else placement.ram_ring, room)
         if card is not None:
             self.held.callback(card.close)
             self._card_builder = self._builder(card.ops, True, split)
@@ -301,13 +305,20 @@ class _Maker:
             return {}
         places = sparse_layers(self._config)
         stages: dict[str, SparseStage | HybridStage] = {
-            "cpu": SparseStage(self._experts, places, self._ops, self.clock)
+            "cpu": SparseStage(self._experts, places, self._ops, self.clock, _router(self.cpu))
         }
         if self._card_slots is not None:
             assert costs is not None, "who computes an expert is decided by what it takes"
             tables = [self._cpu_builder.table(layer) for layer in places]
             stages["gpu"] = HybridStage(
-                self._card_slots, self._experts, places, tables, self._ops, self.clock, costs
+                self._card_slots,
+                self._experts,
+                places,
+                tables,
+                self._ops,
+                self.clock,
+                costs,
+                _router(self.card_lane),
             )
         return stages
 
@@ -321,7 +332,7 @@ class _Maker:
         experts = 0 if self._experts is None else self._experts.bytes_read
         return experts + (0 if self._reader is None else self._reader.bytes_read)
 
-    def _make_experts(self, ring: int) -> None:
+    def _make_experts(self, ring: int, room: int) -> None:
         self._experts = open_experts(
             self._config,
             self._expert_units,
@@ -332,6 +343,7 @@ class _Maker:
             mode=self._mode,
             verify=self._verify,
             stall_s=self._stall_s,
+            room=room,
             # What is copied over the link must not be paged out on the way.
             alloc=aligned_buffer if self._card is None else self._card.host_buffer,
         )
@@ -359,6 +371,16 @@ class _Maker:
             if stage.kind == "attention" and stage.where.on_gpu is on_card
         ]
         return PartBuilder(self._store, self._config, names, ops, layers if split else None)
+
+
+def _router(lane: Lane | None) -> Callable[[int], SparseMlp | None]:
+    """Finds the router of a sparse layer where it is resident on ``lane``."""
+
+    def find(layer: int) -> SparseMlp | None:
+        part = None if lane is None else lane.part(f"layers.{layer}.mlp")
+        return part if isinstance(part, SparseMlp) else None
+
+    return find
 
 
 _Done = Callable[[Stage, Bytes], None]

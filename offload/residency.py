@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localrt.errors import MemoryBudgetError
+from localrt.offload.budget import format_bytes
 from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.experts.pools import ExpertPools
 from localrt.offload.giving_back import choose_units
 from localrt.offload.lane import Lane
 from localrt.offload.placement import Where
@@ -53,7 +56,7 @@ class Residency:
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
         forget: Callable[[], None] = lambda: None,
         chunk: int = 2 << 20,
-        experts: ExpertMemory | None = None,
+        experts: ExpertMemory | ExpertPools | None = None,
     ) -> None:
         self.stages = list(stages)
         self._cpu, self._card, self._host = cpu, card, host
@@ -68,6 +71,70 @@ class Residency:
         self._adopting: dict[str, Bytes] = {}
         self._experts = experts
         self._most_experts = 0 if experts is None else experts.nbytes
+        self._at_load = self.ram_nbytes
+        self._changed = ""  # the budget, and to what
+        self._why = ""  # what was given back was
+        self._card_given = 0
+
+    @property
+    def note(self) -> str:
+        """What is no longer where it was at load, and why, in a sentence; empty if nothing is."""
+        ram, vram = self._at_load - self.ram_nbytes, self._card_given
+        parts: list[str] = []
+        if ram > 0 and self._why:
+            parts.append(f"{format_bytes(ram)} more of the weights are read for every token")
+        if ram < 0 and self._changed:
+            parts.append(f"{format_bytes(-ram)} less of the weights are read for every token")
+        if vram:
+            parts.append(f"{format_bytes(vram)} more are copied to the card")
+        return f"{' and '.join(parts)}: {self._why if ram > 0 else self._changed}" if parts else ""
+
+    def set_budget(self, nbytes: int, caches: int, words: str) -> None:
+        """From now on ``nbytes`` of RAM for resident units and caches, which take ``caches`` now.
+
+        ``words`` say of it what a person would. With more than before, units that were read for
+        every token stay as they pass, as far as there is room.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; all is as before then.
+        """
+        before = self._budget, self._changed, self._why
+        self._budget, self._changed = RamBudget(nbytes), words
+        try:
+            self.make_room(caches)
+        except MemoryBudgetError:
+            self._budget, self._changed, self._why = before
+            raise
+        read = [stage.name for stage in self.stages if stage.where is Where.SSD]
+        self._given = [*(name for name in read if name not in self._given), *self._given]
+        self._choose_adopted(caches)
+
+    def take(self, nbytes: int, caches: int) -> None:
+        """Something else in this process needs ``nbytes`` of the budget; below zero: no longer.
+
+        Raises:
+            MemoryBudgetError: they cannot be given; nothing changes then.
+        """
+        before, why = self._budget, self._why
+        self._budget = RamBudget(max(0, before.nbytes - nbytes))
+        missing = self._budget.missing(self.ram_nbytes + self._ring_growth, caches)
+        try:
+            self.make_room(caches)
+        except MemoryBudgetError:
+            self._budget, self._why = before, why
+            raise
+        if missing:
+            self._why = "what keeps answers in their form needs memory"
+
+    def shrink_card(self, nbytes: int, words: str) -> int:
+        """Have ``nbytes`` less of the card's memory from now on; returns the bytes that are free.
+
+        0 where that is not possible.
+        """
+        freed = self.give_back_card(nbytes)
+        if freed:
+            self._changed = self._why = words
+        return freed
 
     @property
     def ram_nbytes(self) -> int:
@@ -93,11 +160,14 @@ class Residency:
         ram, vram = self._shortage()
         if ram > 0:
             self._withheld += self.give_back(ram)
+            self._why = "other programs need the memory"
         elif ram < 0:  # as much again as we would take is free
             self._withheld = max(0, self._withheld + ram)
         if vram:
             self.give_back_card(vram)
         missing = self._budget.missing(self.ram_nbytes + self._ring_growth, caches)
+        if missing > 0:
+            self._why = self._changed or "keys and values have grown"
         if missing > 0 and self.give_back(missing) < missing and not self._widen(missing):
             raise self._budget.error(caches)
         self._choose_adopted(caches)
@@ -143,7 +213,9 @@ class Residency:
         """The same of the card's memory: its units are then read and copied in each pass."""
         limit = min(self._ram_ring, self._vram_ring)
         able = [s for s in self.stages if s.where is Where.VRAM and s.unit.nbytes <= limit]
-        return self._move(choose_units(self.stages, nbytes, able), {Where.VRAM: Where.SSD_LINK})
+        freed = self._move(choose_units(self.stages, nbytes, able), {Where.VRAM: Where.SSD_LINK})
+        self._card_given += freed
+        return freed
 
     def _able(self) -> list[Stage]:
         return [

@@ -22,14 +22,17 @@ from localrt.engine.base import (
     Forecast,
     Forecaster,
     Logits,
-    Rates,
 )
 from localrt.engine.features import FeatureRows
 from localrt.engine.prompt_cache import PutBlocks
-from localrt.errors import ContextOverflowError, LocalrtError, OptionError
+from localrt.engine.rates import RecentRates
+from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
 from localrt.models.decoder import Decoder
+from localrt.offload.budget import format_bytes
 from localrt.offload.trace import PipelineCounts, Task
+from localrt.placement_choice import for_weights_and_caches
 from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.host_array import vector_to_host
 from localrt.quant.ops.kv_blocks import BlockCache, Bytes
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 from localrt.speculative.costs import Mixture
@@ -38,6 +41,7 @@ from localrt.speculative.tree import TokenTree
 if TYPE_CHECKING:
     from localrt.offload.clock import Clock
     from localrt.offload.decoder import PlacedDecoder
+    from localrt.offload.planner import Plan
 
 __all__ = ["NativeEngine", "NativeSession"]
 
@@ -47,9 +51,6 @@ Forward: TypeAlias = Callable[..., Logits]  # of a decoder
 _PREFILL_ROWS = 512
 # Rows whose logits are made at once where all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
-_RATE_SAMPLE = 256 << 20  # bytes of reading that tell a disk's speed
-_PASSES_SAMPLE = 16  # passes that tell the CPU's
-_EXPERTS_SAMPLE = 512  # experts asked for that tell how many are in memory
 
 
 class NativeEngine:
@@ -57,7 +58,7 @@ class NativeEngine:
 
     ``pass_rows`` is the most rows of a prefill pass. ``pipeline`` is the decoder again where it
     streams, ``forecaster`` says what was planned of it for a rate of the disk, at first
-    ``ssd_bytes_s``.
+    ``ssd_bytes_s``, and ``plan`` is what it was placed by.
     """
 
     def __init__(
@@ -69,12 +70,16 @@ class NativeEngine:
         pipeline: PlacedDecoder | None = None,
         forecaster: Forecaster | None = None,
         ssd_bytes_s: float = 0.0,
+        plan: Plan | None = None,
     ) -> None:
+        self.plan = plan
         self._decoder: Decoder | PlacedDecoder | None = decoder
         self._pipeline = pipeline
         self.pass_rows = pass_rows
         self._forecaster = forecaster
-        self._rates = _Rates(ssd_bytes_s)
+        self._vram = 0 if plan is None else plan.request.budgets.vram
+        self._taken = 0  # bytes of the RAM budget that are neither weights nor caches
+        self._rates = RecentRates(ssd_bytes_s)
         # An implementation may know a quicker way through the same pass (CUDA graphs).
         sparse = decoder.config.sparse  # who computes is decided on the way
         graphed = None if sparse else getattr(decoder.ops, "graphed", None)
@@ -91,7 +96,7 @@ class NativeEngine:
         with self._turn:
             if self._pipeline is not None:
                 self._pipeline.close()
-            self._decoder = self._forward = self._pipeline = None
+            self._decoder = self._forward = self._pipeline = self._forecaster = None
 
     def counts(self) -> PipelineCounts | None:
         """What the pipeline has done so far; None where everything is resident."""
@@ -111,6 +116,12 @@ class NativeEngine:
         if self._forecaster is None or counts is None:
             return None
         return self._forecaster(self._rates.now(counts))
+
+    @property
+    def card_memory(self) -> tuple[int, int] | None:
+        """Bytes used of a card that weights are streamed to, and the most that may be."""
+        pipeline = self._pipeline
+        return None if pipeline is None else pipeline.card_memory
 
     @property
     def mixture(self) -> Mixture | None:
@@ -172,6 +183,13 @@ class NativeEngine:
         """Columns of the features."""
         return self._loaded().config.hidden_size
 
+    def final_norm(self) -> tuple[Logits, float]:
+        """The weights (D,) and the epsilon of the norm before the head."""
+        decoder = self._loaded()
+        weights = np.empty(decoder.config.hidden_size, np.float32)
+        vector_to_host(decoder.norm, weights)
+        return weights / np.float32(decoder.config.logit_scale), decoder.config.norm_eps
+
     @contextmanager
     def alone(self) -> Iterator[Ops]:
         """The implementation, for whoever computes with it himself: no pass runs meanwhile."""
@@ -219,6 +237,61 @@ class NativeEngine:
     def reclaimable(self) -> int:
         """Bytes of weights in RAM that would be streamed where caches need their room."""
         return 0 if self._pipeline is None else self._pipeline.reclaimable
+
+    def set_ram_budget(self, nbytes: int) -> bool:
+        """Have the process take ``nbytes`` of RAM at most from the next pass on.
+
+        False where nothing is streamed: weights then stay where they are.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+        """
+        with self._turn:
+            self._loaded()
+            if self._pipeline is None or self.plan is None:
+                return False
+            elsewhere = self.plan.request.budgets.ram - for_weights_and_caches(self.plan)
+            elsewhere += self._taken
+            words = f"the budget is {format_bytes(nbytes)} of RAM now"
+            try:
+                self._pipeline.set_ram_budget(nbytes - elsewhere, words)
+            except MemoryBudgetError as error:
+                raise MemoryBudgetError(
+                    f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
+                    "what cannot be streamed and the conversations take more"
+                ) from error
+            return True
+
+    def take_ram(self, nbytes: int) -> None:
+        """Leave ``nbytes`` of the RAM budget to something else; below zero gives them back.
+
+        Raises:
+            MemoryBudgetError: so much cannot be given; nothing changes then.
+        """
+        with self._turn:
+            self._loaded()
+            if self._pipeline is not None:
+                self._pipeline.take_ram(nbytes)
+                self._taken += nbytes
+
+    def set_vram_budget(self, nbytes: int) -> None:
+        """Have ``nbytes`` of the card's memory at most. More than before is not used.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+        """
+        with self._turn:
+            self._loaded()
+            less = self._vram - nbytes
+            if self._pipeline is None or less <= 0:
+                return
+            words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
+            if self._pipeline.shrink_card(less, words) < less:
+                raise MemoryBudgetError(
+                    f"the card cannot give back {format_bytes(less)}: load the model again with "
+                    f"gpu_memory={nbytes}"
+                )
+            self._vram = nbytes
 
     def extend_batch(
         self,
@@ -280,34 +353,6 @@ class NativeEngine:
         if self._decoder is None:
             raise LocalrtError("the model is closed: load it again")
         return self._decoder
-
-
-class _Rates:
-    """What disk and CPU have reached of late: others use them too."""
-
-    def __init__(self, ssd_bytes_s: float) -> None:
-        self._ssd_bytes_s = ssd_bytes_s
-        self._read = (0, 0.0)  # bytes and busy seconds
-        self._cpu_s: float | None = None
-        self._decoded = (0, 0.0)  # passes and busy seconds
-        self._hits: float | None = None
-        self._asked = (0, 0)  # experts asked for, and those that were in memory
-
-    def now(self, counts: PipelineCounts) -> Rates:
-        """For a ``Forecaster``: since the call before, if that was long enough to tell."""
-        read = counts.ssd_read_bytes, counts.busy_s.get("ssd", 0.0)
-        nbytes, seconds = (new - old for new, old in zip(read, self._read, strict=True))
-        if nbytes > _RATE_SAMPLE and seconds > 0:
-            self._ssd_bytes_s, self._read = nbytes / seconds, read
-        decoded = counts.decode_passes, counts.decode_cpu_s
-        passes, seconds = (new - old for new, old in zip(decoded, self._decoded, strict=True))
-        if passes >= _PASSES_SAMPLE and seconds > 0:
-            self._cpu_s, self._decoded = seconds / passes, decoded
-        asked = counts.expert_uses, counts.expert_hits
-        uses, hits = (new - old for new, old in zip(asked, self._asked, strict=True))
-        if uses >= _EXPERTS_SAMPLE:
-            self._hits, self._asked = hits / uses, asked
-        return Rates(self._ssd_bytes_s, self._cpu_s, self._hits)
 
 
 class NativeSession:
@@ -417,33 +462,38 @@ class NativeSession:
     @property
     def kv_layout(self) -> str:
         """See ``BlockSession``. What keys depend on beside the weights is part of it."""
-        cache = self._cache
-        layout = cache.kv_layout if isinstance(cache, BlockCache) else ""
+        blocks = self._blocks
+        layout = "" if blocks is None else blocks.kv_layout
         return f"{layout} {self._engine.attention_key}" if layout else ""
 
     @property
     def block_bytes(self) -> int:
         """See ``BlockSession``."""
-        assert isinstance(self._cache, BlockCache), "who has a layout has blocks"
-        return self._cache.block_bytes
+        assert self._blocks is not None, "who has a layout has blocks"
+        return self._blocks.block_bytes
 
     def take_blocks(self, first: int, count: int) -> Bytes:
         """See ``BlockSession``."""
-        assert isinstance(self._cache, BlockCache), "who has a layout has blocks"
-        return self._cache.take_blocks(first, count)
+        assert self._blocks is not None, "who has a layout has blocks"
+        return self._blocks.take_blocks(first, count)
 
     def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
         """See ``BlockSession``."""
-        cache = self._cache
-        if not isinstance(cache, BlockCache):
+        blocks = self._blocks
+        if blocks is None:
             return 0
         self.trim(0)
         self._features = None
-        self._engine.reserve(cache, len(tokens))
-        held = read(cache.put_blocks)
-        cache.advance(held)
+        self._engine.reserve(blocks, len(tokens))
+        held = read(blocks.put_blocks)
+        blocks.advance(held)
         self._tokens = list(tokens[:held])
         return held
+
+    @property
+    def _blocks(self) -> BlockCache | None:
+        cache: object = self._cache
+        return cache if isinstance(cache, BlockCache) else None
 
     def close(self) -> None:
         """Free the cache."""

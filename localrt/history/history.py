@@ -100,7 +100,16 @@ class History:
             title = "%" + re.sub(r"([\\%_])", r"\\\1", search.strip()) + "%"
             rows = self._database.rows(_SEARCH, (_match(search), title, limit, offset))
         return [
-            ConversationInfo(*tuple(row)[:-1], _snippet(row["snippet"], search)) for row in rows
+            ConversationInfo(
+                id=row["id"],
+                title=row["title"],
+                model=row["model"],
+                created=row["created"],
+                updated=row["updated"],
+                turns=row["turns"],
+                snippet=_snippet(row["snippet"], search),
+            )
+            for row in rows
         ]
 
     def new(

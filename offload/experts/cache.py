@@ -237,7 +237,8 @@ class ExpertCache:
     @property
     def room(self) -> int:
         """How many experts can be admitted as things are."""
-        return self.capacity - self._size + int(np.count_nonzero(self._victims < np.inf))
+        free = max(0, self.capacity - self._size)
+        return free + int(np.count_nonzero(self._victims < np.inf))
 
     def widen(self) -> None:
         """Let any layer make room in this pass: those behind it have nothing to give."""

@@ -3,7 +3,8 @@
 The router runs on the card. Experts in its slots are computed there; of the others some are copied
 over the link first and the CPU computes the rest meanwhile, as the scheduler finds by what each
 takes. Slots are combined on the card in the order of k: nothing depends on who was first. What is
-in neither memory is read from the SSD, and computed by the CPU.
+in neither memory is read from the SSD, and computed by the CPU. Where that was measured to pay,
+some of the next layer's experts are copied on a guess while the link would rest.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.models.moe import Routed, SparseMlp
 from localrt.offload.clock import Clock, later
 from localrt.offload.experts.assignment import Assignment, ExpertCosts, Ready
 from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.card import CardSlots
+from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.memory import Demanded, ExpertMemory
+from localrt.offload.experts.pools import ExpertPools
 from localrt.offload.experts.reader import Check
 from localrt.offload.experts.scheduler import schedule
 from localrt.offload.ring import Mark
@@ -37,6 +41,7 @@ class _Turn:
     layer: int
     place: int  # among the sparse layers
     part: SparseMlp
+    x: Array
     routed: Routed
     slots: Array
     rows: Mapping[int, int]  # of each expert that is asked for
@@ -47,18 +52,20 @@ class HybridStage:
     """Runs the sparse layers whose router is on the card of ``slots``. See ``SparseStage``.
 
     ``memory`` holds experts for the CPU, with ``host_tables``; ``costs`` are seconds of an expert.
+    ``router`` is a layer's part where it is in the card's memory.
     ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
     """
 
     def __init__(
         self,
         slots: CardSlots,
-        memory: ExpertMemory,
+        memory: ExpertMemory | ExpertPools,
         places: Mapping[int, int],
         host_tables: Sequence[ExpertTable],
         host_ops: Ops,
         clock: Clock,
         costs: ExpertCosts,
+        router: Callable[[int], SparseMlp | None] = lambda layer: None,
     ) -> None:
         self._slots, self._memory = slots, memory
         self._card = slots.card
@@ -71,12 +78,30 @@ class HybridStage:
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
         self.watch: Callable[[int, Routing], None] | None = None
+        self._layers = {place: layer for layer, place in places.items()}
+        self._router = router
+        self._fetched = self._samples = 0
+        self._saved_s = 0.0
+        cache = slots.cache
+        self.foresight = Foresight(
+            cache.layers,
+            cache.count,
+            cache.used,
+            gate=self._gate,
+            now=clock.now,
+            measured=self._measured,
+        )
 
     @property
     def hits_and_uses(self) -> tuple[int, int]:
         """Experts that were on the card when a layer asked for them, and all that were."""
         stats = self._slots.cache.stats()
-        return sum(stats.hits), sum(stats.demands)
+        return sum(stats.hits) + self._slots.useful, sum(stats.demands)
+
+    @property
+    def proposals(self) -> tuple[int, int]:
+        """Experts that were copied on a guess, and those of them that were asked for."""
+        return self._slots.begun, self._slots.useful
 
     def run(
         self, layer: int, part: SparseMlp, x: Array, mark: Mark, check: Check | None
@@ -86,19 +111,28 @@ class HybridStage:
         routed = part.route(card.ops, x)
         routing = routed.routing
         self._settle()  # the card has gone on since they were asked for
+        if place == 0:  # between passes
+            self._slots.stage(self.foresight.most if self.foresight.sources.names else 0)
         if self.watch is not None:
             self.watch(place, routing)
         shared = part.shared_rows(card.ops, routed)
         slots = card.ops.expert_slots(routed.normed, routing)
         try:
             demand = cache.touch(place, routing.experts, routing.scores)
-            rows = dict(zip(demand.experts.tolist(), demand.rows.tolist(), strict=True))
-            turn = _Turn(layer, place, part, routed, slots, rows, check)
-            mark = self._carry_out(turn, demand, self._plan(demand, mark), mark)
+            chosen = demand.experts.tolist()
+            rows = dict(zip(chosen, demand.rows.tolist(), strict=True))
+            turn = _Turn(layer, place, part, x, routed, slots, rows, check)
+            arriving = self._slots.chosen(place, chosen)
+            if arriving:
+                there = demand.resident | np.isin(demand.experts, list(arriving))
+                demand = demand._replace(resident=there)
+            plan = self._plan(demand, mark)
+            mark = self._carry_out(turn, demand, plan, arriving, mark)
         except BaseException:
             self._memory.abandon(place)
             raise
         finally:
+            self._slots.done()
             cache.release(place)
         self._memory.done(place)
         self._fill(place, mark)
@@ -106,7 +140,18 @@ class HybridStage:
 
     def _plan(self, demand: Demand, mark: Mark) -> Assignment:
         ready = Ready(link=max(0.0, self._link_free - self._time(mark)))
-        return self.scheduler(demand.rows, demand.resident, self._costs, ready)
+        plan = self.scheduler(demand.rows, demand.resident, self._costs, ready)
+        ahead = self.foresight
+        if len(demand.rows) <= self._slots.cache.used and ahead.measures:
+            with ahead.measuring():
+                missing = np.flatnonzero(~demand.resident)
+                if missing.size:  # what would it be with one more of them there?
+                    there = demand.resident.copy()
+                    there[missing[0]] = True
+                    other = self.scheduler(demand.rows, there, self._costs, ready)
+                    self._saved_s += max(0.0, plan.end - other.end)
+                    self._samples += 1
+        return plan
 
     def _time(self, mark: Mark) -> float:
         """Seconds on the clock: a virtual one's are those of the mark."""
@@ -115,17 +160,61 @@ class HybridStage:
     def _bring(self, place: int, expert: int, mark: Mark) -> Mark:
         """Copy an expert that is in RAM; how long the link has to do is kept count of."""
         there = self._slots.bring((place, expert), self._memory.data(place, expert), mark)
-        self._memory.cache.hold(place, [expert])
+        self._on_its_way(place, expert, mark, there)
+        return there
+
+    def _on_its_way(self, place: int, expert: int, mark: Mark, there: Mark) -> None:
+        self._memory.hold(place, expert)
         self._copying.append((place, expert, there))
         begin = max(self._link_free, self._time(mark))
         self._link_free = there if isinstance(there, float) else begin + self._costs.fetch
-        return there
+
+    def _look_ahead(self, turn: _Turn, mark: Mark) -> None:
+        """Copy what the next layer may ask for, if it is there before that layer chooses."""
+        here, in_ram = self._slots.cache, self._memory
+
+        def resident(place: int) -> npt.NDArray[np.bool_]:
+            return here.resident(place) | ~in_ram.resident(place)  # or out of reach
+
+        ahead = self.foresight
+        place, proposals = ahead.turn(turn.place, turn.routed.routing, turn.x, resident)
+        for expert in proposals:
+            now = self._time(mark)
+            if max(self._link_free, now) + self._costs.fetch > now + ahead.turn_s:
+                return
+            if self._memory.holds(place, expert):
+                data = self._memory.data(place, expert)
+                there = self._slots.propose((place, expert), data, mark)
+                if there is not None:
+                    self._on_its_way(place, expert, mark, there)
+
+    def _gate(self, place: int, x: Array) -> Routing | None:
+        """What a later layer would choose if nothing came between."""
+        part = self._router(self._layers[place])
+        if part is None:
+            return None
+        spec = part.spec.router
+        started = self._clock.begin("gpu")
+        normed, routing = self._card.ops.norm_route(x, part.router, spec)
+        size = spec.count * normed.shape[1]
+        self._clock.end("gpu", "gates", started, cost_s=self._card.cost_s(4 * size, size, 1))
+        return routing
+
+    def _measured(self) -> Measured:
+        busy_s = self._fetched * self._costs.fetch
+        return Measured(
+            busy_s=busy_s,
+            loads=self._fetched,
+            saved_s=self._saved_s,
+            misses=self._samples,
+            cpu_s=busy_s * self._costs.link_load,
+        )
 
     def _settle(self) -> None:
         """Copies have ended: RAM need not keep what they read."""
         for place, expert, there in self._copying:
             self._card.settled(there)
-            self._memory.cache.let_go(place, [expert])
+            self._memory.let_go(place, expert)
         self._copying.clear()
 
     def _fill(self, place: int, mark: Mark) -> None:
@@ -136,8 +225,15 @@ class HybridStage:
         if expert is not None and self._memory.holds(place, expert):
             self._bring(place, expert, mark)
 
-    def _carry_out(self, turn: _Turn, demand: Demand, plan: Assignment, mark: Mark) -> Mark:
-        """All slots filled; returns when."""
+    def _carry_out(
+        self,
+        turn: _Turn,
+        demand: Demand,
+        plan: Assignment,
+        arriving: Mapping[int, Mark],
+        mark: Mark,
+    ) -> Mark:
+        """All slots filled; returns when. ``arriving`` were proposed, and may be on their way."""
         chosen = demand.experts.tolist()
         held = [chosen[i] for i in plan.gpu if demand.resident[i]]
         here = set(held)
@@ -145,10 +241,12 @@ class HybridStage:
         wanted = self._memory.demand(turn.place, turn.routed.routing, mark, only=others)
         # Copies begin first, then the card's kernels: both go on while the CPU computes.
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
-        on_card = self._on_card(turn, held, mark)
+        self._look_ahead(turn, mark)
+        on_card = self._on_card(turn, [e for e in held if e not in arriving], mark)
         rest = [expert for expert in others if expert not in fetched]
         by_cpu = self._on_cpu(turn, rest, wanted, mark) if rest else mark
-        for expert, arrived in fetched.items():
+        late = {expert: arriving[expert] for expert in held if expert in arriving}
+        for expert, arrived in (late | fetched).items():
             self._card.wait(arrived)
             on_card = self._on_card(turn, [expert], later(on_card, arrived))
         return later(on_card, by_cpu)
@@ -159,8 +257,9 @@ class HybridStage:
         """Begin to copy those that are in RAM and worth a slot: when each is there."""
         cache, arrivals, present = self._slots.cache, dict[int, Mark](), set(wanted.present)
         for expert in experts:
-            if expert in present and cache.room and cache.keeps(turn.place, expert):
+            if expert in present and cache.room:
                 arrivals[expert] = self._bring(turn.place, expert, mark)
+        self._fetched += len(arrivals)
         return arrivals
 
     def _on_card(self, turn: _Turn, experts: Sequence[int], mark: Mark) -> Mark:

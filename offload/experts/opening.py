@@ -1,12 +1,13 @@
 """Makes a mixture's expert memory of what a placement gives its experts, and fills it.
 
 The bytes of all experts that are placed in RAM, and of the ring that would otherwise read the
-others, are one pool of equal slots: which experts are in them is the cache's, not the placement's.
+others, are slots: which experts are in them is the cache's, not the placement's. Slots are equal,
+but where layers differ in size: see ``pools.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
@@ -15,6 +16,7 @@ from localrt.offload.accelerator import Accelerator
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory, Verify
+from localrt.offload.experts.pools import ExpertPools, size_classes
 from localrt.offload.experts.reader import DemandReader
 from localrt.offload.fetching import Source
 from localrt.offload.files import ReadMode
@@ -29,6 +31,8 @@ __all__ = [
     "open_experts",
     "sparse_layers",
 ]
+
+_LEAST_SLOTS = 4  # of a pool, for each expert of a row
 
 
 def sparse_layers(config: DecoderConfig) -> dict[int, int]:
@@ -65,28 +69,75 @@ def open_experts(
     verify: Verify,
     stall_s: float,
     alloc: Callable[[int], Any],
-) -> ExpertMemory:
+    room: int = 0,
+) -> ExpertMemory | ExpertPools:
     """Slots for as many experts as ``where`` places in RAM, and for ``ring`` bytes more.
+
+    Of ``room``, the RAM for them, those placed in VRAM take what is left: what makes room on the
+    card is then copied again, not read.
 
     Raises:
         MemoryBudgetError: that is not even one expert.
     """
     layers = list(sparse_layers(config))
     kept = _placed(units, where, Where.RAM, Where.LINK)
-    cache = _cache(config, units, kept, ring)
+    kept += min(_placed(units, where, Where.VRAM), max(0, room - kept))
+    reader = DemandReader(source, threads=mode.threads, block=mode.block, stall_s=stall_s)
 
-    def build(key: Key, unit: StoredUnit, data: Any) -> ExpertWeights:
-        return builder.expert(layers[key[0]], key[1], unit, data)
+    def pool(members: Sequence[int], nbytes: int, ring: int) -> ExpertMemory:
+        """Of the layers at these places."""
+        numbers = {place: number for number, place in enumerate(members)}
+        ours = {(numbers[p], e): unit for (p, e), unit in units.items() if p in numbers}
 
-    return ExpertMemory(
-        units,
-        [builder.table(layer) for layer in layers],
-        cache,
-        DemandReader(source, threads=mode.threads, block=mode.block, stall_s=stall_s),
-        build=build,
-        verify=verify,
-        alloc=alloc,
-    )
+        def build(key: Key, unit: StoredUnit, data: Any) -> ExpertWeights:
+            return builder.expert(layers[members[key[0]]], key[1], unit, data)
+
+        return ExpertMemory(
+            ours,
+            [builder.table(layers[place]) for place in members],
+            _cache(config, ours, nbytes, ring),
+            reader,
+            build=build,
+            verify=verify,
+            alloc=alloc,
+        )
+
+    try:
+        classes = size_classes(units)
+        shares = _shares(classes, units, kept + ring, config)
+        if shares is None:
+            return pool(range(len(layers)), kept, ring)
+        if kept >= sum(unit.nbytes for unit in units.values()):  # each pool holds all of its own
+            shares = [sum(u.nbytes for (p, _), u in units.items() if p in c) for c in classes]
+        pools = [pool(each, nbytes, 0) for each, nbytes in zip(classes, shares, strict=True)]
+        return ExpertPools(pools, classes, reader)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _shares(
+    classes: Sequence[Sequence[int]],
+    units: Mapping[Key, StoredUnit],
+    nbytes: int,
+    config: DecoderConfig,
+) -> list[int] | None:
+    """Bytes for the pool of each class; None where one pool is better.
+
+    Each gets its experts' share. With few slots one pool uses them better than several.
+    """
+    if len(classes) == 1:
+        return None
+    used = max(spec.router.used for spec in config.mixtures if spec is not None)
+    whole = sum(unit.nbytes for unit in units.values())
+    shares = []
+    for members in classes:
+        sizes = [unit.nbytes for (place, _), unit in units.items() if place in members]
+        share = nbytes * sum(sizes) // whole
+        if share // max(sizes) < _LEAST_SLOTS * used:
+            return None
+        shares.append(share)
+    return shares
 
 
 def open_card_slots(
@@ -129,10 +180,11 @@ def _cache(
 ) -> ExpertCache:
     """Of as many slots as ``kept`` + ``ring`` bytes hold."""
     specs = [spec for spec in config.mixtures if spec is not None]
+    layers = len({place for place, _ in units})
     largest = max(unit.nbytes for unit in units.values())
     slots = min(slots_within(kept + ring, largest), len(units))
     if kept >= sum(unit.nbytes for unit in units.values()):
         slots = len(units)  # though they are not equally large
     count = max(spec.router.count for spec in specs)
     used = max(spec.router.used for spec in specs)
-    return ExpertCache(len(specs), count, used, slots)
+    return ExpertCache(layers, count, used, slots)

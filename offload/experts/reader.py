@@ -2,7 +2,8 @@
 
 A ``UnitReader`` follows a fixed order through a ring; here every load has memory of its own and
 comes when it is asked for. What is asked for ahead of its need waits while anything is urgent, and
-can be called off. It knows ranges of bytes, not experts.
+can be called off: nothing urgent waits for more of it than the pieces that are being read. It knows
+ranges of bytes, not experts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localrt.errors import CheckpointError, LocalrtError
@@ -21,7 +22,7 @@ from localrt.offload.fetching import POLL_S, Source, end_threads, fetch, require
 from localrt.offload.ring import Chunk, Mark, chunks
 from localrt.offload.waiting import waiting
 
-__all__ = ["DemandReader", "Load"]
+__all__ = ["DemandReader", "Load", "ReadingTime"]
 
 Check = Callable[[], None]
 
@@ -38,14 +39,26 @@ class Load:
     in_flight: int = 0
     error: LocalrtError | None = None
     mark: Mark = None
+    cancelled: bool = False
+    ends: deque[Load] | None = None  # where it goes when it has ended, well or not
 
     def __post_init__(self) -> None:
         self.missing = self.unit.nbytes
 
     @property
     def done(self) -> bool:
-        """Whether all of it is there, or it has failed and nothing of it is on its way."""
-        return self.missing == 0 or (self.error is not None and not self.in_flight)
+        """Whether all of it is there, or it has ended early and nothing of it is on its way."""
+        ended = self.cancelled or self.error is not None
+        return self.missing == 0 or (ended and not self.in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingTime:
+    """Of what was urgent: seconds in which any was being read, and loads. Of all: CPU seconds."""
+
+    busy_s: float
+    loads: int
+    cpu_s: float
 
 
 class DemandReader:
@@ -63,10 +76,13 @@ class DemandReader:
         self._changed = threading.Condition()
         self._urgent: deque[Load] = deque()
         self._ahead: deque[Load] = deque()
-        self._ended: list[Load] = []
         self._closed = False
         self._fetched = 0
         self._last_arrival = 0.0
+        self._pressing = 0  # urgent pieces that are being read, and since when any
+        self._pressing_since = 0.0
+        self._busy_s = self._cpu_s = 0.0
+        self._loads = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"localrt-experts-{n}", daemon=True)
             for n in range(threads)
@@ -80,13 +96,29 @@ class DemandReader:
         with self._changed:
             return self._fetched
 
+    def time(self) -> ReadingTime:
+        """Since construction, up to the last piece that has arrived."""
+        with self._changed:
+            return ReadingTime(self._busy_s, self._loads, self._cpu_s)
+
     def ask(
-        self, unit: StoredUnit, memory: Any, *, after: Mark = None, urgent: bool = True
+        self,
+        unit: StoredUnit,
+        memory: Any,
+        *,
+        after: Mark = None,
+        urgent: bool = True,
+        ends: deque[Load] | None = None,
     ) -> Load:
-        """Begin to fill ``memory`` with ``unit``, not before ``after`` has happened."""
+        """Begin to fill ``memory`` with ``unit``, not before ``after`` has happened.
+
+        When it has ended, well or not, the load is appended to ``ends``.
+        """
         load = Load(unit, memory, after, deque(chunks(unit.nbytes, self._block, first=0)))
+        load.ends = ends
         with self._changed:
             (self._urgent if urgent else self._ahead).append(load)
+            self._loads += urgent
             self._changed.notify_all()
         return load
 
@@ -97,21 +129,31 @@ class DemandReader:
                 self._ahead.remove(load)
                 self._urgent.append(load)
 
-    def call_off(self) -> list[Load]:
-        """Begin nothing of what was asked for ahead; returns that of which nothing was read."""
+    def call_off(self, loads: Collection[Load]) -> list[Load]:
+        """Of ``loads`` that were asked for ahead begin none; returns those of which none was read.
+
+        The others come all the same.
+        """
         with self._changed:
-            begun = [
-                load for load in self._ahead if load.in_flight or load.missing < load.unit.nbytes
+            dropped = [
+                load
+                for load in self._ahead
+                if load in loads and not load.in_flight and load.missing == load.unit.nbytes
             ]
-            dropped = [load for load in self._ahead if load not in begun]
-            self._ahead = deque(begun)
+            self._ahead = deque(load for load in self._ahead if load not in dropped)
             return dropped
 
-    def ended(self) -> list[Load]:
-        """The loads that have ended, well or not, since this was last asked."""
+    def cancel(self, load: Load) -> bool:
+        """Read no more of what was asked for ahead; whether its memory is free now.
+
+        If not it has ended when the pieces that are being read have come.
+        """
         with self._changed:
-            ended, self._ended = self._ended, []
-            return ended
+            load.cancelled = True
+            load.waiting.clear()
+            if load in self._ahead:
+                self._ahead.remove(load)
+            return not load.in_flight
 
     def wait(self, load: Load, check: Check | None = None) -> Mark:
         """Until ``load`` is there: its mark. ``check`` is called meanwhile, and may raise.
@@ -144,8 +186,9 @@ class DemandReader:
             raise CheckpointError("the model was closed while it was in use")
         require_answer(max(started, self._last_arrival), self._stall_s, load.unit.name)
 
-    def _next(self) -> tuple[Load, Chunk] | None:
-        """The next piece to fetch."""
+    def _next(self) -> tuple[Load, Chunk, bool] | None:
+        """The next piece to fetch, and whether it is urgent."""
+        urgent = bool(self._urgent)
         queue = self._urgent or self._ahead
         if not queue:
             return None
@@ -154,7 +197,11 @@ class DemandReader:
         load.in_flight += 1
         if not load.waiting:
             queue.popleft()
-        return load, chunk
+        if urgent:
+            if not self._pressing:
+                self._pressing_since = time.perf_counter()
+            self._pressing += 1
+        return load, chunk, urgent
 
     def _run(self) -> None:
         while True:
@@ -166,11 +213,20 @@ class DemandReader:
             assert job is not None, "the loop above ends with one"
             self._fetch(*job)
 
-    def _fetch(self, load: Load, chunk: Chunk) -> None:
+    def _fetch(self, load: Load, chunk: Chunk, urgent: bool) -> None:
         out = load.memory[chunk.start : chunk.start + chunk.nbytes]
-        mark, error = fetch(self._source, load.unit, chunk.start, out, load.after)
+        # A trace shows which reads nobody was waiting for.
+        unit = load.unit if urgent else replace(load.unit, name=f"{load.unit.name} ahead")
+        working = time.thread_time()
+        mark, error = fetch(self._source, unit, chunk.start, out, load.after)
+        working = time.thread_time() - working
         with self._changed:
             self._last_arrival = time.perf_counter()
+            self._cpu_s += working
+            if urgent:
+                self._pressing -= 1
+                if not self._pressing:
+                    self._busy_s += self._last_arrival - self._pressing_since
             load.in_flight -= 1
             if error is None:
                 self._fetched += chunk.nbytes
@@ -183,5 +239,6 @@ class DemandReader:
                     if load in queue:
                         queue.remove(load)
             if load.done:
-                self._ended.append(load)
+                if load.ends is not None:
+                    load.ends.append(load)
                 self._changed.notify_all()

@@ -171,14 +171,14 @@ def _read_about(path: Path) -> dict[str, Any] | None:
 
 
 def _write_all(file: Any, blocks: Bytes) -> None:
-    view = memoryview(np.ascontiguousarray(blocks)).cast("B")
+    view = np.ascontiguousarray(blocks).data.cast("B")
     while view:
         view = view[file.write(view) :]
 
 
 def _read_blocks(file: Any, count: int, block_bytes: int) -> Bytes:
     blocks = np.empty((count, block_bytes), np.uint8)
-    view = memoryview(blocks).cast("B")
+    view = blocks.data.cast("B")
     while view:
         got = file.readinto(view)
         if not got:

@@ -94,7 +94,8 @@ def best_candidate(
             notes.append(f"placed by rules, not by integer programming: {error}")
         answers = []
     for each, counts in zip(finalists, answers, strict=False):
-        if counts is not None and bound(each.problem, counts) < best.seconds:
+        shared = any(group.shared for group in each.problem.classes)  # their bound is about right
+        if counts is not None and (shared or bound(each.problem, counts) < best.seconds):
             other = search.replay(each.problem, counts, each.rings)
             best = min(best, other, key=lambda candidate: candidate.seconds)
     return best
@@ -164,7 +165,8 @@ class _Search:
         if counts is None:
             return None
         fastest = min((each.seconds for each in self.tried.values()), default=float("inf"))
-        if bound(problem, counts) >= fastest:
+        shared = any(group.shared for group in problem.classes)
+        if not shared and bound(problem, counts) >= fastest:
             return None  # no replay beats its bound
         rings = Placement(where={}, kv=(), ram_ring=ram.nbytes, vram_ring=vram.nbytes)
         self.tried[ram, vram] = found = self.replay(problem, counts, rings)

@@ -1,14 +1,15 @@
-"""What a mixture's expert takes on each device of a machine, for the hybrid scheduler."""
+"""What a mixture's experts take on a machine with a card: one for the scheduler, a layer by it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localrt.offload.experts.assignment import ExpertCosts
+from localrt.offload.experts.assignment import ExpertCosts, Ready
+from localrt.offload.experts.scheduler import schedule
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner.costs import Costs
 
-__all__ = ["expert_costs"]
+__all__ = ["expert_costs", "layer_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +41,19 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
         fetch=costs.copy(largest.nbytes),
         link_load=min(0.5, machine.link_bytes_s / machine.ram_bytes_s),
     )
+
+
+def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float, float]:
+    """Seconds of an equal part of a layer's experts: with none of them on the card, and with all.
+
+    The activations' ways to the CPU and back are in the former.
+    """
+    assert costs.shape.experts is not None, "they are of a mixture"
+    share, rows = costs.touched(use)
+    count = max(1, round(costs.shape.experts.count * share))
+    way = costs.crossing()
+    ready = Ready(cpu=way, cpu_back=way)
+    none, all_of_them = (
+        schedule([rows] * count, [there] * count, hybrid, ready).end for there in (False, True)
+    )
+    return none / count, all_of_them / count

@@ -3,7 +3,8 @@
 Units that cost the same form a class, so that fifteen thousand experts are one line. A pass cannot
 be shorter than its disk reads, its copies, or the computing that follows one another: the longest
 of the three is what the solvers make small (FlexGen's cost model with the CPU's computing in it).
-Which unit of a class goes where is ``arrange.py``'s.
+Beside a card a mixture's experts cost what the scheduler makes of a layer of them. Which unit of a
+class goes where is ``arrange.py``'s.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
 from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.expert_costs import expert_costs, layer_seconds
 
 __all__ = ["Counts", "Problem", "UnitClass", "bound", "classes_of", "is_feasible"]
 
@@ -25,6 +27,8 @@ class UnitClass:
     """Equal units, in the order of a pass: seconds of one on CPU and GPU.
 
     ``kv`` are the bytes of a layer's keys and values, which lie where its attention is computed.
+    Those of ``shared`` units are computed by both at once: seconds are an equal part of what a
+    layer takes with none of them on the card, or all.
     """
 
     names: tuple[str, ...]
@@ -35,6 +39,7 @@ class UnitClass:
     gpu_s: float = 0.0
     reading_s: float = 0.0  # what reading it takes from the CPU
     kv: int = 0
+    shared: bool = False
 
     @property
     def count(self) -> int:
@@ -66,6 +71,8 @@ class Problem:
         if group.kind == "embedding" or not self.link_bytes_s:
             return (Where.RAM, Where.SSD) if readable else (Where.RAM,)
         places = [Where.VRAM, Where.RAM]
+        if group.shared:  # what is copied of them, and when, is the scheduler's choice
+            return (*places, Where.SSD) if readable else tuple(places)
         if group.nbytes <= self.vram_slot:
             places.append(Where.LINK)
             if readable:
@@ -97,6 +104,18 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
     if first.kind == "expert":
         use, rows = costs.touched(use)
     attends = first.kind == "attention" and first.layer is not None
+    if first.kind == "expert" and (hybrid := expert_costs(costs)) is not None:
+        none, all_of_them = layer_seconds(costs, hybrid, first.use)
+        return UnitClass(
+            names=tuple(unit.name for unit in units),
+            kind="expert",
+            nbytes=first.nbytes,
+            use=use,
+            cpu_s=none,
+            gpu_s=all_of_them,
+            reading_s=costs.reading_load(first.nbytes),
+            shared=True,
+        )
     return UnitClass(
         names=tuple(unit.name for unit in units),
         kind=first.kind,
@@ -129,7 +148,7 @@ def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
     """A unit's computing at a place, with the crossings that a unit on the CPU costs."""
     if where.on_gpu:
         return group.gpu_s
-    crossing = problem.crossing_s if problem.link_bytes_s else 0.0
+    crossing = problem.crossing_s if problem.link_bytes_s and not group.shared else 0.0
     return group.cpu_s + crossing + (group.reading_s if where is Where.SSD else 0.0)
 
 

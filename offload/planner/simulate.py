@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
-from localrt.offload.experts.assignment import Ready
+from localrt.offload.experts.assignment import Assignment, Ready, split_misses
 from localrt.offload.experts.scheduler import schedule
 from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.planner.costs import Costs
@@ -236,26 +236,39 @@ class _Walk:
         on_card = [self.random.random() < (self.in_vram if hits is None else hits) for _ in chosen]
         way = self.costs.crossing()
         ready = Ready(cpu=way, cpu_back=way, link=max(0.0, state.link_free - state.clock))
-        plan = schedule([rows for _, rows, _ in chosen], on_card, self.expert_costs, ready)
-        read = sum(self.random.random() < self.on_ssd for _ in plan.cpu)
+        cost = self.expert_costs
+        plan = schedule([rows for _, rows, _ in chosen], on_card, cost, ready)
         nbytes, begin = experts[0].nbytes, state.clock
-        end = begin + plan.end
-        if read:
+        absent = [
+            i
+            for i in (*plan.cpu, *plan.fetch)
+            if not on_card[i] and self.random.random() < self.on_ssd
+        ]
+        if absent:  # only what is in RAM can be copied: the CPU computes what is read
+            plan, end = self._with_absent(chosen, plan, set(absent), ready)
             start = max(state.disk_free, begin)
-            state.disk_free = start + read * nbytes / self.read_bytes_s
-            sums.busy["ssd"] += read * nbytes / self.bytes_s
-            sums.nbytes["ssd"] += read * nbytes
-            sums.waits["ssd"] += max(0.0, state.disk_free - end)
-            end = max(end, state.disk_free)
-        cpu_s = sum(self.expert_costs.cpu.at(chosen[i][1]) for i in plan.cpu)
-        gpu_s = sum(self.expert_costs.gpu.at(chosen[i][1]) for i in plan.gpu)
-        state.clock = end
+            cpu = begin + end - ready.cpu_back
+            for i in absent:
+                start += nbytes / self.read_bytes_s
+                cpu = max(cpu, start) + cost.cpu.at(chosen[i][1])
+            state.disk_free = start
+            sums.busy["ssd"] += len(absent) * nbytes / self.bytes_s
+            sums.nbytes["ssd"] += len(absent) * nbytes
+            computing = sum(cost.cpu.at(chosen[i][1]) for i in absent)
+            sums.waits["ssd"] += max(0.0, cpu - (begin + end - ready.cpu_back) - computing)
+            sums.chain += end + computing
+            state.clock = max(begin + plan.gpu_end, cpu + ready.cpu_back)
+        else:
+            sums.chain += plan.end
+            state.clock = begin + plan.end
+        by_cpu = [i for i in plan.cpu if i not in absent] + absent
+        cpu_s = sum(cost.cpu.at(chosen[i][1]) for i in by_cpu)
+        gpu_s = sum(cost.gpu.at(chosen[i][1]) for i in plan.gpu)
         state.link_free = begin + plan.link_end if plan.fetch else state.link_free
         sums.busy["cpu"] += cpu_s
         sums.busy["gpu"] += gpu_s
-        sums.busy["link"] += len(plan.fetch) * self.expert_costs.fetch
-        sums.chain += plan.end
-        sums.nbytes["ram"] += len(plan.cpu) * nbytes
+        sums.busy["link"] += len(plan.fetch) * cost.fetch
+        sums.nbytes["ram"] += len(by_cpu) * nbytes
         sums.nbytes["vram"] += len(plan.gpu) * nbytes
         sums.nbytes["link"] += len(plan.fetch) * nbytes
         name = f"layers.{experts[0].layer}.experts"
@@ -265,6 +278,30 @@ class _Walk:
                     name, "expert", cast(Resource, resource), begin, begin + seconds, token, nbytes
                 )
                 _keep(tasks, task)
+
+    def _with_absent(
+        self,
+        chosen: list[tuple[PlacedUnit, int, Where]],
+        plan: Assignment,
+        absent: set[int],
+        ready: Ready,
+    ) -> tuple[Assignment, float]:
+        """``plan`` without the experts that are in no memory, and when its CPU's part ends."""
+        assert self.expert_costs is not None, "see _shared"
+        there = [i for i in range(len(chosen)) if i not in absent]
+        held = [i in plan.gpu and i not in plan.fetch for i in there]
+        fetched = [i for i in there if i in plan.fetch]
+        work = split_misses(
+            len(fetched), [chosen[i][1] for i in there], held, self.expert_costs, ready
+        )
+        end = work.cpu_end + ready.cpu_back if work.cpu else 2 * ready.cpu_back
+        renumbered = replace(
+            work,
+            cpu=[there[i] for i in work.cpu],
+            gpu=[there[i] for i in work.gpu],
+            fetch=[there[i] for i in work.fetch],
+        )
+        return renumbered, end
 
     def _unit(
         self,

@@ -32,10 +32,10 @@ def make_ops(
     """
     latent = any(isinstance(spec, LatentSpec) for spec in attention)
     if device == "auto":
-        # Latent attention has no kernels for GPUs: without a compute format it is the CPU's.
-        device = "cpu" if latent and compute_format is None else _default_device()
-    if latent and device != "cpu" and compute_format is None:
-        raise OptionError(NO_LATENTS)
+        device = _default_device()
+        # Latent attention on packed weights needs Triton: without it, it is the CPU's.
+        if latent and compute_format is None and device != "cpu" and not _triton_runs(0):
+            device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.ops.native_kv import parse_kv_format
         from localrt.quant.ops.native_latent import cache_format
@@ -64,6 +64,8 @@ def make_ops(
             from localrt.quant.ops.triton_ops import TritonOps
 
             return TritonOps(device=f"cuda:{index}")
+        if latent and compute_format is None:
+            raise OptionError(NO_LATENTS)
         if compute_format is None and find_spec("bitsandbytes") is not None:
             from localrt.quant.ops.bnb_ops import BnbOps
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.protocol import Array
+from localrt.quant.ops.protocol import Array, Vector
 
-__all__ = ["copy_to_host"]
+__all__ = ["copy_to_host", "vector_to_host"]
 
 
 def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
@@ -21,3 +21,9 @@ def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
         tensor = x if settle is None else settle()
         x = tensor.detach().float().cpu().numpy()
     out[:] = x
+
+
+def vector_to_host(vector: Vector, out: npt.NDArray[np.float32]) -> None:
+    """Copy a norm's weights or a bias (D,) into ``out``."""
+    values = getattr(vector, "values", None)
+    copy_to_host(values if isinstance(values, np.ndarray) else vector, out)

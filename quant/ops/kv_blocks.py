@@ -11,6 +11,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from localrt.quant.ops.protocol import KVCache
+
 __all__ = ["BLOCK_TOKENS", "BlockCache", "Bytes"]
 
 Bytes = npt.NDArray[np.uint8]
@@ -19,8 +21,8 @@ BLOCK_TOKENS = 256
 
 
 @runtime_checkable
-class BlockCache(Protocol):
-    """A ``KVCache`` that can be taken out."""
+class BlockCache(KVCache, Protocol):
+    """One that can be taken out."""
 
     @property
     def kv_layout(self) -> str:

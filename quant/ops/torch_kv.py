@@ -59,7 +59,7 @@ class TorchKVCache(GrowingCache):
         """A copy in RAM, (count, block_bytes): per block, keys and values layer by layer."""
         parts = [
             tensor[:, first * BLOCK_TOKENS : (first + count) * BLOCK_TOKENS]
-            .unflatten(1, (count, BLOCK_TOKENS))
+            .reshape(tensor.shape[0], count, BLOCK_TOKENS, -1)
             .transpose(0, 1)
             .reshape(count, -1)
             .view(torch.uint8)

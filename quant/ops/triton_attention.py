@@ -5,8 +5,9 @@ maximum, a sum and a weighted sum of values; a second kernel joins the runs in o
 multiples of 128 keys whatever the length, and rows that are padding or belong to others change
 nothing, so a row's result is bitwise the same for any number of rows.
 
-Grouped queries, a sliding window, a soft cap and a mask among the new rows (a token tree) are all
-one kernel. Lengths come from device memory: a recorded CUDA graph stays valid as the cache fills.
+Grouped queries, a sliding window, a soft cap, sinks and a mask among the new rows (a token tree)
+are all one kernel. Lengths come from device memory: a recorded CUDA graph stays valid as the cache
+fills.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from localrt.quant.ops import triton_device
 
-__all__ = ["attend"]
+__all__ = ["RUN", "SCRATCH_BYTES", "attend", "join_runs"]
 
-_RUN = 128  # keys of one program; part of what a result's bits depend on
+RUN = 128  # keys of one program; part of what a result's bits depend on
 _ROWS = 16  # query rows of one program
-_SCRATCH_BYTES = 128 << 20
+SCRATCH_BYTES = 128 << 20
 
 
 def attend(
@@ -40,6 +41,7 @@ def attend(
     softcap: float | None,
     mask: Tensor | None,
     longest: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q (n, H, E) over keys and values (G, allocated, E): (n, H * E), bf16.
 
@@ -49,10 +51,10 @@ def attend(
     """
     n, heads, size = q.shape
     groups = k.shape[0]
-    runs = -(-longest // _RUN)
+    runs = -(-longest // RUN)
     out = torch.empty(n, heads * size, dtype=q.dtype, device=q.device)
     # Partial results of so many rows at once that they stay small.
-    chunk = max(1, min(n, _SCRATCH_BYTES // (runs * heads * (size + 2) * 4)))
+    chunk = max(1, min(n, SCRATCH_BYTES // (runs * heads * (size + 2) * 4)))
     partial = torch.empty(runs, chunk * heads, size, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, runs, chunk * heads, dtype=torch.float32, device=q.device)
     for first in range(0, n, chunk):
@@ -81,7 +83,7 @@ def attend(
             size=size,
             block=triton.next_power_of_2(size),
             rows_block=_ROWS,
-            run=_RUN,
+            run=RUN,
             keys_block=_keys_block(size),
             windowed=window is not None,
             capped=softcap is not None,
@@ -90,28 +92,48 @@ def attend(
             num_stages=1,
             enable_fp_fusion=False,
         )
-        _join_kernel[(rows * heads,)](
-            partial,
-            stats,
-            held,
-            out[first:],
-            n,
-            partial.stride(0),
-            runs,
-            rows * heads,
-            size=size,
-            block=triton.next_power_of_2(size),
-            run=_RUN,
-            most=triton.next_power_of_2(runs),
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        join_runs(partial, stats, held, out[first:], n, rows * heads, heads, size, sinks)
     return out
+
+
+def join_runs(
+    partial: Tensor,
+    stats: Tensor,
+    held: Tensor,
+    out: Tensor,
+    n: int,
+    count: int,
+    heads: int,
+    size: int,
+    sinks: Tensor | None = None,
+) -> None:
+    """out: ``count`` rows of ``size`` from their runs' sums (runs, rows, size) and ``stats``.
+
+    ``stats`` (2, runs, rows) are each run's maximum and sum; the cache has ``held`` + n rows.
+    """
+    runs = partial.shape[0]
+    _join_kernel[(count,)](
+        partial,
+        stats,
+        held,
+        sinks,
+        out,
+        n,
+        partial.stride(0),
+        runs,
+        heads=heads,
+        size=size,
+        block=triton.next_power_of_2(size),
+        run=RUN,
+        most=triton.next_power_of_2(runs),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
 
 
 def _keys_block(size: int) -> int:
     """Keys at once: keys and values of so many are in shared memory together."""
-    return _RUN if size <= 128 else 64 if size <= 256 else 32
+    return RUN if size <= 128 else 64 if size <= 256 else 32
 
 
 @triton.jit(do_not_specialize=["n", "first", "rows", "window", "runs"])
@@ -217,16 +239,17 @@ def _runs_kernel(
     tl.store(stats + runs * (run_stride // size) + stat_at, weight, mask=live)
 
 
-@triton.jit(do_not_specialize=["n", "runs", "count"])
+@triton.jit(do_not_specialize=["n", "runs"])
 def _join_kernel(
     partial,
     stats,
     held,
+    sinks,  # (heads,) or None
     out,
     n,
     run_stride,
     runs,
-    count,
+    heads: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
     run: tl.constexpr,
@@ -242,6 +265,10 @@ def _join_kernel(
     top = tl.max(highest, 0)
     acc = tl.full((block,), 0.0, tl.float32)
     weight = 0.0
+    if sinks is not None:
+        sink = tl.load(sinks + which % heads).to(tl.float32)
+        top = tl.maximum(top, sink)
+        weight += tl.exp(sink - top)
     found = partial + which * size + e
     for i in range(0, used):
         at = i * width + which

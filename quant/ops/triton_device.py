@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["compiled", "processors"]
+__all__ = ["compiled", "processors", "upload"]
 
 
 def compiled(x: Tensor) -> bool:
@@ -24,3 +27,11 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of ``values`` on the device, which the host does not wait for."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.array(values))
+    staged = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
+    return staged.to(device, non_blocking=True)

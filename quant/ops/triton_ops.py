@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.errors import UnsupportedModelError
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.kv_growth import grown_capacity
-from localrt.quant.ops.latent import NO_LATENTS, LatentSpec
+from localrt.quant.ops.latent import LatentSpec, LatentWeights
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -33,10 +31,13 @@ from localrt.quant.ops.protocol import (
 )
 from localrt.quant.ops.torch_attention import attend_rows, visible_keys
 from localrt.quant.ops.torch_kv import TorchKVCache
+from localrt.quant.ops.torch_latent import attend_latents
 from localrt.quant.ops.triton_attention import attend
 from localrt.quant.ops.triton_experts import TritonExperts
-from localrt.quant.ops.triton_linear import MOST_ROWS, Tiles, dense_linear, tiled_linear
+from localrt.quant.ops.triton_latent import attend_latent_rows, latent_append
+from localrt.quant.ops.triton_linear import MOST_ROWS, Tiles, tiled_linear
 from localrt.quant.ops.triton_pass import Numbers, Recording, Stream, TritonPass
+from localrt.quant.ops.triton_products import multiply, multiply_heads
 from localrt.quant.ops.triton_rows import unpack_rows
 from localrt.quant.ops.triton_steps import gate, norm, rope_append, rotate_blocks
 from localrt.quant.ops.triton_weight import (
@@ -51,9 +52,6 @@ __all__ = ["Forward", "Logits", "TritonOps"]
 
 Logits = npt.NDArray[np.float32]
 Forward = Callable[..., Logits]
-
-# Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
-_UNPACKED = 32 << 20
 
 
 class TritonOps(TritonExperts):
@@ -115,17 +113,8 @@ class TritonOps(TritonExperts):
         return shape[0] * shape[1] * 2
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
-        """Bytes of keys and values once grown to ``length`` tokens.
-
-        Raises:
-            UnsupportedModelError: attention of a kind that the card's kernels do not know.
-        """
-        if any(spec.sinks or spec.joint_norms for spec in layers):
-            raise UnsupportedModelError(
-                "attention sinks, and norms over all heads at once, do not run on the GPU yet: "
-                "use --device cpu"
-            )
-        row = sum(2 * spec.kv_heads * spec.head_dim for spec in layers)
+        """Bytes of keys and values once grown to ``length`` tokens."""
+        row = sum(spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in layers)
         return row * grown_capacity(length) * 2
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
@@ -202,6 +191,7 @@ class TritonOps(TritonExperts):
                 q_norm=weights.q_norm,
                 k_norm=weights.k_norm,
                 eps=spec.eps,
+                joint=spec.joint_norms,
             )
         return q
 
@@ -219,7 +209,7 @@ class TritonOps(TritonExperts):
             rows = q[first:stop]
             if span.rows > MOST_ROWS:
                 mask = self._mask(index, span, spec.window, step)
-                outputs.append(attend_rows(rows, _cache(span), layer, mask, spec))
+                outputs.append(attend_rows(rows, _cache(span), layer, mask, spec, weights.sinks))
                 continue
             k, v = _cache(span).view(layer, span.rows)
             outputs.append(
@@ -234,6 +224,7 @@ class TritonOps(TritonExperts):
                     softcap=spec.softcap,
                     mask=step.trees[index],
                     longest=step.longest[index],
+                    sinks=weights.sinks,
                 )
             )
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -243,16 +234,66 @@ class TritonOps(TritonExperts):
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
 
     def norm_latent_append(
-        self, x: Any, weights: Any, spec: LatentSpec, step: TritonPass, layer: int
-    ) -> Any:
-        """Not yet: ``make_ops`` says what to use."""
-        raise UnsupportedModelError(NO_LATENTS)
+        self, x: Stream, weights: LatentWeights, spec: LatentSpec, step: TritonPass, layer: int
+    ) -> Tensor:
+        """(R, H, P + L); the latents are written to the caches."""
+        kind = torch.bfloat16 if weights.query_up is None else torch.float32
+        wide = self.linear(x.normed(weights.norm, spec.eps), weights.down, dtype=kind)
+        q, latents = wide[:, : -spec.head_dim], wide[:, -spec.head_dim :]
+        if weights.query_up is not None:
+            ranked = norm(q, weights.query_norm, spec.latent_eps, out=torch.bfloat16)
+            q = self.linear(ranked, weights.query_up)
+        q = q.view(len(q), spec.heads, -1)  # (R, H, N + P)
+        shape = (len(q), spec.heads, spec.head_dim)
+        queries = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        absorbed = queries[..., spec.rope_dim :].transpose(0, 1)
+        multiply_heads(q[..., : spec.nope].transpose(0, 1), weights.key_up, absorbed)
+        cos, sin = self._rope_tables(spec.rope, step)
+        assert cos is not None, "latent attention rotates a part of its keys"
+        assert sin is not None, "as cos"
+        for index, (first, stop, span) in enumerate(_ranges(step.spans)):
+            rows = slice(first, stop)
+            latent_append(
+                q[rows],
+                latents[rows],
+                queries[rows],
+                _cache(span).view(layer, span.rows)[0][0],
+                step.held[index:],
+                cos=cos[rows],
+                sin=sin[rows],
+                norm=weights.latent_norm,
+                eps=spec.latent_eps,
+                interleaved=spec.interleaved,
+            )
+        return queries
 
     def latent_output(
-        self, q: Any, weights: Any, spec: LatentSpec, step: TritonPass, layer: int
-    ) -> Any:
-        """Not yet."""
-        raise UnsupportedModelError(NO_LATENTS)
+        self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: TritonPass, layer: int
+    ) -> Tensor:
+        """(R, D), float32."""
+        parts = []
+        for index, (first, stop, span) in enumerate(_ranges(step.spans)):
+            rows = q[first:stop]
+            if span.rows > MOST_ROWS:
+                mask = self._mask(index, span, None, step)
+                parts.append(attend_latents(rows, _cache(span), layer, mask, spec))
+                continue
+            parts.append(
+                attend_latent_rows(
+                    rows,
+                    _cache(span).view(layer, span.rows)[0][0],
+                    step.held[index:],
+                    rope=spec.rope_dim,
+                    scale=spec.scale,
+                    mask=step.trees[index],
+                    longest=step.longest[index],
+                )
+            )
+        seen = parts[0] if len(parts) == 1 else torch.cat(parts)  # (R, H, L)
+        shape = (len(seen), spec.heads, spec.value)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        multiply_heads(seen.transpose(0, 1), weights.value_up, values.transpose(0, 1))
+        return self.linear(values.flatten(1), weights.out, dtype=torch.float32)
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""
@@ -315,7 +356,7 @@ class TritonOps(TritonExperts):
         for part in weight.parts:
             stop = first + part.shape[0]
             here = None if bias is None else bias[first:stop]
-            _multiply(x, part, out[:, first:stop], here)
+            multiply(x, part, out[:, first:stop], here)
             first = stop
         return out
 
@@ -367,24 +408,3 @@ def _cache(span: Span) -> TorchKVCache:
     cache = span.cache
     assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
     return cache
-
-
-def _multiply(x: Tensor, part: Tiles | Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """One part of a product, into its columns of the result."""
-    rows, columns = part.shape
-    if len(x) <= MOST_ROWS and columns % 32 == 0:
-        if isinstance(part, Tensor):
-            dense_linear(x, part, out, bias=bias)
-        else:
-            tiled_linear(x, part, out, bias=bias)
-        return
-    at_once = max(16, _UNPACKED // columns // 16 * 16)
-    for first in range(0, rows, at_once):
-        stop = min(rows, first + at_once)
-        if isinstance(part, Tensor):
-            dense = part[first:stop]
-        else:
-            dense = torch.empty(stop - first, columns, dtype=torch.bfloat16, device=x.device)
-            unpack_rows(part, dense, first=first)
-        y = F.linear(x, dense)
-        out[:, first:stop] = y if bias is None else y + bias[first:stop]

@@ -39,10 +39,10 @@ class Stream:
             self.pending = None
         return self.values
 
-    def normed(self, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of the sum in bf16; nothing is pending afterwards."""
+    def normed(self, weight: Tensor, eps: float, out: torch.dtype = torch.bfloat16) -> Tensor:
+        """RMSNorm of the sum; nothing is pending afterwards."""
         pending, self.pending = self.pending, None
-        return norm(self.values, weight, eps, pending=pending, out=torch.bfloat16)
+        return norm(self.values, weight, eps, pending=pending, out=out)
 
 
 class Numbers:

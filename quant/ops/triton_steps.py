@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localrt.quant.ops import triton_device
-from localrt.quant.ops.triton_linear import GATES
+from localrt.quant.ops.triton_chains import GATES
 
 __all__ = ["gate", "norm", "rope_append", "rotate_blocks"]
 
@@ -30,7 +30,7 @@ def norm(
 ) -> Tensor:
     """RMSNorm of x (R, D), float32, times weight (D,); ``pending`` (R, D) is added to x first.
 
-    x keeps the sum. The result is of type ``out``.
+    x keeps the sum; its rows may lie apart. The result is of type ``out``.
     """
     rows, width = x.shape
     y = torch.empty(rows, width, dtype=out, device=x.device)
@@ -42,6 +42,7 @@ def norm(
         y,
         eps,
         width,
+        x.stride(0),
         block=block,
         num_warps=4 if block <= 4096 else 8,
         enable_fp_fusion=True,
@@ -61,14 +62,30 @@ def rope_append(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    joint: bool = False,
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E); q goes to q (n, H, E), k and v behind the
     ``held`` tokens (one int64 on the device) of the caches (G, allocated, E).
 
-    cos and sin (n, rotary / 2) are float32; None is no rotary.
+    cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
+    once: their weights are (H * E,) and (G * E,).
     """
     n, heads, size = q.shape
     groups = k_cache.shape[0]
+    scales = None
+    if joint:
+        scales = torch.empty(n, 2, dtype=torch.float32, device=q.device)
+        _joint_kernel[(n, 2)](
+            qkv,
+            scales,
+            eps,
+            qkv.stride(0),
+            heads * size,
+            groups * size,
+            block=triton.next_power_of_2(heads * size),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     _rope_kernel[(n, heads + 2 * groups)](
         qkv,
         q,
@@ -79,6 +96,7 @@ def rope_append(
         sin,
         q_norm,
         k_norm,
+        scales,
         eps,
         qkv.stride(0),
         k_cache.stride(0),
@@ -137,17 +155,30 @@ def rotate_blocks(x: Tensor, size: int) -> Tensor:
 
 
 @triton.jit
-def _norm_kernel(x, pending, weight, y, eps, width, block: tl.constexpr):
+def _norm_kernel(x, pending, weight, y, eps, width, x_stride, block: tl.constexpr):
     i = tl.arange(0, block)
     mask = i < width
     at = tl.program_id(0).to(tl.int64) * width + i
-    value = tl.load(x + at, mask=mask, other=0.0)
+    x += tl.program_id(0).to(tl.int64) * x_stride + i
+    value = tl.load(x, mask=mask, other=0.0)
     if pending is not None:
         value += tl.load(pending + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(x + at, value, mask=mask)
+        tl.store(x, value, mask=mask)
     mean = tl.sum(value * value, 0) / width
     value = value * (1.0 / tl.sqrt(mean + eps)) * tl.load(weight + i, mask=mask, other=0.0)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _joint_kernel(qkv, scales, eps, row_stride, queries, keys, block: tl.constexpr):
+    """1 / RMS of a row's queries, or of its keys."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)  # 0: queries
+    i = tl.arange(0, block)
+    width = tl.where(part == 0, queries, keys)
+    at = qkv + row.to(tl.int64) * row_stride + part * queries
+    value = tl.load(at + i, mask=i < width, other=0.0).to(tl.float32)
+    tl.store(scales + 2 * row + part, 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps))
 
 
 @triton.jit
@@ -161,6 +192,7 @@ def _rope_kernel(
     sin,
     q_norm,
     k_norm,
+    scales,  # (n, 2) of joint norms, or None
     eps,
     row_stride,
     group_stride,
@@ -182,8 +214,12 @@ def _rope_kernel(
     if head < heads + groups:
         partner = tl.load(source + other, mask=mask, other=0.0).to(tl.float32)
         if q_norm is not None:
-            scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / size + eps)
             weight = q_norm if head < heads else k_norm
+            if scales is not None:
+                scale = tl.load(scales + 2 * row + tl.where(head < heads, 0, 1))
+                weight += tl.where(head < heads, head, head - heads) * size
+            else:
+                scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / size + eps)
             value = value * scale * tl.load(weight + i, mask=mask, other=0.0)
             partner = partner * scale * tl.load(weight + other, mask=mask, other=0.0)
         if half > 0:

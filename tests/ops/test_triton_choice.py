@@ -10,6 +10,8 @@ import torch
 
 from localrt.errors import OptionError
 from localrt.quant.ops import choose
+from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.protocol import Rope
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -42,6 +44,20 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, bitsandbytes: bool) -> 
     monkeypatch.setattr(choose, "find_spec", lambda name: bitsandbytes or None)
     ops = choose.make_ops([], device="cuda")
     assert ops.name == ("bitsandbytes" if bitsandbytes else "torch")
+
+
+def test_latent_attention_is_tritons_or_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = Rope((1.0,))
+    spec = LatentSpec(
+        heads=1, kv_heads=1, head_dim=34, scale=1.0, eps=1e-6, rope=rope, latent=32, nope=32,
+        value=32,
+    )  # fmt: skip
+    assert choose.make_ops([spec], device="cuda").name == "triton"
+    monkeypatch.setattr(choose, "_triton_runs", lambda index: False)
+    monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
+    assert choose.make_ops([spec]).device == "cpu"
+    with pytest.raises(OptionError, match="needs Triton"):
+        choose.make_ops([spec], device="cuda")
 
 
 def test_there_is_no_third_gpu() -> None:

@@ -102,6 +102,38 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     assert relative_error(got, oracle(theirs, ids)) < 0.06
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "olmoe", "qwen2-moe"])
+def test_mixtures(name: str, tmp_path: Path) -> None:
+    """Sinks, joint norms, biases; where two experts are nearly equal, bf16 may choose the other."""
+    theirs = save_tiny(name, tmp_path)
+    ids = tokens(LENGTH)
+    ours = load(tmp_path, context=LENGTH)
+    cache = ours.cache(LENGTH)
+    parts = [ours.forward(Batch.extend([(cache, ids[:-2])]))]
+    parts += [ours.forward(Batch.extend([(cache, [token])])) for token in ids[-2:]]
+    wanted = oracle(theirs, ids)
+    off = np.abs(np.concatenate(parts) - wanted).max(1) / np.abs(wanted).max()
+    assert np.median(off) < 0.03
+    assert cache.nbytes == ours.ops.kv_nbytes(ours.config.attention, LENGTH)
+
+
+@pytest.mark.parametrize("format_", ["int4-g32m", "nvfp4"])
+def test_packed_experts_are_computed_together(
+    format_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as in a model of the same numbers, for a few rows and for many."""
+    save_tiny("qwen3-moe", tmp_path)
+    ours = shallow(tmp_path, lambda c: Packed(c, format_))
+    plain = shallow(tmp_path, lambda c: Restored(c, format_), TorchOps(compute_format="f32"))
+    monkeypatch.setattr(TritonOps, "_expert", None)
+    ids = tokens(75)
+    for count in (5, 75):
+        got = ours.forward(Batch.extend([(ours.cache(80), ids[:count])]))
+        wanted = plain.forward(Batch.extend([(plain.cache(80), ids[:count])]))
+        off = np.abs(got - wanted).max(1) / np.abs(wanted).max()
+        assert np.median(off) < 0.03
+
+
 @pytest.mark.parametrize(
     ("format_", "rotated"), [("int4-g32m", 0), ("nvfp4", 0), ("nf4", 0), ("mxfp4", 32)]
 )

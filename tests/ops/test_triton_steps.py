@@ -35,16 +35,24 @@ def test_norm_keeps_the_sum(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "half", "norms"), [(32, 16, False), (80, 20, True), (64, 0, True)]
+    ("size", "half", "norms", "joint"),
+    [
+        (32, 16, False, False),
+        (80, 20, True, False),
+        (64, 0, True, False),
+        (80, 20, True, True),
+        (64, 0, True, True),
+    ],
 )
-def test_rope_and_append(size: int, half: int, norms: bool) -> None:
+def test_rope_and_append(size: int, half: int, norms: bool, joint: bool) -> None:
     n, heads, groups, held = 3, 4, 2, 5
     qkv = random(n, (heads + 2 * groups) * size).bfloat16()
     k_cache = torch.zeros(groups, 16, size, dtype=torch.bfloat16, device=DEVICE)
     v_cache = torch.zeros_like(k_cache)
     q = torch.empty(n, heads, size, dtype=torch.bfloat16, device=DEVICE)
     angles = random(n, half) if half else None
-    weights = (random(size), random(size, seed=1)) if norms else (None, None)
+    wide = (heads * size, groups * size) if joint else (size, size)
+    weights = (random(wide[0]), random(wide[1], seed=1)) if norms else (None, None)
     rope_append(
         qkv,
         q,
@@ -56,11 +64,16 @@ def test_rope_and_append(size: int, half: int, norms: bool) -> None:
         q_norm=weights[0],
         k_norm=weights[1],
         eps=1e-6,
+        joint=joint,
     )
     split = torch.split(qkv.float().view(n, -1, size), [heads, groups, groups], 1)
     wanted = []
     for part, weight in zip(split[:2], weights, strict=True):
-        turned = part if weight is None else F.rms_norm(part, (size,), weight, 1e-6)
+        turned = part
+        if joint:
+            turned = F.rms_norm(part.flatten(1), weight.shape, weight, 1e-6).view(part.shape)
+        elif weight is not None:
+            turned = F.rms_norm(part, (size,), weight, 1e-6)
         if angles is not None:
             c, s = angles.cos()[:, None], angles.sin()[:, None]
             a, b, rest = torch.split(turned, [half, half, size - 2 * half], -1)
@@ -107,6 +120,7 @@ def plain_attention(
     window: int | None = None,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     n, heads, _ = q.shape
     total = held + n
@@ -123,7 +137,10 @@ def plain_attention(
         at = torch.cat([torch.arange(held, device=q.device), positions])
         seen &= positions[:, None] - at < window
     scores.masked_fill_(~seen[:, None], float("-inf"))
-    return torch.einsum("nhl,hle->nhe", scores.softmax(-1), values).reshape(n, -1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[None, :, None].expand(n, heads, 1)], -1)
+    shares = scores.softmax(-1)[..., :total]
+    return torch.einsum("nhl,hle->nhe", shares, values).reshape(n, -1)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +153,9 @@ def plain_attention(
         (2, 40, 2, 2, 32, {"softcap": 2.0}),
         (6, 130, 4, 2, 64, {"tree": True}),
         (6, 130, 4, 2, 64, {"tree": True, "window": 3}),
+        (1, 300, 4, 2, 64, {"sinks": True}),
+        (6, 130, 8, 2, 64, {"tree": True, "sinks": True}),
+        (3, 290, 4, 1, 64, {"window": 20, "sinks": True}),
     ],
 )
 def test_attention(n: int, held: int, heads: int, groups: int, size: int, options: dict) -> None:
@@ -152,6 +172,8 @@ def test_attention(n: int, held: int, heads: int, groups: int, size: int, option
                 tree[node] |= tree[parent]
         mask = tree.to(torch.int8).to(DEVICE)
         positions = (held + tree.sum(1) - 1).to(DEVICE)
+    if options.pop("sinks", False):  # below, beside and far above the scores
+        options["sinks"] = torch.linspace(-4, 40, heads, device=DEVICE)
     common = {"scale": size**-0.5, "window": None, "softcap": None, "mask": mask, **options}
     device_held = torch.tensor([held], device=DEVICE)
     got = attend(q, k, v, device_held, positions, longest=512, **common)

@@ -22,12 +22,26 @@ from triton.runtime.jit import JITFunction
 from localrt.quant.formats import FORMATS
 from localrt.quant.ops import triton_device
 from localrt.quant.ops.triton_attention import attend
+from localrt.quant.ops.triton_formats import layout_of
+from localrt.quant.ops.triton_grouped import (
+    ADDRESSES,
+    Side,
+    grouped_down,
+    grouped_gate_up,
+    plan_blocks,
+)
+from localrt.quant.ops.triton_latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton_linear import Tiles, dense_linear, tiled_linear
+from localrt.quant.ops.triton_mixture import combined, router_logits
 from localrt.quant.ops.triton_rows import unpack_rows
 from localrt.quant.ops.triton_steps import gate, norm, rope_append, rotate_blocks
 from tests.ops.packed import random_tensor
 
 LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g16m")
+EXPERTS = (
+    ("q4_k", 1), ("mxfp4", 1), ("nvfp4", 64),
+    ("q6_k", 256), ("mxfp4", 256), ("nvfp4", 256),
+)  # fmt: skip
 PROCESSORS = 24
 
 
@@ -73,7 +87,6 @@ def compile_only(found: list[dict[str, Any]]) -> None:
 
 def tiles(name: str, rows: int, columns: int) -> Tiles:
     from localrt.quant.formats.tiled import tile
-    from localrt.quant.ops.triton_formats import layout_of
 
     tensor = random_tensor(name, rows, columns)
     data = torch.from_numpy(tile(tensor))
@@ -81,6 +94,34 @@ def tiles(name: str, rows: int, columns: int) -> Tiles:
     assert layout is not None
     views = data, data.view(torch.float16), data.view(torch.int32)
     return Tiles(layout, (rows, columns), *views, torch.ones(rows // 16))
+
+
+def experts(name: str, rows: int) -> None:
+    """Four experts of 512 by 256, a quarter of the rows each."""
+    layout = layout_of(FORMATS[name])
+    assert layout is not None
+    counts = np.full(4, max(1, rows // 4))
+    slots, places = np.arange(counts.sum()), np.zeros((4, ADDRESSES), np.int64)
+    plan = plan_blocks(places, counts, slots, 1, torch.device("cpu"), long=rows > 64)
+    x = torch.zeros(rows, 512, dtype=torch.bfloat16)
+    plain = name != "mxfp4"  # which is gpt-oss's
+    sides = (Side(layout, *shape, name == "nvfp4", not plain) for shape in ((256, 512), (512, 256)))
+    inner = grouped_gate_up(x, plan, next(sides), "silu" if plain else "swiglu_oai", 7.0)
+    grouped_down(inner, torch.zeros(len(slots), 512), plan, next(sides))
+
+
+def latents() -> None:
+    """DeepSeek-V2-Lite's sizes."""
+    q, queries = (torch.zeros(2, 16, n, dtype=torch.bfloat16) for n in (192, 576))
+    wide, cache = (torch.zeros(n, 576, dtype=torch.bfloat16) for n in (2, 256))
+    angle, one = torch.zeros(2, 32), torch.zeros(1, dtype=torch.int64)
+    turn: dict[str, Any] = {"cos": angle, "sin": angle, "norm": torch.ones(512), "eps": 1e-6}
+    latent_append(q, wide, queries, cache, one, **turn, interleaved=True)
+    for mask in (None, torch.ones(2, 2, dtype=torch.int8)):
+        attend_latent_rows(queries, cache, one, rope=64, scale=0.1, mask=mask, longest=256)
+    absorbed = queries[..., 64:].transpose(0, 1)
+    dense_linear(q[..., :128].transpose(0, 1), torch.zeros(8192, 128, dtype=q.dtype), absorbed)
+    tiled_linear(absorbed, tiles("q4_0", 2048, 512), torch.zeros(16, 2, 128))
 
 
 def main() -> int:
@@ -98,6 +139,10 @@ def main() -> int:
         tiled_linear(x[:1], weight, torch.zeros(1, 512, dtype=torch.bfloat16), gate="silu")
         unpack_rows(weight, out[:, :512], first=16)
         unpack_rows(weight, out[:2, :512], index=torch.zeros(2, dtype=torch.int64))
+    for name, rows in EXPERTS:
+        experts(name, rows)
+    router_logits(out, torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(64, 128))
+    combined(out, torch.zeros(16, 4), torch.zeros(16, 1024))
     dense_linear(x, torch.zeros(1024, 512, dtype=torch.bfloat16), out, bias=torch.zeros(1024))
     norm(out, torch.ones(1024), 1e-6, pending=out, out=torch.bfloat16)
     gate(torch.zeros(2, 1024, dtype=torch.bfloat16), "gelu_tanh")
@@ -109,15 +154,17 @@ def main() -> int:
         qkv = torch.zeros(2, 8 * size, dtype=torch.bfloat16)
         weight = torch.ones(size)
         angle = angles[:, : size // 2]
-        rope_append(
-            qkv, q, cache, cache, one, cos=angle, sin=angle, q_norm=weight, k_norm=weight, eps=1e-6
-        )
+        turn: dict[str, Any] = {"cos": angle, "sin": angle, "eps": 1e-6}
+        rope_append(qkv, q, cache, cache, one, **turn, q_norm=weight, k_norm=weight)
+        wide = {"q_norm": torch.ones(4 * size), "k_norm": torch.ones(2 * size)}
+        rope_append(qkv, q, cache, cache, one, **turn, **wide, joint=True)
         places = torch.zeros(2, dtype=torch.int64)
         common: dict[str, Any] = {"scale": 0.1, "longest": 256}
-        plain = {"window": None, "softcap": None, "mask": None}
+        plain = {"window": None, "softcap": None, "mask": None, "sinks": torch.zeros(4)}
         tree = {"window": 16, "softcap": 30.0, "mask": torch.ones(2, 2, dtype=torch.int8)}
         for options in (plain, tree):
             attend(q, cache, cache, one, places, **common, **options)
+    latents()
     print(json.dumps({"triton": triton.__version__, "numpy": np.__version__, "kernels": found}))
     return 0
 

@@ -26,7 +26,9 @@ from localrt.offload.planner import (
     plan as plan_module,
 )
 from localrt.offload.planner.advice import in_format
+from localrt.offload.planner.cards import CARDS
 from localrt.offload.planner.explain import explain, one_line
+from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.memory_table import total_of
 from localrt.offload.planner.picture import to_html, to_svg
 from localrt.offload.planner.plan import PlanRequest, fits
@@ -303,3 +305,22 @@ def test_latents_are_not_kept_in_four_bits() -> None:
     budgets = Budgets(ram=32_000 * MB)
     with pytest.raises(OptionError, match="int4 is not for latent attention"):
         make_plan(model, machine(), budgets, ctx=4096, kv_format="int4", solver="greedy")
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-120b", "qwen3-235b-a22b"])
+def test_a_mixture_beside_a_card_reads_what_no_memory_holds(name: str) -> None:
+    shape = shape_from_config(CONFIGS[name], name=name)
+    profile = typical_machine()
+    card = CARDS["RTX 4060 8GB"]
+    profile = replace(profile, gpu=card.profile, link_bytes_s=card.link_bytes_s, ssd_bytes_s=3.5e9)
+    budgets = Budgets(ram=32 * 1000 * MB, vram=8 * 1000 * MB)
+    plan = make_plan(shape, profile, budgets, ctx=4096, solver="greedy")
+    experts = [unit for unit in shape.units if unit.kind == "expert"]
+    read = sum(u.nbytes * u.use for u in experts if plan.placement.where[u.name].read)
+    assert plan.prediction.nbytes["ssd"] == pytest.approx(read, rel=0.1)
+    active = sum(plan.prediction.nbytes[way] for way in ("ram", "vram"))
+    assert active == pytest.approx(shape.pass_nbytes, rel=0.02)  # everything is computed once
+    bound = max(read / profile.ssd_bytes_s, active / (profile.ram_bytes_s + card.bytes_s))
+    assert bound < 1.1 / plan.prediction.tok_s
+    slowest = read / profile.ssd_bytes_s + 2 * shape.pass_nbytes / profile.ram_bytes_s
+    assert 1 / plan.prediction.tok_s < slowest

@@ -26,6 +26,7 @@ PUBLISHED = {  # billions, of the model cards
     "gemma-2-9b": (9.24, 9.24),
     "mixtral-8x7b": (46.7, 12.7),
     "qwen2-57b-a14b": (57.4, 13.7),
+    "qwen3-30b-a3b": (30.53, 3.04),
     "qwen3-235b-a22b": (235.1, 21.6),
     "olmoe-1b-7b": (6.92, 1.18),  # its card counts the embedding as active
     "granite-3.1-3b-a800m": (3.30, 0.88),

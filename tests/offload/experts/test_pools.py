@@ -1,0 +1,99 @@
+"""Pools of slots for layers whose experts differ in size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.offload.experts import opening
+from localrt.offload.experts.pools import ExpertPools, size_classes
+from localrt.offload.experts.prefetch import PrefetchSources
+from tests.offload.cards.carded import assert_same, conversation, on_card
+from tests.offload.cards.test_hybrid_experts import COSTS, places
+from tests.offload.placed import Model, needs_kernels, pack_tiny
+from tests.offload.test_placed_experts import answers, experts
+
+
+def units(*sizes: int, experts: int = 4) -> dict[tuple[int, int], StoredUnit]:
+    return {
+        (layer, expert): StoredUnit(f"{layer}.{expert}", "f", 0, nbytes, "", ())
+        for layer, nbytes in enumerate(sizes)
+        for expert in range(experts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "classes"),
+    [
+        ([9, 9, 9], [[0, 1, 2]]),
+        ([1000, 1010, 1005], [[0, 1, 2]]),  # not worth it
+        ([1153, 1000, 1153, 1000], [[1, 3], [0, 2]]),  # Q4_K_M
+        ([1200, 1120, 1000, 1000, 1120, 1000], [[2, 3, 5], [1, 4], [0]]),  # Q3_K_M
+        ([1000, 1000, 1000, 1064], [[0, 1, 2], [3]]),  # Q4_K_S: few are larger
+    ],
+)
+def test_layers_of_one_size_share_a_pool(sizes: list[int], classes: list[list[int]]) -> None:
+    assert size_classes(units(*sizes)) == classes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A mixture of many experts in a store, whose layers are taken to differ."""
+    from transformers import Qwen3MoeConfig
+
+    from tests.models import tiny
+
+    def wide() -> Qwen3MoeConfig:
+        sizes = {"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "size_classes", lambda units: [[0, 2], [1]])
+        patch.setitem(tiny.MIXTURES, "wide", wide)
+        opened = Model(pack_tiny("wide", tmp_path_factory.mktemp("moe")))
+        yield opened
+    opened.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> None:
+    with model.placed(experts(model.store, share)) as placed, model.placed([]) as whole:
+        memory = placed._res.experts["cpu"]._memory
+        assert isinstance(memory, ExpertPools)
+        assert memory.nbytes <= len(experts(model.store)) * memory.slot_nbytes
+        want = answers(whole)
+        assert_same(answers(placed), want)
+        placed.foresights["cpu"].force(PrefetchSources(gates=True))
+        assert_same(answers(placed), want)
+        placed.foresights["cpu"].force(None)
+        before = placed.reclaimable
+        assert placed.give_back(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
+        assert_same(answers(placed), want)
+        assert placed.reclaimable == before  # there was room for it again
+
+
+@needs_kernels
+def test_everything_in_memory_is_read_once(model: Model) -> None:
+    with model.placed([]) as placed:
+        answers(placed)
+        read = placed.counts().ssd_read_bytes
+        answers(placed)
+        assert placed.counts().ssd_read_bytes == read
+
+
+@needs_kernels
+def test_with_few_slots_there_is_one_pool(model: Model) -> None:
+    with model.placed(experts(model.store)) as placed:
+        assert not isinstance(placed._res.experts["cpu"]._memory, ExpertPools)
+
+
+@needs_kernels
+def test_beside_a_card(model: Model) -> None:
+    want = conversation(model.resident)
+    with on_card(model, places(model, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
+        assert isinstance(placed._res.experts["gpu"]._memory, ExpertPools)
+        assert_same(conversation(placed), want)
+        assert_same(conversation(placed), want)

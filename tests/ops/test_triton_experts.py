@@ -1,0 +1,326 @@
+"""Experts on a card, many in a launch: against float64, one another, and the other rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.quant.formats import PackedTensor, unpack
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
+from tests.ops.packed import random_tensor
+from tests.ops.triton_target import DEVICE
+
+from localrt.quant.ops.torch_experts import TorchExpertSteps, route  # isort: skip
+from localrt.quant.ops.triton_ops import TritonOps  # isort: skip
+from localrt.quant.ops.triton_pass import Stream  # isort: skip
+from localrt.quant.ops.triton_weight import TritonWeight  # isort: skip
+
+COUNT, USED = 4, 2
+# Inner rows are bf16, in long passes weights are too; the interpreter cuts bits off, not rounds.
+CLOSE = 0.02
+FORMATS = ["q4_0", "q4_1", "q5_0", "q6_k", "q8_0", "q4_k", "mxfp4", "nvfp4", "nf4", "int4-g32m",
+           "int4-g16m", "int8-g32m"]  # fmt: skip
+
+
+class Expert:
+    """One expert's weights as the card has them, and its numbers."""
+
+    def __init__(
+        self,
+        ops: TritonOps,
+        names: tuple[str, str],
+        hidden: int,
+        inner: int,
+        *,
+        seed: int,
+        biased: bool = False,
+        apart: bool = False,
+        rotated: int = 0,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.gate, self.up = (random_tensor(names[0], inner, hidden, seed + i) for i in (0, 50))
+        self.down = random_tensor(names[1], hidden, inner, seed + 100)
+        biases = [rng.standard_normal(n).astype(np.float32) for n in (2 * inner, hidden)]
+        self.biases = biases if biased else [np.zeros_like(b) for b in biases]
+        self.rotated = rotated
+        blocks = [self.gate, self.up]
+        self.weights = ExpertWeights(
+            gate_up=self._weight(ops, blocks, apart, rotated),
+            down=self._weight(ops, [self.down], apart, rotated),
+            gate_up_bias=ops.vector(biases[0]) if biased else None,
+            down_bias=ops.vector(biases[1]) if biased else None,
+        )
+
+    @staticmethod
+    def _weight(
+        ops: TritonOps, blocks: list[PackedTensor], apart: bool, rotated: int
+    ) -> TritonWeight:
+        shape = (sum(block.shape[0] for block in blocks), blocks[0].shape[1])
+        if not apart and not rotated:
+            return ops.weight(shape, blocks)
+        tiled = [tile_tensor(block, hadamard=rotated) for block in blocks]
+        if apart:  # on the device already, each in memory of its own, as in a pool
+            tiled = [replace(t, data=torch.from_numpy(t.data).to(DEVICE)) for t in tiled]
+        return ops.weight(shape, tiled)
+
+    def expected(self, x: np.ndarray, spec: ExpertSpec) -> np.ndarray:
+        """(n, hidden) in float64."""
+
+        def turned(values: np.ndarray) -> np.ndarray:
+            if not self.rotated:
+                return values
+            return block_hadamard(values.astype(np.float32), self.rotated).astype(np.float64)
+
+        gate, up, down = (unpack(t).astype(np.float64) for t in (self.gate, self.up, self.down))
+        first, second = np.split(self.biases[0].astype(np.float64), 2)
+        x = turned(x)
+        g, u = x @ gate.T + first, x @ up.T + second
+        if spec.activation == "swiglu_oai":
+            g, u = np.minimum(g, spec.limit), np.clip(u, -spec.limit, spec.limit)
+            inner = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+        elif spec.activation == "silu":
+            inner = g / (1 + np.exp(-g)) * u
+        else:
+            inner = torch.nn.functional.gelu(torch.from_numpy(g), approximate="tanh").numpy() * u
+        return turned(inner) @ down.T + self.biases[1]
+
+
+def routed(rows: int, *, seed: int = 0, count: int = COUNT, used: int = USED) -> Routing:
+    rng = np.random.default_rng(seed)
+    scores = rng.random((rows, count), np.float32)
+    experts = np.argsort(-scores, axis=1).astype(np.int32)
+    return Routing(experts, np.take_along_axis(scores, experts, 1), scores[:, :used])
+
+
+def inputs(rows: int, hidden: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, hidden, generator=generator) * 0.05).bfloat16().to(DEVICE)
+
+
+def table_of(ops: TritonOps, experts: list[Expert]) -> Any:
+    table = ops.expert_table(len(experts))
+    for number, expert in enumerate(experts):
+        table.put(number, expert.weights)
+    return table
+
+
+def filled(
+    ops: TritonOps,
+    experts: list[Expert],
+    x: torch.Tensor,
+    routing: Routing,
+    spec: ExpertSpec,
+    only: Any = None,
+) -> torch.Tensor:
+    slots = ops.expert_slots(x, routing).fill_(float("nan"))
+    ops.run_experts(x, routing, table_of(ops, experts), spec, slots, only)
+    return slots
+
+
+def error(
+    got: torch.Tensor, experts: list[Expert], x: torch.Tensor, routing: Routing, spec: ExpertSpec
+) -> float:
+    rows = x.double().cpu().numpy()
+    slots = got.double().cpu().numpy().reshape(len(rows), routing.used, -1)
+    worst, largest = 0.0, 0.0
+    for number, expert in enumerate(experts):
+        row, k = np.nonzero(routing.chosen == number)
+        if len(row):
+            wanted = expert.expected(rows[row], spec)
+            worst = max(worst, float(np.abs(slots[row, k] - wanted).max()))
+            largest = max(largest, float(np.abs(wanted).max()))
+    return worst / largest
+
+
+@pytest.fixture
+def ops() -> TritonOps:
+    return TritonOps(device=DEVICE)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert computed apart from the others is an error."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("an expert was computed alone")
+
+    monkeypatch.setattr(TritonOps, "_expert", refuse)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(ops: TritonOps, alone: None, name: str, rows: int) -> None:
+    hidden, inner = (256, 256) if name.endswith("_k") else (192, 64)
+    experts = [Expert(ops, (name, name), hidden, inner, seed=n) for n in range(COUNT)]
+    x, routing = inputs(rows, hidden), routed(rows)
+    got = filled(ops, experts, x, routing, ExpertSpec())
+    assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
+
+
+@pytest.mark.parametrize("rows", [5, 66])
+@pytest.mark.parametrize(
+    ("activation", "biased", "apart", "rotated", "names"),
+    [
+        ("swiglu_oai", True, False, 0, ("mxfp4", "mxfp4")),
+        ("swiglu_oai", True, True, 0, ("mxfp4", "mxfp4")),
+        ("gelu_tanh", False, True, 0, ("nvfp4", "nvfp4")),
+        ("silu", True, False, 0, ("int4-g32", "q8_0")),
+        ("silu", False, True, 32, ("mxfp4", "mxfp4")),
+    ],
+)
+def test_whatever_experts_are_like(
+    ops: TritonOps, alone: None, activation: Any, biased: bool, apart: bool, rotated: int,
+    names: tuple[str, str], rows: int,
+) -> None:  # fmt: skip
+    spec = ExpertSpec(activation=activation, limit=0.9)
+    experts = [
+        Expert(ops, names, 128, 96, seed=n, biased=biased, apart=apart, rotated=rotated)
+        for n in range(COUNT)
+    ]
+    x, routing = inputs(rows, 128), routed(rows)
+    got = filled(ops, experts, x, routing, spec)
+    assert error(got, experts, x, routing, spec) < CLOSE
+
+
+def test_widths_that_do_not_fill_programs(ops: TritonOps, alone: None) -> None:
+    for hidden, inner in ((96, 32), (32, 96)):
+        experts = [
+            Expert(ops, ("q4_0", "int8-g16"), hidden, inner, seed=n, biased=True, apart=n > 2)
+            for n in range(COUNT)
+        ]
+        for rows in (2, 65):
+            x, routing = inputs(rows, hidden), routed(rows)
+            got = filled(ops, experts, x, routing, ExpertSpec())
+            assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
+
+
+def test_experts_of_several_kinds(ops: TritonOps) -> None:
+    """Of two formats, in slots and not, and one that has no kernel: bf16."""
+    kinds: list[dict[str, Any]] = [
+        {"names": ("q4_0", "q4_0")},
+        {"names": ("bf16", "bf16")},
+        {"names": ("int8-g32", "q4_0")},
+        {"names": ("q4_0", "q4_0"), "apart": True},
+        {"names": ("q4_0", "q4_0"), "biased": True},
+        {"names": ("bf16", "q4_0")},
+    ]
+    experts = [Expert(ops, hidden=64, inner=64, seed=n, **kind) for n, kind in enumerate(kinds)]
+    x, routing = inputs(7, 64), routed(7, count=len(experts), used=3)
+    got = filled(ops, experts, x, routing, ExpertSpec())
+    assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
+    slots = ops.expert_slots(x, routing).fill_(float("nan"))
+    table = table_of(ops, experts)
+    for group in ([5, 1, 3], [], np.array([0, 2, 4], np.int32)):
+        ops.run_experts(x, routing, table, ExpertSpec(), slots, group)
+    assert torch.equal(slots, got)
+
+
+def test_only_those_asked_for_are_computed(ops: TritonOps) -> None:
+    experts = [Expert(ops, ("q4_0", "q4_0"), 64, 32, seed=n) for n in range(COUNT)]
+    x, routing = inputs(9, 64), routed(9)
+    slots = filled(ops, experts, x, routing, ExpertSpec(), [1, 3])
+    there = np.isin(routing.chosen.reshape(-1), [1, 3])
+    assert (slots.isnan().any(1).cpu().numpy() == ~there).all()
+
+
+def test_an_expert_that_came_back_elsewhere(ops: TritonOps) -> None:
+    """Slots of a pool: what a table holds lies where it was last put, in its own format."""
+    first, other = (
+        Expert(ops, (name, name), 64, 64, seed=n) for n, name in enumerate(("q4_0", "mxfp4"))
+    )
+    table, routing = ops.expert_table(1), routed(2, count=1, used=1)
+    x = inputs(2, 64)
+    for expert in (first, other, first):
+        table.put(0, expert.weights)
+        slots = ops.expert_slots(x, routing)
+        ops.run_experts(x, routing, table, ExpertSpec(), slots)
+        assert error(slots, [expert], x, routing, ExpertSpec()) < CLOSE
+        table.drop(0)
+    with pytest.raises(AssertionError, match="not in the table"):
+        ops.run_experts(x, routing, table, ExpertSpec(), slots)
+
+
+def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
+    experts = [Expert(ops, ("nvfp4", "q4_1"), 128, 96, seed=n, biased=True) for n in range(COUNT)]
+    x, routing = inputs(64, 128), routed(64)
+    whole = filled(ops, experts, x, routing, ExpertSpec()).view(64, USED, -1)
+    for rows in (slice(0, 1), slice(7, 12), slice(40, 64)):
+        part = replace(
+            routing,
+            experts=routing.experts[rows],
+            scores=routing.scores[rows],
+            weights=routing.weights[rows],
+        )
+        got = filled(ops, experts, x[rows], part, ExpertSpec()).view(-1, USED, whole.shape[2])
+        if DEVICE == "cuda":
+            assert torch.equal(got, whole[rows])
+        # The interpreter's BLAS chooses the order within a dot.
+        torch.testing.assert_close(got, whole[rows], rtol=1e-2, atol=float(whole.abs().max()) / 200)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_routing(data: st.DataObject) -> None:
+    ops = TritonOps(device=DEVICE)
+    rows = data.draw(st.sampled_from([1, 2, 17, 64, 65, 90]))
+    count = data.draw(st.integers(1, 7))
+    used = data.draw(st.integers(1, count))
+    skewed = data.draw(st.booleans())
+    experts = [Expert(ops, ("q4_0", "int8-g32"), 64, 32, seed=n) for n in range(count)]
+    routing = routed(rows, count=count, used=used, seed=data.draw(st.integers(0, 99)))
+    if skewed:  # everybody's first is expert 0
+        chosen = np.tile(np.arange(count, dtype=np.int32), (rows, 1))
+        routing = replace(routing, experts=chosen)
+    x = inputs(rows, 64)
+    got = filled(ops, experts, x, routing, ExpertSpec())
+    assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_slots_are_summed_in_their_order(ops: TritonOps, shared: bool) -> None:
+    routing = routed(5)
+    slots = torch.randn(5 * USED, 1100, device=DEVICE)
+    extra = torch.randn(5, 1100, device=DEVICE) if shared else None
+    plain = TorchExpertSteps.combine_experts(ops, slots.clone(), routing, extra)
+    assert torch.equal(ops.combine_experts(slots, routing, extra), plain)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_routing_is_that_of_float32(ops: TritonOps, rows: int, biased: bool) -> None:
+    hidden, count = 300, 37  # no whole blocks
+    x = inputs(rows, hidden).float()
+    gate = inputs(count, hidden, seed=1)
+    choice, bias = inputs(2, count, seed=2).float() if biased else (None, None)
+    weights = RouterWeights(
+        norm=torch.ones(hidden, device=DEVICE),
+        gate=TritonWeight((count, hidden), (gate[:20], gate[20:])),
+        gate_bias=bias,
+        choice_bias=choice,
+    )
+    spec = RouterSpec(count=count, used=4, eps=1e-6, scoring="sigmoid")
+    normed, routing = ops.norm_route(Stream(x.clone(), torch.zeros_like(x)), weights, spec)
+    exact = torch.nn.functional.rms_norm(x, (hidden,), eps=1e-6)
+    torch.testing.assert_close(normed.float(), exact, rtol=1e-2, atol=1e-2)
+    logits = exact.double() @ gate.double().T + (0 if bias is None else bias.double())
+    wanted = route(logits.float(), choice, spec)
+    np.testing.assert_array_equal(routing.chosen, wanted.chosen)
+    np.testing.assert_allclose(routing.weights, wanted.weights, rtol=1e-5)
+
+
+def test_numbers_that_are_none_pass_through(ops: TritonOps) -> None:
+    """A limit does not hide them."""
+    experts = [Expert(ops, ("mxfp4", "mxfp4"), 64, 32, seed=1, biased=True)]
+    x, routing = inputs(2, 64), routed(2, count=1, used=1)
+    x[1] = float("nan")
+    slots = filled(ops, experts, x, routing, ExpertSpec(activation="swiglu_oai"))
+    assert slots[0].isfinite().all()
+    assert slots[1].isnan().all()

@@ -1,0 +1,151 @@
+"""Latent attention on the card: kernels against float64, tiny DeepSeeks against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.models.decoder import Decoder
+from localrt.quant.ops.protocol import Batch, Span
+from tests.ops.test_triton_models import Packed, Restored, load, shallow
+from tests.ops.triton_target import DEVICE
+
+from localrt.quant.ops.torch_ops import TorchOps  # isort: skip
+from localrt.quant.ops.triton_graph import GraphedForward  # isort: skip
+from localrt.quant.ops.triton_latent import attend_latent_rows, latent_append  # isort: skip
+from localrt.quant.ops.triton_ops import TritonOps  # isort: skip
+from tests.models.test_architectures import oracle  # isort: skip
+from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
+
+TREE = np.eye(5, dtype=bool)
+TREE[1:, 0] = TREE[3, 2] = TREE[4, 1] = True
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("n", "held", "heads", "rope", "latent", "tree"),
+    [
+        (1, 0, 4, 16, 32, False),
+        (1, 300, 16, 16, 64, False),  # several runs
+        (5, 126, 20, 32, 48, False),  # new rows in two runs; no powers of two
+        (5, 140, 4, 16, 32, True),
+    ],
+)
+def test_attention(n: int, held: int, heads: int, rope: int, latent: int, tree: bool) -> None:
+    q = random(n, heads, rope + latent).bfloat16()
+    cache = random(512, rope + latent, seed=1).bfloat16()
+    seen = torch.ones(n, held + n, dtype=torch.bool)
+    seen[:, held:] = torch.from_numpy(TREE[:n, :n]) if tree else torch.ones(n, n).tril().bool()
+    mask = torch.from_numpy(TREE.astype(np.int8)).to(DEVICE) if tree else None
+    got = attend_latent_rows(
+        q, cache, torch.tensor([held], device=DEVICE),
+        rope=rope, scale=0.2, mask=mask, longest=512,
+    )  # fmt: skip
+    rows = cache[: held + n].double()
+    scores = torch.einsum("nhe,le->nhl", q.double(), rows) * 0.2
+    scores.masked_fill_(~seen[:, None].to(DEVICE), float("-inf"))
+    wanted = torch.einsum("nhl,le->nhe", scores.softmax(-1), rows[:, rope:])
+    torch.testing.assert_close(got.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rows_are_turned_and_normed(interleaved: bool) -> None:
+    n, heads, nope, half, latent, held = 3, 2, 32, 8, 48, 4
+    q, wide = random(n, heads, nope + 2 * half), random(n, 7 + latent + 2 * half)[:, 7:]
+    angles, weight = random(n, half), random(latent)
+    queries = torch.zeros(n, heads, 2 * half + latent, dtype=torch.bfloat16, device=DEVICE)
+    cache = torch.zeros(16, 2 * half + latent, dtype=torch.bfloat16, device=DEVICE)
+    latent_append(
+        q, wide, queries, cache, torch.tensor([held], device=DEVICE),
+        cos=angles.cos(), sin=angles.sin(), norm=weight, eps=1e-6, interleaved=interleaved,
+    )  # fmt: skip
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        cos, sin = (t.view(n, *[1] * (x.dim() - 2), half) for t in (angles.cos(), angles.sin()))
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    close = {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(queries[..., : 2 * half].float(), turned(q[..., nope:]), **close)
+    normed = torch.nn.functional.rms_norm(wide[:, :latent], (latent,), weight, 1e-6)
+    wanted = torch.cat((turned(wide[:, latent:]), normed), -1)
+    torch.testing.assert_close(cache[held : held + n].float(), wanted, **close)
+    assert not cache[:held].any()
+    assert not cache[held + n :].any()
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2-dense", "deepseek-v2-lite-dense", "deepseek-v3-halves"]
+)
+def test_architectures(name: str, tmp_path: Path) -> None:
+    theirs = save_tiny(name, tmp_path)
+    ids = tokens(20)
+    ours = load(tmp_path)
+    cache = ours.cache(64)
+    parts = [ours.forward(Batch.extend([(cache, ids[a:b])])) for a, b in ((0, 17), (17, 18))]
+    parts.append(ours.forward(Batch.extend([(cache, ids[18:])])))
+    assert relative_error(np.concatenate(parts), oracle(theirs, ids)) < 0.03
+    assert cache.nbytes == ours.ops.kv_nbytes(ours.config.attention, 20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deepseek")
+    save_tiny("deepseek-v2-dense", path)
+    return path
+
+
+def test_packed_heads(folder: Path) -> None:
+    """Few rows, and a prompt that unpacks its weights and attends on torch."""
+    ours = shallow(folder, lambda c: Packed(c, "int4-g16m"))
+    plain = shallow(folder, lambda c: Restored(c, "int4-g16m"), TorchOps(compute_format="f32"))
+    ids = tokens(75)
+    for first, stop in ((0, 70), (70, 75)):
+        batches = []
+        for decoder in (ours, plain):
+            cache = decoder.cache(100)
+            if first:
+                decoder.forward(Batch.extend([(cache, ids[:first])]), rows=[])
+            batches.append(decoder.forward(Batch.extend([(cache, ids[first:stop])])))
+        assert relative_error(*batches) < 0.03
+
+
+def decoder_of(folder: Path) -> Decoder:
+    return shallow(folder, lambda c: Packed(c, "int4-g32"))
+
+
+def test_a_tree_equals_its_branches_and_recorded_ones_do(folder: Path) -> None:
+    decoder = decoder_of(folder)
+    assert isinstance(decoder.ops, TritonOps)
+    forward = GraphedForward(decoder.ops, decoder.forward)
+    prompt, nodes = tokens(20), [5, 6, 7, 8, 9]
+    cache = decoder.cache(64)
+    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
+    batch = Batch(np.array(nodes), 20 + TREE.sum(1) - 1, (Span(cache, 5, TREE),))
+    tree = decoder.forward(batch)
+    for _ in range(3):  # plainly, recorded, replayed
+        cache.trim(20)
+        assert np.array_equal(forward(batch), tree)
+    cache.trim(20)
+    branch = decoder.forward(Batch.extend([(cache, [5, 7, 8])]))
+    for got, wanted in zip(tree[[0, 2, 3]], branch, strict=True):
+        assert relative_error(got, wanted) < 0.02
+
+
+def test_sequences_share_a_pass(folder: Path) -> None:
+    decoder = decoder_of(folder)
+    ids = tokens(30)
+    caches = [decoder.cache(64), decoder.cache(64)]
+    for cache, count in zip(caches, (25, 10), strict=True):
+        decoder.forward(Batch.extend([(cache, ids[:count])]), rows=[])
+    both = decoder.forward(Batch.extend([(caches[0], ids[25:]), (caches[1], ids[10:12])]))
+    for rows, count, stop in ((slice(0, 5), 25, 30), (slice(5, 7), 10, 12)):
+        alone = decoder.forward(Batch.extend([(decoder.cache(64), ids[:stop])]))
+        assert relative_error(both[rows], alone[count:]) < 0.02
