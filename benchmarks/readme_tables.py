@@ -6,7 +6,8 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. ``bench-..
 file of ``localrt bench``, ``kernels`` and ``passes-...`` those of the benchmarks of that name;
 ``quality`` (short), ``quality-full`` and ``quality-claims`` are made from ``quality.json``,
 ``speculation`` and ``speculation-short`` from ``speculation.json``, ``offload`` from
-``offload.json``; ``gpu_check``, ``experts`` and ``moe_cache`` from the files of their names.
+``offload.json``; ``gpu_check``, ``experts`` and ``moe_cache`` from the files of their names;
+``app`` from those of the app, the server and conversations.
 ``--check`` changes nothing and fails when a table is not what its JSON says.
 """
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
+from benchmarks.app_tables import app_table  # noqa: E402
 from benchmarks.expert_tables import (  # noqa: E402
     experts_ssd_table,
     experts_table,
@@ -101,6 +103,8 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
+        if name == "app":
+            return f"{match[1]}{app_table(ROOT / 'benchmarks/results')}\n{match[3]}"
         kind = name.partition("-")[0]
         tables = _OF_FILE.get(kind, {})
         path = ROOT / "benchmarks/results" / f"{kind if name in tables else name}.json"

@@ -1,0 +1,272 @@
+"""Chats over HTTP at once against the same chats one after another, on a streamed model.
+
+    .venv/bin/python benchmarks/serve.py [MODEL] [--ram 350MB] [--chats 8] [--tokens 64] [--runs 3]
+
+The server is ``localrt serve`` in a process of its own, the clients are threads that read streams.
+At once and in sequence take turns, with the same questions: texts must be the same, token for
+token. Prompts are short beside answers, so that a KV cache that was kept helps little. The result
+is written to ``benchmarks/results/serve.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
+
+import localrt  # noqa: E402
+from localrt import hardware  # noqa: E402
+from localrt.formatting import format_bytes, format_rate, format_seconds, table  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results/serve.json"
+MODEL = Path.home() / ".cache/localrt-test-models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+ASKED = 4.0  # times the throughput of one after another
+
+# Every question is asked in one round only: what guesses ahead remembers what has been said.
+QUESTIONS = (
+    "Explain how {} works.",
+    "Write a haiku about {}, and explain it.",
+    "List five facts about {}.",
+    "Tell a short story in which {} matters.",
+    "What should a beginner know about {}?",
+    "Write a letter to a friend about {}.",
+    "Which mistakes do people make with {}?",
+    "Compare {} with its closest alternative.",
+)
+TOPICS = (
+    "a bicycle",
+    "a hash table",
+    "the sea",
+    "TCP",
+    "a paper clip",
+    "a lighthouse",
+    "sourdough bread",
+    "a sewing machine",
+    "glaciers",
+    "chess",
+    "a violin",
+)
+
+
+def questions(run: int, chats: int) -> list[str]:
+    """What the chats of a round ask."""
+    count = len(QUESTIONS)
+    return [
+        QUESTIONS[i % count].format(TOPICS[(run + i // count + 3 * i) % len(TOPICS)])
+        for i in range(chats)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a chat got. Seconds from the request to the first token, and to the end."""
+
+    text: str
+    tokens: int
+    ttft_s: float
+    total_s: float
+
+
+class Client:
+    """Chats with the server at ``port``."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        self._port = port
+        self._tokens = tokens
+
+    def chat(self, question: str) -> Answer:
+        """One streamed answer of exactly so many tokens."""
+        body = {
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": self._tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+        began, first, tokens = time.perf_counter(), 0.0, 0
+        pieces: list[str] = []
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        for line in connection.getresponse():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            if event["choices"]:
+                text = event["choices"][0]["delta"].get("content") or ""
+                first = first or (time.perf_counter() - began if text else 0.0)
+                pieces.append(text)
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+        connection.close()
+        return Answer("".join(pieces), tokens, first, time.perf_counter() - began)
+
+    def metrics(self) -> dict[str, float]:
+        """The server's counters."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """All chats once."""
+
+    seconds: float
+    tokens: int
+    passes: int
+    ssd_read_bytes: int
+    ttft_s: float  # median
+    tok_s: float  # all chats together
+    chat_tok_s: float  # median of a chat, from its first token on
+
+
+def play(client: Client, asked: Sequence[str], *, at_once: bool) -> tuple[Round, list[str]]:
+    """Ask everything, at once or in sequence; the texts in order."""
+    before = client.metrics()
+    answers: list[Answer | None] = [None] * len(asked)
+
+    def ask(index: int) -> None:
+        answers[index] = client.chat(asked[index])
+
+    began = time.perf_counter()
+    if at_once:
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        for index in range(len(asked)):
+            ask(index)
+    seconds = time.perf_counter() - began
+    after = client.metrics()
+    got = [answer for answer in answers if answer is not None]
+    if len(got) < len(asked):
+        raise RuntimeError("a chat failed: see above")
+    tokens = sum(answer.tokens for answer in got)
+
+    def grown(name: str) -> int:
+        return int(after.get(name, 0) - before.get(name, 0))
+
+    done = Round(
+        seconds=seconds,
+        tokens=tokens,
+        passes=grown("localrt_passes_total"),
+        ssd_read_bytes=grown("localrt_ssd_read_bytes_total"),
+        ttft_s=statistics.median(answer.ttft_s for answer in got),
+        tok_s=tokens / seconds,
+        chat_tok_s=statistics.median((a.tokens - 1) / (a.total_s - a.ttft_s) for a in got),
+    )
+    return done, [answer.text for answer in got]
+
+
+@contextmanager
+def server(model: Path, ram: str | None, draft: str, ctx: int, chats: int) -> Iterator[int]:
+    """The port of ``localrt serve`` for as long as the block runs."""
+    command = [sys.executable, "-m", "localrt", "serve", str(model), "--port", "0", "--json"]
+    command += ["--quiet", "--ctx", str(ctx), "--max-running", str(chats)]
+    command += ["--draft", draft]
+    command += ["--ram", ram] if ram else []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError("the server did not start: see above")
+        yield int(json.loads(line)["url"].split("/")[2].rsplit(":", 1)[1])
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="chats at once against chats in sequence")
+    parser.add_argument("model", type=Path, nargs="?", default=MODEL)
+    parser.add_argument("--ram", default="350MB", help="the server's budget; 'all' for none")
+    parser.add_argument("--draft", default="auto", help="what guesses ahead for one in sequence")
+    parser.add_argument("--chats", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--ctx", type=int, default=2048)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    ram = None if args.ram == "all" else args.ram
+    rounds: dict[str, list[Round]] = {"sequence": [], "at once": []}
+    same = True
+    with server(args.model, ram, args.draft, args.ctx, args.chats) as port:
+        client = Client(port, args.tokens)
+        client.chat("Hello.")  # what is packed or measured once, is
+        for run in range(args.runs):
+            asked = questions(run, args.chats)
+            texts = []
+            for name in sorted(rounds, reverse=bool(run % 2)):
+                done, said = play(client, asked, at_once=name == "at once")
+                rounds[name].append(done)
+                texts.append(said)
+                print(f"{name}: {done.tokens} tokens, {format_rate(done.tok_s)} tok/s", flush=True)
+            same = same and texts[0] == texts[1]
+    return report(args, rounds, same)
+
+
+def report(args: argparse.Namespace, rounds: dict[str, list[Round]], same: bool) -> int:
+    """Print the table, write the file; 1 where texts differ."""
+    best = {name: statistics.median(one.tok_s for one in found) for name, found in rounds.items()}
+    ratio = best["at once"] / best["sequence"]
+    rows = []
+    for name, found in rounds.items():
+        one = sorted(found, key=lambda done: done.tok_s)[len(found) // 2]
+        rows.append(
+            [
+                name,
+                format_rate(one.tok_s),
+                format_rate(one.chat_tok_s),
+                format_seconds(one.ttft_s),
+                str(one.passes),
+                format_bytes(one.ssd_read_bytes // max(1, one.tokens)),
+            ]
+        )
+    headers = ["chats", "tok/s, all", "tok/s, each", "first token", "passes", "read per token"]
+    print(table(rows, headers, "lrrrrr"))
+    print(f"{args.chats} at once: {ratio:.2f}x the throughput of one after another ({ASKED:g}x)")
+    print("the same texts" if same else "THE TEXTS DIFFER")
+    record = {
+        "machine": hardware.probe().to_dict(),
+        "command": f"benchmarks/serve.py {args.model.name} --ram {args.ram} --draft {args.draft} "
+        f"--chats {args.chats} --tokens {args.tokens} --runs {args.runs} --ctx {args.ctx}",
+        "model": args.model.name,
+        "versions": {
+            "localrt": localrt.__version__,
+            "starlette": version("starlette"),
+            "uvicorn": version("uvicorn"),
+        },
+        "ram": args.ram,
+        "ratio": ratio,
+        "asked": ASKED,
+        "same_texts": same,
+        "rounds": {name: [asdict(one) for one in found] for name, found in rounds.items()},
+    }
+    args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
