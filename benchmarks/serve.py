@@ -1,11 +1,11 @@
 """Chats over HTTP at once against the same chats one after another, on a streamed model.
 
-    .venv/bin/python benchmarks/serve.py [MODEL] [--ram 350MB] [--chats 8] [--tokens 64] [--runs 3]
+    .venv/bin/python benchmarks/serve.py [MODEL] [--ram 350MB] [--chats 8] [--tokens 64]
 
 The server is ``localrt serve`` in a process of its own, the clients are threads that read streams.
 At once and in sequence take turns, with the same questions: texts must be the same, token for
-token. Prompts are short beside answers, so that a KV cache that was kept helps little. The result
-is written to ``benchmarks/results/serve.json``.
+token. An answer that is alone guesses ahead, which those at once do not: measured without and
+with that. The result is written to ``benchmarks/results/serve.json``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
@@ -202,17 +203,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="chats at once against chats in sequence")
     parser.add_argument("model", type=Path, nargs="?", default=MODEL)
     parser.add_argument("--ram", default="350MB", help="the server's budget; 'all' for none")
-    parser.add_argument("--draft", default="auto", help="what guesses ahead for one in sequence")
+    parser.add_argument(
+        "--drafts", default="off,auto", help="what guesses ahead for an answer that is alone"
+    )
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
+    found = [measure(args, draft) for draft in args.drafts.split(",")]
+    record = {
+        "machine": hardware.probe().to_dict(),
+        "command": f"benchmarks/serve.py {args.model.name} --ram {args.ram} "
+        f"--drafts {args.drafts} --chats {args.chats} --tokens {args.tokens} --runs {args.runs} "
+        f"--ctx {args.ctx}",
+        "model": args.model.name,
+        "versions": {name: version(name) for name in ("starlette", "uvicorn")}
+        | {"localrt": localrt.__version__},
+        "asked": ASKED,
+        "results": found,
+    }
+    args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(one["same_texts"] for one in found) else 1
+
+
+def measure(args: argparse.Namespace, draft: str) -> dict[str, Any]:
+    """All rounds on one server."""
     ram = None if args.ram == "all" else args.ram
-    rounds: dict[str, list[Round]] = {"sequence": [], "at once": []}
+    rounds: dict[str, list[Round]] = {"in sequence": [], "at once": []}
     same = True
-    with server(args.model, ram, args.draft, args.ctx, args.chats) as port:
+    with server(args.model, ram, draft, args.ctx, args.chats) as port:
         client = Client(port, args.tokens)
         client.chat("Hello.")  # what is packed or measured once, is
         for run in range(args.runs):
@@ -222,50 +243,34 @@ def main() -> int:
                 done, said = play(client, asked, at_once=name == "at once")
                 rounds[name].append(done)
                 texts.append(said)
-                print(f"{name}: {done.tokens} tokens, {format_rate(done.tok_s)} tok/s", flush=True)
             same = same and texts[0] == texts[1]
-    return report(args, rounds, same)
-
-
-def report(args: argparse.Namespace, rounds: dict[str, list[Round]], same: bool) -> int:
-    """Print the table, write the file; 1 where texts differ."""
-    best = {name: statistics.median(one.tok_s for one in found) for name, found in rounds.items()}
-    ratio = best["at once"] / best["sequence"]
-    rows = []
-    for name, found in rounds.items():
-        one = sorted(found, key=lambda done: done.tok_s)[len(found) // 2]
-        rows.append(
-            [
-                name,
-                format_rate(one.tok_s),
-                format_rate(one.chat_tok_s),
-                format_seconds(one.ttft_s),
-                str(one.passes),
-                format_bytes(one.ssd_read_bytes // max(1, one.tokens)),
-            ]
-        )
+    typical = {
+        name: sorted(found, key=lambda done: done.tok_s)[len(found) // 2]
+        for name, found in rounds.items()
+    }
+    ratio = typical["at once"].tok_s / typical["in sequence"].tok_s
+    rows = [
+        [
+            name,
+            format_rate(one.tok_s),
+            format_rate(one.chat_tok_s),
+            format_seconds(one.ttft_s),
+            str(one.passes),
+            format_bytes(one.ssd_read_bytes // max(1, one.tokens)),
+        ]
+        for name, one in typical.items()
+    ]
     headers = ["chats", "tok/s, all", "tok/s, each", "first token", "passes", "read per token"]
+    print(f"draft {draft}")
     print(table(rows, headers, "lrrrrr"))
     print(f"{args.chats} at once: {ratio:.2f}x the throughput of one after another ({ASKED:g}x)")
-    print("the same texts" if same else "THE TEXTS DIFFER")
-    record = {
-        "machine": hardware.probe().to_dict(),
-        "command": f"benchmarks/serve.py {args.model.name} --ram {args.ram} --draft {args.draft} "
-        f"--chats {args.chats} --tokens {args.tokens} --runs {args.runs} --ctx {args.ctx}",
-        "model": args.model.name,
-        "versions": {
-            "localrt": localrt.__version__,
-            "starlette": version("starlette"),
-            "uvicorn": version("uvicorn"),
-        },
-        "ram": args.ram,
+    print("the same texts" if same else "THE TEXTS DIFFER", flush=True)
+    return {
+        "draft": draft,
         "ratio": ratio,
-        "asked": ASKED,
         "same_texts": same,
         "rounds": {name: [asdict(one) for one in found] for name, found in rounds.items()},
     }
-    args.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if same else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@
         print(chunk.text, end="")
 
 Names below are imported on first use (PEP 562), so that ``import localrt`` stays cheap.
+
+.. include:: ../docs/embedding.md
 """
 
 from __future__ import annotations
@@ -15,20 +17,32 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from localrt.advice import Change as Change
+    from localrt.advice import Outlook as Outlook
     from localrt.api import Model as Model
     from localrt.api import ModelInfo as ModelInfo
     from localrt.api import load as load
+    from localrt.background import Loading as Loading
+    from localrt.background import load_in_background as load_in_background
     from localrt.chat import ChatSession as ChatSession
     from localrt.chat import Message as Message
+    from localrt.engine.live_answer import LiveAnswer as LiveAnswer
+    from localrt.engine.options import Options as Options
+    from localrt.engine.sampling import Sampling as Sampling
     from localrt.engine.types import Chunk as Chunk
     from localrt.engine.types import Metrics as Metrics
+    from localrt.engine.types import Progress as Progress
+    from localrt.engine.types import TokenLogprob as TokenLogprob
     from localrt.errors import CancelledError as CancelledError
     from localrt.errors import CheckpointError as CheckpointError
     from localrt.errors import ContextOverflowError as ContextOverflowError
+    from localrt.errors import GatedModelError as GatedModelError
     from localrt.errors import HubError as HubError
     from localrt.errors import LocalrtError as LocalrtError
     from localrt.errors import MemoryBudgetError as MemoryBudgetError
     from localrt.errors import MissingExtraError as MissingExtraError
+    from localrt.errors import ModelNotFoundError as ModelNotFoundError
+    from localrt.errors import OfflineError as OfflineError
     from localrt.errors import OptionError as OptionError
     from localrt.errors import StorageError as StorageError
     from localrt.errors import TemplateError as TemplateError
@@ -39,24 +53,61 @@ if TYPE_CHECKING:
     from localrt.history import ConversationInfo as ConversationInfo
     from localrt.history import History as History
     from localrt.history import Turn as Turn
+    from localrt.hub import LocalModel as LocalModel
+    from localrt.hub import ResolvedModel as ResolvedModel
+    from localrt.hub.searching import FoundModel as FoundModel
+    from localrt.hub.searching import Variant as Variant
+    from localrt.library import list_models as list_models
+    from localrt.library import list_variants as list_variants
+    from localrt.library import pull as pull
+    from localrt.library import remove_model as remove_model
+    from localrt.library import search_models as search_models
+    from localrt.library import uses as uses
+    from localrt.live import LiveModel as LiveModel
+    from localrt.planning import Plan as Plan
+    from localrt.planning import plan as plan
+    from localrt.previewing import Preview as Preview
+    from localrt.previewing import preview as preview
+    from localrt.previewing import preview_size as preview_size
+    from localrt.settings import Settings as Settings
+    from localrt.status import Flow as Flow
+    from localrt.status import LaneUse as LaneUse
+    from localrt.status import MemoryUse as MemoryUse
+    from localrt.status import PassTrace as PassTrace
+    from localrt.status import Status as Status
+    from localrt.thinking import Thinking as Thinking
+    from localrt.thinking import split_thinking as split_thinking
+    from localrt.tools import ToolCall as ToolCall
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ChatSession": "localrt.chat",
-    "Chunk": "localrt.engine.types",
-    "Message": "localrt.chat",
-    "Metrics": "localrt.engine.types",
+    "Change": "localrt.advice",
+    "Outlook": "localrt.advice",
+    "load": "localrt.api",
     "Model": "localrt.api",
     "ModelInfo": "localrt.api",
-    "load": "localrt.api",
+    "load_in_background": "localrt.background",
+    "Loading": "localrt.background",
+    "ChatSession": "localrt.chat",
+    "Message": "localrt.chat",
+    "LiveAnswer": "localrt.engine.live_answer",
+    "Options": "localrt.engine.options",
+    "Sampling": "localrt.engine.sampling",
+    "Chunk": "localrt.engine.types",
+    "Metrics": "localrt.engine.types",
+    "Progress": "localrt.engine.types",
+    "TokenLogprob": "localrt.engine.types",
     "CancelledError": "localrt.errors",
     "CheckpointError": "localrt.errors",
     "ContextOverflowError": "localrt.errors",
+    "GatedModelError": "localrt.errors",
     "HubError": "localrt.errors",
     "LocalrtError": "localrt.errors",
     "MemoryBudgetError": "localrt.errors",
     "MissingExtraError": "localrt.errors",
+    "ModelNotFoundError": "localrt.errors",
+    "OfflineError": "localrt.errors",
     "OptionError": "localrt.errors",
     "StorageError": "localrt.errors",
     "TemplateError": "localrt.errors",
@@ -67,34 +118,96 @@ _HOME = {
     "ConversationInfo": "localrt.history",
     "History": "localrt.history",
     "Turn": "localrt.history",
+    "LocalModel": "localrt.hub",
+    "ResolvedModel": "localrt.hub",
+    "FoundModel": "localrt.hub.searching",
+    "Variant": "localrt.hub.searching",
+    "list_models": "localrt.library",
+    "list_variants": "localrt.library",
+    "pull": "localrt.library",
+    "remove_model": "localrt.library",
+    "search_models": "localrt.library",
+    "uses": "localrt.library",
+    "LiveModel": "localrt.live",
+    "Plan": "localrt.planning",
+    "plan": "localrt.planning",
+    "Preview": "localrt.previewing",
+    "preview": "localrt.previewing",
+    "preview_size": "localrt.previewing",
+    "Settings": "localrt.settings",
+    "Flow": "localrt.status",
+    "LaneUse": "localrt.status",
+    "MemoryUse": "localrt.status",
+    "PassTrace": "localrt.status",
+    "Status": "localrt.status",
+    "split_thinking": "localrt.thinking",
+    "Thinking": "localrt.thinking",
+    "ToolCall": "localrt.tools",
 }
 
 __all__ = [
     "AnswerWriter",
     "CancelledError",
+    "Change",
     "ChatSession",
     "CheckpointError",
     "Chunk",
     "ContextOverflowError",
     "Conversation",
     "ConversationInfo",
+    "Flow",
+    "FoundModel",
+    "GatedModelError",
     "History",
     "HubError",
+    "LaneUse",
+    "LiveAnswer",
+    "LiveModel",
+    "Loading",
+    "LocalModel",
     "LocalrtError",
     "MemoryBudgetError",
+    "MemoryUse",
     "Message",
     "Metrics",
     "MissingExtraError",
     "Model",
     "ModelInfo",
+    "ModelNotFoundError",
+    "OfflineError",
     "OptionError",
+    "Options",
+    "Outlook",
+    "PassTrace",
+    "Plan",
+    "Preview",
+    "Progress",
+    "ResolvedModel",
+    "Sampling",
+    "Settings",
+    "Status",
     "StorageError",
     "TemplateError",
+    "Thinking",
+    "TokenLogprob",
     "TokenizerError",
+    "ToolCall",
     "Turn",
     "UnsupportedModelError",
+    "Variant",
     "__version__",
+    "list_models",
+    "list_variants",
     "load",
+    "load_in_background",
+    "plan",
+    "preview",
+    "preview_size",
+    "pull",
+    "remove_model",
+    "search_models",
+    "split_thinking",
+    "uses",
 ]
 
 # In a checkout the rooms models/, quant/, ... lie beside this folder; installed, they lie in it.

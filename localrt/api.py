@@ -7,11 +7,12 @@ the same on every engine.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from localrt.batching import BatchMethods
 from localrt.drafts.choice import Drafts
@@ -19,23 +20,30 @@ from localrt.drafts.loading import draft_loader, load_beside
 from localrt.engine.loop import generate
 from localrt.engine.options import Options, read_options
 from localrt.engine.pool import SessionPool
+from localrt.engine.prompt_cache import PromptCache
 from localrt.engine.request import Request
-from localrt.engine.types import Chunk, ProgressCallback, TokenLogprob
-from localrt.errors import ContextOverflowError, OptionError, TokenizerError
+from localrt.engine.types import Chunk, ProgressCallback
+from localrt.engine.waiting import KvKeeper, Tier
+from localrt.errors import (
+    ContextOverflowError,
+    OptionError,
+)
 from localrt.loading import LoadedModel, LoadOptions, load_parts
+from localrt.parking import Parking, prompt_cache
+from localrt.requests import Requests
 from localrt.settings import Settings
+from localrt.streams import in_thread, joined
+from localrt.usage import note_use
+from localrt.watching import Watch
 
 if TYPE_CHECKING:
+    from localrt.advice import Outlook
     from localrt.chat import ChatSession, Message
     from localrt.engine.base import EngineSession, Logits
     from localrt.models.tokenizers import Tokenizer
+    from localrt.status import Status
 
-__all__ = ["Model", "ModelInfo", "in_thread", "joined", "load"]
-
-_Item = TypeVar("_Item")
-
-# Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
-_ANSWER_SHARE = 4
+__all__ = ["Model", "ModelInfo", "load"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +149,7 @@ def load(
         )
         drafts = Drafts(parts, draft_loader(options, settings, offline=offline))
         beside.hand_over(drafts)
+    note_use(resolved.name, settings)
     return Model(
         resolved.name,
         parts,
@@ -148,6 +157,7 @@ def load(
         ram=options.ram,
         gpu_memory=options.gpu_memory,
         drafts=drafts,
+        prompts=prompt_cache(parts, settings),
     )
 
 
@@ -163,13 +173,18 @@ class Model(BatchMethods):
         ram: int | None = None,
         gpu_memory: int | None = None,
         drafts: Drafts | None = None,
+        prompts: PromptCache | None = None,
     ) -> None:
         self._parts = parts
         self._drafts = drafts
         self._ram, self._gpu_memory = ram, gpu_memory
+        self._requests = Requests(parts)
+        self._chats: WeakSet[ChatSession] = WeakSet()
         # Where weights are streamed, an idle cache is memory that they would need.
         keep = 1 if parts.engine.info.streamed else 4
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
+        self._watch = Watch(parts.engine, ctx=parts.ctx, ram=ram, gpu_memory=gpu_memory)
+        self._parking = Parking(parts, prompts, lambda: (self._ram, self._gpu_memory))
         engine = parts.engine.info
         self.name = name
         self.defaults: dict[str, Any] = {**parts.defaults, **defaults}
@@ -212,10 +227,15 @@ class Model(BatchMethods):
         Closing the iterator, or setting ``cancel``, stops within one layer's time.
         """
         checked = read_options(self.defaults, options)
-        ids = self._prompt_ids(prompt, token_ids, raw, tools, checked)
-        if not raw and token_ids is None:
-            checked = self._with_template_stops(checked)
-        request = self._request(ids, checked, cancel, on_progress)
+        request = self._requests.make(
+            prompt,
+            checked,
+            token_ids=token_ids,
+            raw=raw,
+            tools=tools,
+            cancel=cancel,
+            on_progress=on_progress,
+        )
         return self._leased(self._guessing(request, checked))
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
@@ -235,17 +255,30 @@ class Model(BatchMethods):
         """Like ``generate``, for asyncio."""
         return joined([chunk async for chunk in self.astream(prompt, **options)])
 
-    def chat(self, system: str | None = None, **options: Any) -> ChatSession:
-        """A conversation that keeps its history, and its KV cache from turn to turn."""
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> ChatSession:
+        """A conversation that keeps its history, and its KV cache from turn to turn.
+
+        ``tools`` are functions that the model may ask to be called, in OpenAI's form.
+        """
         from localrt.chat import ChatSession
 
-        return ChatSession(self, system=system, **options)
+        chat = ChatSession(self, system=system, tools=tools, **options)
+        self._chats.add(chat)
+        return chat
 
     def load_chat(self, path: str | Path) -> ChatSession:
         """A conversation saved with ``ChatSession.save``."""
         from localrt.chat import ChatSession
 
-        return ChatSession.load(self, path)
+        chat = ChatSession.load(self, path)
+        self._chats.add(chat)
+        return chat
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -256,9 +289,7 @@ class Model(BatchMethods):
         Raises:
             TokenizerError: the model has none; ``token_ids`` still work.
         """
-        if self._parts.tokenizer is None:
-            raise TokenizerError(self._parts.tokenizer_problem)
-        return self._parts.tokenizer
+        return self._requests.tokenizer
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of plain text."""
@@ -272,7 +303,7 @@ class Model(BatchMethods):
         """Tokens of a plain text, or of a conversation as the chat template writes it."""
         if isinstance(prompt, str):
             return len(self.tokenize(prompt))
-        return len(self._render(prompt, None))
+        return len(self._requests.render(prompt))
 
     def logits(self, token_ids: Sequence[int], *, first: int = 0) -> Iterator[Logits]:
         """Logits after each token from index ``first`` on, for measuring a model.
@@ -291,10 +322,102 @@ class Model(BatchMethods):
             raise OptionError(f"token ids must be from 0 to {self.info.vocab_size - 1}")
         return engine.logits(ids, first=first)
 
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        pooling: str = "auto",
+        normalize: bool = True,
+        cancel: threading.Event | None = None,
+    ) -> Logits:
+        """The meaning of each text (or of its token ids) as a vector: float32 (texts, hidden size).
+
+        ``pooling`` joins the hidden states of a text's tokens: ``"mean"``, ``"last"``, or
+        ``"auto"``: what an embedding model's own files say, else the mean. With ``normalize`` each
+        vector has length 1, so that the product of two is their cosine. Texts share passes.
+
+        Raises:
+            OptionError: an empty text, an unknown pooling, an id outside the vocabulary.
+            ContextOverflowError: a text is longer than the context.
+            CancelledError: ``cancel`` was set.
+        """
+        from localrt.embedding import embed
+
+        return embed(self, texts, pooling=pooling, normalize=normalize, cancel=cancel)
+
+    # -- what it is doing ------------------------------------------------------------------------
+
+    def status(self, *, lanes: bool | None = None) -> Status:
+        """Memory against budgets, what was read and computed so far, the generation in progress.
+
+        Takes well under a millisecond and waits for no pass. With ``lanes`` a streamed model also
+        remembers what the disk, the link and the processors did in its last pass, from that call on
+        until one with False.
+        """
+        return self._watch.status(lanes=lanes)
+
+    def advise(self) -> Outlook:
+        """The most that decoding can reach here, and which changes would help most.
+
+        From the plan that the model was placed by, or a new one; measures nothing and may take a
+        second: call it from a thread, while nothing is generated.
+        """
+        from localrt.advice import outlook
+
+        found = outlook(self._parts, ram=self._ram, gpu_memory=self._gpu_memory)
+        self._watch.token_bytes = found.token_bytes
+        self._watch.ceiling_tok_s = found.ceiling_tok_s
+        return found
+
     # -- life ------------------------------------------------------------------------------------
+
+    def set_budget(
+        self, *, ram: str | int | None = None, gpu_memory: str | int | None = None
+    ) -> None:
+        """Change the budgets of ``load`` while the model is there, even while it answers.
+
+        With less, weights that were in memory are read for every token from the next pass on:
+        answers stay the same, slower, and ``Metrics.memory`` says why. With more RAM than before,
+        weights stay in memory as they pass. A card takes back nothing that it has given.
+
+        Raises:
+            OptionError: not a size.
+            MemoryBudgetError: it cannot be done, since the model was loaded whole, or not even
+                streaming makes enough room; nothing changes then.
+        """
+        from localrt.budgets import change_gpu_memory, change_ram
+        from localrt.offload.budget import parse_size
+
+        sizes = [None if size is None else parse_size(size) for size in (ram, gpu_memory)]
+        engine = self._parts.engine
+        if sizes[0] is not None:
+            change_ram(engine, sizes[0], free=self._pool.free)
+            self._ram = self._watch.ram = sizes[0]
+        if sizes[1] is not None:
+            change_gpu_memory(engine, sizes[1])
+            self._gpu_memory = self._watch.gpu_memory = sizes[1]
+
+    def unload(self) -> None:
+        """``close``, and give all memory back to the system, conversations' caches included.
+
+        Answers that are on their way end as cancelled. Takes a tenth of a second.
+        """
+        import gc
+
+        from localrt.models.tokenizers.free_memory import return_free_memory
+
+        for chat in list(self._chats):
+            chat.let_go()
+        self.close()
+        gone = "the model is closed: load it again"
+        self._parts = replace(self._parts, tokenizer=None, tokenizer_problem=gone)
+        self._drafts, self._requests = None, Requests(self._parts)
+        gc.collect()
+        return_free_memory()
 
     def close(self) -> None:
         """Free weights and caches."""
+        self._parking.close()
         self._pool.close()
         if self._drafts is not None:
             self._drafts.close()
@@ -315,7 +438,7 @@ class Model(BatchMethods):
 
     def new_session(self) -> EngineSession:
         """A session of the model's context length, outside the pool."""
-        return self._parts.engine.session(self.info.ctx)
+        return self._watch.holds(self._parts.engine.session(self.info.ctx))
 
     def stream_on(
         self,
@@ -328,151 +451,31 @@ class Model(BatchMethods):
         on_progress: ProgressCallback | None = None,
     ) -> Iterator[Chunk]:
         """Generate the next turn of ``messages`` on a session that the caller owns."""
-        ids = self._prompt_ids(messages, None, False, tools, options)
-        options = self._with_template_stops(options)
-        request = self._guessing(self._request(ids, options, cancel, on_progress), options)
-        return generate(session, self._parts.tokenizer, request)
+        request = self._requests.make(
+            messages, options, tools=tools, cancel=cancel, on_progress=on_progress
+        )
+        request = self._guessing(request, options)
+        chunks = self._watch.over(generate(session, self._parts.tokenizer, request))
+        return self._parking.resumed(session, request, chunks)
+
+    @property
+    def keeper(self) -> KvKeeper:
+        """Who looks after the caches of conversations that wait."""
+        return self._parking.keeper
+
+    def keep(self, session: EngineSession | None, to: Tier) -> int:
+        """Save a session's KV cache: see ``Parking.save``."""
+        return self._parking.save(session, to)
 
     # -- parts -----------------------------------------------------------------------------------
 
     def _leased(self, request: Request) -> Iterator[Chunk]:
         with self._pool.lease(request.prompt) as session:
-            yield from generate(session, self._parts.tokenizer, request)
+            self._watch.holds(session)
+            yield from self._watch.over(generate(session, self._parts.tokenizer, request))
 
     def _guessing(self, request: Request, options: Options) -> Request:
         """The request with what drafts for it."""
         if self._drafts is None:
             return request
         return replace(request, speculation=self._drafts.speculation(options))
-
-    def _with_template_stops(self, options: Options) -> Options:
-        """A plain chat format ends an answer by what begins the next turn."""
-        stops = self._parts.template.stop_strings
-        return replace(options, stop=(*options.stop, *stops)) if stops else options
-
-    def _request(
-        self,
-        ids: Sequence[int],
-        options: Options,
-        cancel: threading.Event | None,
-        on_progress: ProgressCallback | None,
-    ) -> Request:
-        stops = options.stop
-        if stops and self._parts.tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer, and the model has none")
-        return Request(
-            prompt=ids,
-            sampling=options.sampling,
-            max_tokens=options.max_tokens,
-            stop=stops,
-            eos_ids=frozenset() if options.ignore_eos else self._parts.eos_ids,
-            logprobs=options.logprobs,
-            exactness=self.info.exactness,
-            cancel=cancel or threading.Event(),
-            on_progress=on_progress,
-        )
-
-    def _prompt_ids(
-        self,
-        prompt: str | Sequence[Message] | None,
-        token_ids: Sequence[int] | None,
-        raw: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Options,
-    ) -> list[int]:
-        if (prompt is None) == (token_ids is None):
-            raise OptionError("give either a prompt or token_ids")
-        if token_ids is not None:
-            ids = [int(token) for token in token_ids]
-        elif isinstance(prompt, str):
-            if not prompt:
-                raise OptionError("the prompt is empty: write something to answer")
-            if raw:
-                ids = self.tokenize(prompt)
-            else:
-                ids = self._render([{"role": "user", "content": prompt}], tools)
-        else:
-            assert prompt is not None
-            if raw:
-                raise OptionError("raw takes a string, not a list of messages")
-            if not prompt:
-                raise OptionError("the list of messages is empty")
-            ids = self._fitted(prompt, tools, options)
-        if not ids:
-            raise OptionError("the prompt is empty: there is nothing to continue")
-        return ids
-
-    def _fitted(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Options,
-    ) -> list[int]:
-        """The conversation's ids; oldest turns dropped where the options ask for it."""
-        ids = self._render(messages, tools)
-        if options.overflow == "error":
-            return ids
-        ctx = self.info.ctx
-        room = ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
-        head = 1 if messages[0]["role"] == "system" else 0
-        start = head
-        while len(ids) > room:
-            # A turn begins at a user message: tool results and answers go with it.
-            start = next(
-                (i for i in range(start + 1, len(messages)) if messages[i]["role"] == "user"),
-                len(messages),
-            )
-            if start >= len(messages):
-                raise ContextOverflowError(
-                    f"the last message alone has {len(ids)} tokens with the system prompt and the "
-                    f"context holds {ctx}: shorten it or raise --ctx"
-                )
-            ids = self._render([*messages[:head], *messages[start:]], tools)
-        return ids
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-    ) -> list[int]:
-        from localrt.models.chat_template import encode_messages
-
-        return encode_messages(self.tokenizer, self._parts.template, messages, tools=tools)
-
-
-def joined(chunks: Iterator[Chunk] | Sequence[Chunk]) -> Chunk:
-    """One chunk from a whole stream: all text and tokens, the last one's metrics and reason."""
-    texts: list[str] = []
-    ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    last: Chunk | None = None
-    for last in chunks:
-        texts.append(last.text)
-        ids.extend(last.token_ids)
-        logprobs.extend(last.logprobs)
-    assert last is not None, "a stream ends with a chunk that has a finish reason"
-    return replace(last, text="".join(texts), token_ids=tuple(ids), logprobs=tuple(logprobs))
-
-
-async def in_thread(
-    start: Callable[[], Iterator[_Item]], cancel: Callable[[], None]
-) -> AsyncIterator[_Item]:
-    """Run a stream in threads, one item at a time; leaving the loop cancels the work."""
-    import asyncio  # six megabytes, for those who use it
-
-    stream = await asyncio.to_thread(start)
-    try:
-        while (item := await asyncio.to_thread(next, stream, None)) is not None:
-            yield item
-    finally:
-        cancel()
-        # A generator that still runs in its thread cannot be closed: it ends at its next check.
-        while not _closed(stream):
-            await asyncio.sleep(0.005)
-
-
-def _closed(stream: Iterator[Any]) -> bool:
-    if isinstance(stream, Generator):
-        try:
-            stream.close()
-        except ValueError:
-            return False
-    return True

@@ -21,6 +21,7 @@ from localrt.errors import LocalrtError, OptionError, TokenizerError
 if TYPE_CHECKING:
     from localrt.api import Model
     from localrt.chat import Message
+    from localrt.live import LiveModel
 
 __all__ = ["BatchMethods", "Errors", "Prompts"]
 
@@ -73,8 +74,6 @@ class BatchMethods:
         if errors not in ("raise", "return"):
             raise OptionError(f"errors must be 'raise' or 'return', is {errors!r}")
         checked = read_options(model.defaults, options)
-        if not raw and token_ids is None:
-            checked = model._with_template_stops(checked)
         limits = BatchLimits(
             ctx=model.info.ctx,
             room=kv_room(model._parts.engine, ram=model._ram, gpu_memory=model._gpu_memory),
@@ -88,8 +87,9 @@ class BatchMethods:
         for index, (prompt, ids) in enumerate(_prompts(prompts, token_ids)):
             own = _with_seed(checked, index)
             try:
-                found = model._prompt_ids(prompt, ids, raw, tools, own)
-                request = model._request(found, own, cancel, None)
+                request = model._requests.make(
+                    prompt, own, token_ids=ids, raw=raw, tools=tools, cancel=cancel
+                )
                 check_request(request, ctx=limits.ctx, vocab_size=model.info.vocab_size)
                 requests.append((index, request))
             except LocalrtError as error:
@@ -139,7 +139,7 @@ class BatchMethods:
         self, prompts: Prompts | None = None, *, errors: Errors = "raise", **options: Any
     ) -> AsyncIterator[Item]:
         """Like ``stream_batch``, for asyncio: the work runs in a thread."""
-        from localrt.api import in_thread
+        from localrt.streams import in_thread
 
         cancel = options.pop("cancel", None) or threading.Event()
         return in_thread(
@@ -162,6 +162,27 @@ class BatchMethods:
         """Like ``generate_batch``, for asyncio."""
         stream = self.astream_batch(prompts, errors=errors, **options)
         return _gathered([item async for item in stream])
+
+    def live(self, *, most: int = 64, buffer: int = 256, patience_s: float = 60.0) -> LiveModel:
+        """A batch that stays open: requests of many threads or tasks join it and leave it.
+
+            with model.live() as live:
+                for chunk in live.stream("Why is the sky blue?"):  # from any thread
+                    print(chunk.text, end="")
+
+        All answers that are on their way share each pass over the weights, up to ``most`` of them,
+        fewer where memory is short; one that is alone guesses ahead. What each says is what
+        ``stream`` would yield (bit for bit on the CPU kernels). ``client=`` of a request says whose
+        it is: clients take turns. An answer pauses while its reader is ``buffer`` chunks behind,
+        and is cancelled when that lasts ``patience_s``. An engine that cannot join sequences runs
+        one after another.
+        """
+        from localrt.engine.live import LiveLimits
+        from localrt.live import open_live
+
+        model = cast("Model", self)
+        limits = LiveLimits(ctx=model.info.ctx, most=most, buffer=buffer, patience_s=patience_s)
+        return open_live(model, limits)
 
 
 def _prompts(
@@ -208,7 +229,7 @@ def _items(
 
 
 def _gathered(stream: Iterable[Item]) -> Sequence[Chunk | LocalrtError]:
-    from localrt.api import joined
+    from localrt.streams import joined
 
     chunks: dict[int, list[Chunk]] = {}
     whole: dict[int, Chunk | LocalrtError] = {}

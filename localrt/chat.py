@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NotRequired, Required, TypedDict
 
 from localrt.engine.options import Options, read_options
 from localrt.engine.types import Chunk, ProgressCallback
+from localrt.engine.waiting import PERSON, Tier
 from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.tools import ToolCall, as_message_calls
 
 if TYPE_CHECKING:
     from localrt.api import Model
@@ -25,6 +27,8 @@ __all__ = ["ChatSession", "Message"]
 
 _VERSION = 1
 _ROLES = ("system", "user", "assistant", "tool")
+_ASKING = ("user", "tool")
+_PATIENCE_S = 2.0
 
 
 class Message(TypedDict, total=False):
@@ -40,12 +44,20 @@ class Message(TypedDict, total=False):
 class ChatSession:
     """Created by ``Model.chat``. One generation at a time; ``cancel`` works from any thread."""
 
-    def __init__(self, model: Model, *, system: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
         self._model = model
         self._session: EngineSession | None = None
         self._cancel = threading.Event()
         self._busy = threading.Lock()
         self.messages: list[Message] = []
+        self.tools = tools
         self.options: dict[str, Any] = {}
         self.set(**options)
         self.system = system
@@ -94,30 +106,63 @@ class ChatSession:
 
     # -- generation ------------------------------------------------------------------------------
 
+    def add_tool_result(self, call: ToolCall | str, result: Any) -> None:
+        """Say what a call gave: text, or any value that JSON knows.
+
+        ``call`` is one of the answer's ``tool_calls``, or its id. Once all have their results,
+        ``stream()`` without a text goes on.
+
+        Raises:
+            OptionError: no call of that id waits for its result.
+        """
+        call_id = call if isinstance(call, str) else call.id
+        if call_id not in self._waiting_calls():
+            raise OptionError(f"no call {call_id!r} waits for a result")
+        content = result if isinstance(result, str) else _json(result)
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _waiting_calls(self) -> frozenset[str]:
+        """Ids of the calls whose results are missing at the end of the conversation."""
+        answered: list[str] = []
+        for message in reversed(self.messages):
+            if message["role"] == "tool":
+                answered.append(message.get("tool_call_id", ""))
+                continue
+            calls = frozenset(call.get("id", "") for call in message.get("tool_calls") or ())
+            return calls.difference(answered)
+        return frozenset()
+
     def stream(
         self,
-        text: str,
+        text: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         on_progress: ProgressCallback | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Send a user turn and stream the answer.
+        """Send a user turn and stream the answer; without a text, answer what is there.
+
+        ``tools`` are functions in OpenAI's form, by default the chat's own ``tools``. Where the
+        answer calls some, the last chunk's ``finish_reason`` is ``"tool_calls"``.
 
         When the stream ends, is cancelled or is closed early, the turn and the text so far join
         the history; when it fails before any text, the history is as it was.
         """
-        if not text:
+        if text is None and self._waiting_calls():
+            raise OptionError("calls wait for their results: give them with add_tool_result")
+        if text is None and (not self.messages or self.messages[-1]["role"] not in _ASKING):
+            raise OptionError("there is nothing to answer: give a text")
+        if text is not None and not text:
             raise OptionError("the message is empty: write something to answer")
         checked = read_options(self._model.defaults, self.options, options)
         if self._busy.locked():
             raise _already_answering()
         self._cancel = cancel = threading.Event()
-        return self._answer(text, checked, tools, cancel, on_progress)
+        return self._answer(text, checked, tools or self.tools, cancel, on_progress)
 
     def _answer(
         self,
-        text: str,
+        text: str | None,
         options: Options,
         tools: Sequence[Mapping[str, Any]] | None,
         cancel: threading.Event,
@@ -125,52 +170,92 @@ class ChatSession:
     ) -> Iterator[Chunk]:
         if not self._busy.acquire(blocking=False):
             raise _already_answering()
-        turn: Message = {"role": "user", "content": text}
-        parts: list[str] = []
+        turn: list[Message] = [] if text is None else [{"role": "user", "content": text}]
+        said: Message = {"role": "assistant", "content": ""}
         keep = False
+        tool = PERSON
+        self._model.keeper.returns(self)
         try:
             if self._session is None:
                 self._session = self._model.new_session()
             for chunk in self._model.stream_on(
                 self._session,
-                [*self.messages, turn],
+                [*self.messages, *turn],
                 options,
                 tools=tools,
                 cancel=cancel,
                 on_progress=on_progress,
             ):
-                parts.append(chunk.text)
+                said["content"] += chunk.text
+                if chunk.tool_calls:
+                    said["tool_calls"] = as_message_calls(chunk.tool_calls)
+                    tool = chunk.tool_calls[0].name
                 yield chunk
             keep = True
         except GeneratorExit:
             keep = True
             raise
         finally:
-            if keep or any(parts):
-                self.messages += [turn, {"role": "assistant", "content": "".join(parts)}]
+            if keep or said["content"]:
+                self.messages += [*turn, said]
             self._busy.release()
+            self._model.keeper.waits(self, tool)
 
-    def send(self, text: str, **options: Any) -> Chunk:
+    def send(self, text: str | None = None, **options: Any) -> Chunk:
         """Like ``stream``, as one chunk that holds the whole answer."""
-        from localrt.api import joined
+        from localrt.streams import joined
 
         return joined(self.stream(text, **options))
 
-    def astream(self, text: str, **options: Any) -> AsyncIterator[Chunk]:
+    def astream(self, text: str | None = None, **options: Any) -> AsyncIterator[Chunk]:
         """Like ``stream``, for asyncio."""
-        from localrt.api import in_thread
+        from localrt.streams import in_thread
 
         return in_thread(lambda: self.stream(text, **options), self.cancel)
 
-    async def asend(self, text: str, **options: Any) -> Chunk:
+    async def asend(self, text: str | None = None, **options: Any) -> Chunk:
         """Like ``send``, for asyncio."""
-        from localrt.api import joined
+        from localrt.streams import joined
 
         return joined([chunk async for chunk in self.astream(text, **options)])
 
     def cancel(self) -> None:
         """Stop the running generation, if any; its text is kept."""
         self._cancel.set()
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes that the KV cache takes in memory."""
+        return self._session.nbytes if self._session is not None else 0
+
+    def park(self, to: Tier = "disk") -> int:
+        """Save the KV cache and free it: the next turn goes on from there.
+
+        ``to`` is ``"disk"``, or ``"ram"``, which frees a card's memory only. Returns the bytes
+        saved. 0: the cache stays where it is, since it is too small to be worth it, or the engine
+        cannot.
+
+        Raises:
+            LocalrtError: the chat is answering.
+            StorageError: the disk is full or fails; the cache stays.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise _already_answering()
+        try:
+            saved = self._model.keep(self._session, to)
+            if saved and self._session is not None:
+                self._session.close()
+                self._session = None
+            return saved
+        finally:
+            self._busy.release()
+
+    def try_park(self, to: Tier = "disk") -> bool:
+        """``park`` where that is possible now; whether the cache was moved."""
+        try:
+            return self.park(to) > 0
+        except LocalrtError:
+            return False
 
     def close(self) -> None:
         """Free the KV cache; the messages stay, and a next turn computes them again."""
@@ -179,6 +264,17 @@ class ChatSession:
             if self._session is not None:
                 self._session.close()
             self._session = None
+
+    def let_go(self) -> None:
+        """``close`` without waiting long: an answer that nobody reads any more keeps its cache."""
+        self.cancel()
+        if self._busy.acquire(timeout=_PATIENCE_S):
+            try:
+                if self._session is not None:
+                    self._session.close()
+                self._session = None
+            finally:
+                self._busy.release()
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -228,6 +324,13 @@ class ChatSession:
         chat = cls(model, **(options if isinstance(options, dict) else {}))
         chat.messages = messages
         return chat
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"a tool's result must be text or JSON: {error}") from error
 
 
 def _is_message(value: Any) -> bool:

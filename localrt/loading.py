@@ -92,6 +92,7 @@ class LoadedModel:
     ctx: int
     notes: tuple[str, ...]
     tokenizer_problem: str = ""
+    pooling: str = ""  # what the model was made to be embedded by; empty where it does not say
 
 
 def load_parts(
@@ -144,6 +145,7 @@ def load_parts(
             ctx=ctx,
             notes=tuple(notes),
             tokenizer_problem=problem,
+            pooling=_pooling(checkpoint),
         )
     finally:
         checkpoint.close()
@@ -222,6 +224,20 @@ def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
         return load_tokenizer(checkpoint), ""
     except (TokenizerError, UnsupportedModelError) as error:
         return None, str(error)
+
+
+def _pooling(checkpoint: Checkpoint) -> str:
+    """What an embedding model's files say of pooling, as sentence-transformers and GGUF name it."""
+    if checkpoint.kind == "gguf":
+        kinds = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
+        named = checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type")
+        return kinds.get(named, "") if isinstance(named, int) else ""
+    from localrt.models.tokenizers.hf import read_json
+
+    config = read_json(checkpoint.path / "1_Pooling" / "config.json")
+    modes = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
+    chosen = [kind for mode, kind in modes.items() if config.get(f"pooling_mode_{mode}") is True]
+    return chosen[0] if len(chosen) == 1 else ""
 
 
 def _llamacpp_tokenizer(engine: Engine) -> Tokenizer:

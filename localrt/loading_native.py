@@ -106,6 +106,7 @@ def load_native(
             pipeline=placed.decoder,
             forecaster=placed.forecaster,
             ssd_bytes_s=placed.ssd_bytes_s,
+            plan=placed.plan,
         )
         return engine, placed.ctx
     ctx = _fit_context(checkpoint, config, ops, options, notes)

@@ -78,6 +78,8 @@ def _is_known(folder: Path, settings: Settings, formats: list[str]) -> bool:
 
 def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasure: bool) -> bool:
     """Whether it was done."""
+    if getattr(sys, "frozen", False):
+        return False  # a packaged app has no interpreter: it would start itself again
     root = str(Path(__file__).resolve().parents[1])
     start = (
         "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -94,7 +96,7 @@ def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasu
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
-        return False  # no such thing in a packaged app: it is measured here then
+        return False  # it is measured here then
     return done.returncode == 0
 
 

@@ -161,7 +161,7 @@ def open_placed(
         notes.append("the packed copy was damaged and has been made again")
         decoder = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
     rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
-    return PlacedModel(decoder, plan, _forecaster(plan, decoder.simulated), rate, ctx)
+    return PlacedModel(decoder, plan, _forecaster(plan, decoder), rate, ctx)
 
 
 def _kv_tier(
@@ -191,19 +191,21 @@ def _kv_tier(
     )
 
 
-def _forecaster(plan: Plan, simulated: bool) -> Forecaster:
-    """The plan's prediction for the rates that there are now."""
+def _forecaster(plan: Plan, decoder: PlacedDecoder) -> Forecaster:
+    """The plan's prediction for the rates, and the places of weights, that there are now."""
     from localrt.offload.planner.simulate import simulate
 
     def forecast(rates: Rates) -> Forecast:
         machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
         costs = replace(plan.request, machine=machine).costs(expert_hits=rates.expert_hits)
-        steady = simulate(costs, plan.placement)
+        now = {stage.name: stage.where for stage in decoder.stages}
+        placement = replace(plan.placement, where={**plan.placement.where, **now})
+        steady = simulate(costs, placement)
         planned = steady.busy["cpu"] - costs.per_pass()  # what no stage does was not measured
         if rates.cpu_s is not None and planned > 0:
             machine = machine.with_cpu(rates.cpu_s / planned)
             request = replace(plan.request, machine=machine)
-            steady = simulate(request.costs(expert_hits=rates.expert_hits), plan.placement)
-        return Forecast(1 / steady.seconds, 1 / steady.bound, simulated)
+            steady = simulate(request.costs(expert_hits=rates.expert_hits), placement)
+        return Forecast(1 / steady.seconds, 1 / steady.bound, decoder.simulated)
 
     return forecast

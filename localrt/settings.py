@@ -23,6 +23,7 @@ class Settings:
 
     ``hub_cache`` is the folder shared by all tools of the hub, ``cache_dir`` localrt's own (it may
     be deleted at any time), ``data_dir`` holds chats and stores, ``config_dir`` preferences.
+    ``kv_disk`` is a size, or ``"off"``: what KV caches of conversations may take in ``cache_dir``.
     """
 
     hub_endpoint: str
@@ -33,6 +34,7 @@ class Settings:
     data_dir: Path
     config_dir: Path
     hub_token: str | None = field(default=None, repr=False)
+    kv_disk: str = "8GB"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -55,6 +57,7 @@ class Settings:
             data_dir=xdg_data / "localrt",
             config_dir=xdg_config / "localrt",
             hub_token=_first(env, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if implicit_token else None,
+            kv_disk=_first(env, "LOCALRT_KV_DISK") or "8GB",
         )
 
     def read_hub_token(self) -> str | None:

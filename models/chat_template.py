@@ -48,6 +48,10 @@ class MessageTemplate(Protocol):
     def stop_strings(self) -> tuple[str, ...]:
         """Text that ends the assistant's turn, beside the tokens that do."""
 
+    @property
+    def tool_source(self) -> str:
+        """The template's source, as it is used where tools are given; empty for the plain one."""
+
     def render(
         self,
         messages: Sequence[Message],
@@ -93,6 +97,7 @@ class ChatTemplate:
         with_tools: str | None = None,
     ) -> None:
         self.source = source
+        self.tool_source = with_tools or source
         self.name = name
         self._globals = {"bos_token": bos, "eos_token": eos}
         self._template = compile_template(source, name)
@@ -216,6 +221,7 @@ class PlainTemplate:
 
     is_plain: bool = True
     stop_strings: tuple[str, ...] = ("\nUser:",)
+    tool_source: str = ""
 
     def render(
         self,

@@ -12,6 +12,7 @@ if not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/dxg")):
 
 # What tests pack and keep is neither looked for nor left in the user's own folders.
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="localrt-tests-")
+os.environ["LOCALRT_KV_DISK"] = "off"
 
 import atexit
 import json

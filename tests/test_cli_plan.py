@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from localrt import hardware
-from localrt.cli import main, plan_inputs
+from localrt import hardware, plan_inputs
+from localrt.cli import main
 from localrt.errors import OfflineError
 from localrt.offload.planner.machine import MachineProfile
 from tests.planner.models import CONFIGS, machine

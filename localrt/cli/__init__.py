@@ -20,6 +20,7 @@ __all__ = ["build_parser", "main"]
 COMMANDS = (
     "chat",
     "run",
+    "serve",
     "pull",
     "list",
     "rm",

@@ -6,11 +6,16 @@ Names are the Python options' names with dashes.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from localrt.errors import OptionError
+
 __all__ = [
+    "add_constraint_arguments",
     "add_load_arguments",
     "add_sampling_arguments",
+    "constraint_options",
     "load_options",
     "sampling_options",
 ]
@@ -71,6 +76,16 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that bind the answer to a form."""
+    group = parser.add_argument_group("form of the answer", "needs the extra structured")
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
+        "--json-schema", metavar="FILE|TEXT", help="JSON that follows this schema; true is any JSON"
+    )
+    either.add_argument("--regex", metavar="R", help="text that matches this expression as a whole")
+
+
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
     names = (*_LOADING, "revision", "offline", *(["draft"] if getattr(args, "draft", None) else []))
@@ -81,3 +96,30 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
     names = (*_SAMPLING, *_MORE_SAMPLING, "draft", "tree_budget", "overflow")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options that bind the answer, as they were given; a schema's file is read.
+
+    Raises:
+        OptionError: the file cannot be read, or what it holds is no schema.
+    """
+    from localrt.engine.options import read_options
+
+    options: dict[str, Any] = {}
+    schema = getattr(args, "json_schema", None)
+    if schema is not None:
+        text = schema.strip()
+        options["json_schema"] = text if text == "true" or text[:1] == "{" else _file_text(schema)
+    if getattr(args, "regex", None) is not None:
+        options["regex"] = args.regex
+    read_options(options)
+    return options
+
+
+def _file_text(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise OptionError(f"the schema file {path[:80]!r} cannot be read: {reason}") from error

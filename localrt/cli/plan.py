@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ from localrt.cli.plan_draft import add_draft_arguments, check_draft_arguments, p
 from localrt.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
-    from localrt.cli.plan_inputs import Inputs
     from localrt.offload.planner import Plan
     from localrt.offload.planner.pair import PairPlan
+    from localrt.plan_inputs import Inputs
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -64,17 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print."""
-    from localrt.cli.plan_inputs import read_inputs
     from localrt.offload.planner import make_plan
     from localrt.offload.planner.explain import explain
     from localrt.offload.planner.picture import to_html, to_svg
+    from localrt.plan_inputs import PlanTarget, read_inputs
 
     for name in ("ctx", "batch"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name} must be at least 1, is {value}")
     check_draft_arguments(args)
-    inputs = read_inputs(args)
+    names = [field.name for field in fields(PlanTarget)]
+    inputs = read_inputs(PlanTarget(**{name: getattr(args, name) for name in names}))
     ctx = args.ctx or min(_DEFAULT_CTX, inputs.shape.context_length)
     plan = make_plan(
         inputs.shape,

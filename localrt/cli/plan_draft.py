@@ -50,13 +50,13 @@ def plan_draft(args: argparse.Namespace, plan: Plan) -> PairPlan:
         MemoryBudgetError: the target fits neither with nor without it.
         LocalrtError: there is no such draft, or it cannot be planned.
     """
-    from localrt.cli.plan_inputs import read_draft
     from localrt.drafts.acceptance import known_acceptance
     from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
     from localrt.offload.planner.pair import AcceptanceSource, PairRequest, plan_pair
+    from localrt.plan_inputs import PlanTarget, read_draft
 
     target = plan.request
-    draft = read_draft(args)
+    draft = read_draft(PlanTarget(model=args.draft, revision=args.revision, offline=args.offline))
     known = known_acceptance(Settings.from_environment(), target.shape.name, draft.name)
     acceptance, source = PRIOR_ACCEPTANCE, AcceptanceSource.ASSUMED
     if args.acceptance is not None:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from localrt.cli.model_options import (
     DEMO_MODEL,
+    add_constraint_arguments,
     add_load_arguments,
     add_sampling_arguments,
+    constraint_options,
     load_options,
     sampling_options,
 )
@@ -57,10 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print timings on stderr")
     add_load_arguments(parser)
     add_sampling_arguments(parser)
+    add_constraint_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, answer, remember the conversation for ``-c``."""
+    constraint_options(args)  # what is wrong with them is said before a model is loaded
     if args.raw and (args.resume or args.system):
         raise OptionError("--raw completes a text: it goes without --continue and --system")
     if args.batch is not None:
@@ -94,7 +98,7 @@ def load_model(args: argparse.Namespace) -> Model:
 
 
 def _answer(args: argparse.Namespace, model: Model, prompt: str, remember: Path | None) -> int:
-    options = sampling_options(args)
+    options = {**sampling_options(args), **constraint_options(args)}
     if getattr(args, "raw", False):
         return _print(args, model, model.stream(prompt, raw=True, **options))
     resume = getattr(args, "resume", False)

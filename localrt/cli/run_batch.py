@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.cli.model_options import sampling_options
+from localrt.cli.model_options import constraint_options, sampling_options
 from localrt.cli.run import load_model
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_rate, format_seconds
@@ -131,6 +131,7 @@ def _print(args: argparse.Namespace, model: Model, prompts: Sequence[BatchPrompt
         errors="return",
         on_progress=line.show,
         **sampling_options(args),
+        **constraint_options(args),
     )
     for prompt, answer in zip(prompts, _in_order(stream), strict=True):
         line.clear()
@@ -163,7 +164,7 @@ def _in_order(
     stream: Iterator[tuple[int, Chunk | LocalrtError]],
 ) -> Iterator[Chunk | LocalrtError]:
     """Whole answers in the order of their prompts, each as soon as it can be."""
-    from localrt.api import joined
+    from localrt.streams import joined
 
     chunks: dict[int, list[Chunk]] = {}
     whole: dict[int, Chunk | LocalrtError] = {}

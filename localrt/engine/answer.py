@@ -9,18 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from localrt.engine.base import EngineSession, Logits
+from localrt.engine.constraint import allowed_ids, constrained
+from localrt.engine.reader import Reader
 from localrt.engine.request import Request
 from localrt.engine.sampling import adjust_logits, distribution, draw, log_probabilities
 from localrt.engine.speculation import Stepper
 from localrt.engine.stops import StopMatcher
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.errors import LocalrtError
-from localrt.models.tokenizers.base import Detokenizer, Tokenizer
+from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import peak_rss
+
+if TYPE_CHECKING:
+    from localrt.tools import ToolCall
 
 __all__ = ["Answer", "Meter"]
 
@@ -35,79 +41,111 @@ class Answer:
         self.meter = Meter(request, session)
         self._request = request
         self._tokenizer = tokenizer
-        self._text = _Text(tokenizer, request.stop)
+        reader = None if request.reader is None or tokenizer is None else request.reader()
+        self._reader = reader
+        self._text = _Text(tokenizer, request.stop, reader)
         self._rng = np.random.default_rng(request.sampling.seed)
+        self._constraint = None if request.constraint is None else request.constraint()
 
     def accept(self, logits: Logits) -> Chunk | None:
         """The chunk of the token that follows ``logits`` (vocab,); None where the model ends here.
 
-        It has a finish reason where its text has met a stop string.
+        It has a finish reason where its text has met a stop string, or a constraint allows nothing
+        more.
 
         Raises:
-            LocalrtError: these are no numbers.
+            LocalrtError: these are no numbers, or none of them goes on within the constraint.
         """
         if not np.isfinite(logits.max()):
             raise LocalrtError("the model computes no numbers: its files may be damaged")
-        token, logprob = _choose(logits, self.generated, self._request, self._rng, self._tokenizer)
+        token, logprob = self._choose(logits)
         if token in self._request.eos_ids:
             return None
         self.generated.append(token)
         piece = self._text.push(token)
         self.meter.token()
         stopped = self._text.stopped
+        if self._constraint is not None:
+            self._constraint.accept(token)
+            if self._constraint.done and not stopped:
+                piece += self._text.flush()
+                stopped = True
         metrics = self.meter.snapshot(final=stopped)
-        return Chunk(piece, (token,), metrics, "stop" if stopped else None, logprob)
+        if not stopped:
+            return Chunk(piece, (token,), metrics, None, logprob)
+        return Chunk(piece, (token,), metrics, self._reason("stop"), logprob, self._calls)
 
     def end(self, reason: FinishReason) -> Chunk:
         """The last chunk, with the text that was held back."""
         rest = self._text.flush()
         if self._text.stopped:
             reason = "stop"
-        return Chunk(rest, (), self.meter.snapshot(final=True), reason)
+        metrics = self.meter.snapshot(final=True)
+        return Chunk(rest, (), metrics, self._reason(reason), tool_calls=self._calls)
 
+    @property
+    def _calls(self) -> tuple[ToolCall, ...]:
+        return () if self._reader is None else self._reader.calls
 
-def _choose(
-    logits: Logits,
-    generated: Sequence[int],
-    request: Request,
-    rng: np.random.Generator,
-    tokenizer: Tokenizer | None,
-) -> tuple[int, tuple[TokenLogprob, ...]]:
-    sampling = request.sampling
-    adjusted = adjust_logits(logits, request.prompt, generated, sampling)
-    candidates = distribution(adjusted, sampling)
-    token = int(candidates.tokens[0]) if sampling.greedy else draw(candidates, rng.random())
-    if request.logprobs is None:
-        return token, ()
+    def _reason(self, reason: FinishReason) -> FinishReason:
+        return "tool_calls" if reason == "stop" and self._calls else reason
 
-    def spelled(token_id: int) -> str:
-        return tokenizer.token_text(token_id) if tokenizer is not None else ""
+    def _choose(self, logits: Logits) -> tuple[int, tuple[TokenLogprob, ...]]:
+        request, sampling, tokenizer = self._request, self._request.sampling, self._tokenizer
+        adjusted = adjust_logits(logits, request.prompt, self.generated, sampling)
+        if self._constraint is None:
+            candidates = distribution(adjusted, sampling)
+        else:
+            ids = allowed_ids(self._constraint, request.eos_ids, adjusted)
+            candidates = constrained(adjusted, ids, sampling)
+        greedy = sampling.greedy
+        token = int(candidates.tokens[0]) if greedy else draw(candidates, self._rng.random())
+        if request.logprobs is None:
+            return token, ()
 
-    value, best = log_probabilities(logits, token, request.logprobs)
-    top = tuple((i, spelled(i), p) for i, p in best)
-    return token, (TokenLogprob(token, spelled(token), value, top),)
+        def spelled(token_id: int) -> str:
+            return tokenizer.token_text(token_id) if tokenizer is not None else ""
+
+        value, best = log_probabilities(logits, token, request.logprobs)
+        top = tuple((i, spelled(i), p) for i, p in best)
+        return token, (TokenLogprob(token, spelled(token), value, top),)
 
 
 class _Text:
     """Tokens to text that may be shown."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        self._detokenizer: Detokenizer | None = tokenizer.detokenizer() if tokenizer else None
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], reader: Reader | None
+    ) -> None:
         self._matcher = StopMatcher(stops)
+        self._reader = reader
+        self._hidden: frozenset[int] = frozenset()
+        if tokenizer is None:
+            self._detokenizer = None
+        elif reader is None:
+            self._detokenizer = tokenizer.detokenizer()
+        else:
+            self._detokenizer = tokenizer.detokenizer(skip_special=False)
+            read = map(tokenizer.token_id, reader.markers)
+            self._hidden = tokenizer.special_ids.difference(t for t in read if t is not None)
 
     @property
     def stopped(self) -> bool:
         return self._matcher.stopped
 
     def push(self, token: int) -> str:
-        if self._detokenizer is None:
+        if self._detokenizer is None or token in self._hidden:
             return ""
-        return self._matcher.push(self._detokenizer.push(token))
+        piece = self._detokenizer.push(token)
+        return self._matcher.push(piece if self._reader is None else self._reader.push(piece))
 
     def flush(self) -> str:
         if self._detokenizer is None:
             return ""
-        return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+        rest = self._detokenizer.flush()
+        if self._reader is not None:
+            rest = self._reader.push(rest) + self._reader.flush()
+        return self._matcher.push(rest) + self._matcher.flush()
 
 
 class Meter:
@@ -173,9 +211,14 @@ class Meter:
             return
         m.ssd_read_bytes = counts.ssd_read_bytes - self._before.ssd_read_bytes
         m.link_bytes = counts.link_bytes - self._before.link_bytes
+        m.memory = counts.memory_note or None
         uses = counts.expert_uses - self._decoding.expert_uses
         if uses:
             m.expert_hit_rate = (counts.expert_hits - self._decoding.expert_hits) / uses
+        ahead = counts.expert_prefetches - self._decoding.expert_prefetches
+        if ahead:
+            right = counts.expert_prefetch_hits - self._decoding.expert_prefetch_hits
+            m.expert_prefetches, m.expert_prefetch_useful = ahead, right / ahead
         if self._first is not None and m.completion_tokens > 1:
             busy = (
                 seconds - self._decoding.busy_s.get(resource, 0.0)

@@ -1,28 +1,26 @@
 """Many prompts at once: each pass over the weights serves a block of sequences.
 
-A pass takes one row of every sequence that is answering and fills up with rows of prompts, so that
-weights which are streamed are read once for all (FlexGen's block schedule, Sheng et al. 2023, with
-prompts joining as others finish, as in Orca, Yu et al. 2022, and Sarathi, Agrawal et al. 2023).
-What a sequence says does not depend on its company: sampling, stops and limits are the loop's. It
-does not know chat templates, files, or where the weights lie.
+All prompts are there from the start, and one cancels all; ``localrt.engine.schedule`` says what a
+pass holds, ``localrt.engine.live`` is for prompts that come and go. It does not know chat
+templates, files, or where the weights lie.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import numpy as np
 
-from localrt.engine.answer import Answer
-from localrt.engine.base import Check, Engine, EngineInfo, EngineSession, Logits
-from localrt.engine.loop import common_prefix, generate
+from localrt.engine.base import Engine
+from localrt.engine.loop import generate
 from localrt.engine.request import Request
-from localrt.engine.types import Chunk, FinishReason, Metrics, Progress, ProgressCallback
+from localrt.engine.schedule import MOST_SEQUENCES, BatchEngine, Job, Schedule, Terms
+from localrt.engine.types import Chunk, Progress, ProgressCallback
 from localrt.errors import (
     CancelledError,
     ContextOverflowError,
@@ -33,56 +31,14 @@ from localrt.errors import (
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.budget import format_bytes
 from localrt.offload.process_memory import current_rss, ram_budget
-from localrt.quant.ops.kv_growth import grown_capacity
 
 __all__ = ["BatchEngine", "BatchLimits", "Item", "check_request", "generate_batch", "kv_room"]
 
 # A request's number, with its next chunk or what went wrong with it alone.
 Item: TypeAlias = tuple[int, Chunk | LocalrtError]
 
-# More rows of a decode pass gain little: from here on products are bound by arithmetic.
-MOST_SEQUENCES = 64
 # The rest is for activations, and for what else the machine does meanwhile.
 _KV_SHARE = 0.8
-
-
-@runtime_checkable
-class BatchEngine(Protocol):
-    """An ``Engine`` that can extend several of its sessions in one pass."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """What runs."""
-
-    @property
-    def pass_rows(self) -> int:
-        """The most rows of one pass."""
-
-    def kv_nbytes(self, length: int) -> int:
-        """Bytes of one sequence's cache once grown to ``length`` tokens."""
-
-    def free_memory(self) -> int | None:
-        """Bytes free on the device's own memory; None where caches lie in RAM."""
-
-    def reclaimable(self) -> int:
-        """Bytes of weights in RAM that would be streamed where caches need their room."""
-
-    def session(self, capacity: int) -> EngineSession:
-        """A new, empty session for up to ``capacity`` tokens."""
-
-    def extend_batch(
-        self,
-        parts: Sequence[tuple[EngineSession, Sequence[int]]],
-        *,
-        wanted: Sequence[int],
-        check: Check | None = None,
-    ) -> Logits:
-        """One pass that appends tokens to several sessions, ``pass_rows`` in all at most.
-
-        Returns the logits after the last token of the parts numbered in ``wanted``, shape
-        (len(wanted), vocab), the caller's own. When it raises, no session has changed: what
-        ``check`` raises, or ``MemoryBudgetError`` where the caches have no room to grow.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,61 +116,12 @@ def generate_batch(
     """
     if not isinstance(engine, BatchEngine):
         return _one_by_one(engine, tokenizer, requests, limits.ctx, on_progress)
-    schedule = _Schedule(engine, tokenizer, requests, limits, cancel)
-    return schedule.run(on_progress)
+    batch = _Batch(engine, tokenizer, requests, limits, cancel)
+    return batch.run(on_progress)
 
 
-class _Sequence:
-    """One prompt on its way: the tokens it wants computed next, and what it has said."""
-
-    def __init__(self, index: int, request: Request, ctx: int) -> None:
-        self.index = index
-        self.request = request
-        room = ctx - len(request.prompt)
-        self._limit = room if request.max_tokens is None else min(request.max_tokens, room)
-        self.capacity = min(ctx, grown_capacity(len(request.prompt) + self._limit))
-        self.pending: Sequence[int] = ()
-        self.done = False
-        self._answer: Answer | None = None
-        self._held = 0
-
-    def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
-        """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
-        said = [] if self._answer is None else self._answer.generated
-        tokens = [*self.request.prompt, *said]
-        # The last token runs in any case: its logits are what we need.
-        held = min(common_prefix(session.tokens, tokens), len(tokens) - 1)
-        session.trim(held)
-        self.pending = tokens[held:]
-        if self._answer is None:
-            self._answer, self._held = Answer(self.request, session, tokenizer), held
-
-    def accept(self, logits: Logits) -> list[Chunk]:
-        """The chunks that follow from the logits (vocab,) after all pending tokens."""
-        answer = self._answer
-        assert answer is not None, "it has started"
-        if not answer.generated:
-            answer.meter.prefilled(self._held)
-        chunk = answer.accept(logits)
-        if chunk is None:
-            return [self.end("stop")]
-        self.pending = chunk.token_ids
-        self.done = chunk.finish_reason is not None
-        alone = self.done or len(answer.generated) < self._limit
-        return [chunk] if alone else [chunk, self.end("length")]
-
-    def end(self, reason: FinishReason) -> Chunk:
-        """The last chunk, with the text that was held back."""
-        self.done = True
-        if self._answer is not None:
-            return self._answer.end(reason)
-        request = self.request
-        metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
-        return Chunk("", (), metrics, reason)
-
-
-class _Schedule:
-    """Which sequences are on their way, and what the next pass computes."""
+class _Batch:
+    """Jobs that are all there from the start, with their requests' numbers."""
 
     def __init__(
         self,
@@ -225,135 +132,70 @@ class _Schedule:
         cancel: threading.Event,
     ) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
-        self._room = limits.room
         self._cancel = cancel
-        self._waiting = deque(_Sequence(*request, limits.ctx) for request in requests)
-        # In the order of joining: answering sequences come before those still at their prompt.
-        self._live: list[tuple[_Sequence, EngineSession]] = []
-        self._left: list[EngineSession] = []  # of sequences that the last pass has finished
-        self._most = min(limits.size or MOST_SEQUENCES, engine.pass_rows)
+        self._waiting = _InOrder(Job(*request, limits.ctx) for request in requests)
+        self._schedule: Schedule[int] = Schedule(
+            engine,
+            tokenizer,
+            self._waiting,
+            Terms(most=limits.size or MOST_SEQUENCES),
+            room=lambda: limits.room,
+            check=self._check,
+        )
         if limits.size is not None:
-            self._check_size(limits.size)
+            self._check_size(limits.size, limits.room)
 
     def run(self, on_progress: ProgressCallback | None) -> Generator[Item, None, None]:
         """Pass after pass, until all have finished or all are cancelled."""
-        total, finished, tokens = len(self._waiting), 0, 0
-        try:
-            while self._waiting or self._live:
-                self._check()
-                self._join()
-                for sequence, items in self._advance():
-                    finished += sequence.done
-                    for item in items:
-                        tokens += len(item.token_ids) if isinstance(item, Chunk) else 0
-                        yield sequence.index, item
-                self._part()
-                if on_progress is not None:
-                    on_progress(Progress("batch", finished, total, "prompts", f"{tokens} tokens"))
-        except CancelledError:
-            for sequence in [*(sequence for sequence, _ in self._live), *self._waiting]:
-                if not sequence.done:
-                    yield sequence.index, sequence.end("cancelled")
-        finally:
-            for session in [*self._left, *(session for _, session in self._live)]:
-                session.close()
-
-    def _advance(self) -> list[tuple[_Sequence, Sequence[Chunk | LocalrtError]]]:
-        """Compute one pass; what follows for the sequences that have no more pending tokens."""
-        room = self._engine.pass_rows
-        parts: list[tuple[EngineSession, Sequence[int]]] = []
-        whole: list[_Sequence] = []  # only the last part can be a piece of what is pending
-        for sequence, session in self._live:
-            if room == 0:
-                break
-            parts.append((session, sequence.pending[:room]))
-            if len(sequence.pending) <= room:
-                whole.append(sequence)
-            room -= len(parts[-1][1])
-        try:
-            logits = self._engine.extend_batch(parts, wanted=range(len(whole)), check=self._check)
-        except MemoryBudgetError:
-            if len(self._live) == 1:
-                raise
-            logits = None
-        if logits is None:  # not above: the error keeps caches from being freed
-            self._postpone()
-            return []
-        for (_, tokens), (sequence, _) in zip(parts, self._live, strict=False):
-            sequence.pending = sequence.pending[len(tokens) :]
-        return [(seq, _accepted(seq, row)) for seq, row in zip(whole, logits, strict=True)]
-
-    def _join(self) -> None:
-        """Start waiting sequences while there is room."""
-        while self._waiting and len(self._live) < self._most:
-            session = self._session(self._waiting[0])
-            if session is None:
-                break
-            sequence = self._waiting.popleft()
-            self._live.append((sequence, session))
-            sequence.start(session, self._tokenizer)
-        for session in self._left:
-            session.close()
-        self._left = []
-
-    def _session(self, sequence: _Sequence) -> EngineSession | None:
-        """One left over that begins like the prompt, or a new one; None when out of room."""
-        room = self._room - sum(self._cost(session.capacity) for _, session in self._live)
-        shared = {
-            common_prefix(session.tokens, sequence.request.prompt): session
-            for session in self._left
-            if session.capacity >= sequence.capacity and self._cost(session.capacity) <= room
-        }
-        if any(shared):
-            session = shared[max(shared)]
-            self._left.remove(session)
-            return session
-        if self._live and self._cost(sequence.capacity) > room:
-            return None
-        return self._engine.session(sequence.capacity)
-
-    def _part(self) -> None:
-        """Take out the sequences that have finished."""
-        self._left += [session for sequence, session in self._live if sequence.done]
-        self._live = [(sequence, s) for sequence, s in self._live if not sequence.done]
-
-    def _postpone(self) -> None:
-        """Memory is short: the last to join gives its cache back, and is computed again later."""
-        sequence, session = self._live.pop()
-        session.close()
-        self._waiting.appendleft(sequence)
-        self._most = len(self._live)
+        schedule, waiting = self._schedule, self._waiting
+        total, finished, tokens = len(waiting.jobs), 0, 0
+        with closing(schedule):
+            try:
+                while waiting.jobs or schedule.jobs:
+                    self._check()
+                    for job, items in schedule.step():
+                        finished += job.done
+                        for item in items:
+                            tokens += len(item.token_ids) if isinstance(item, Chunk) else 0
+                            yield job.owner, item
+                    if on_progress is not None:
+                        detail = f"{tokens} tokens"
+                        on_progress(Progress("batch", finished, total, "prompts", detail))
+            except CancelledError:
+                for job in [*schedule.jobs, *waiting.jobs]:
+                    yield job.owner, job.end("cancelled")
 
     def _check(self) -> None:
         if self._cancel.is_set():
             raise CancelledError("the generation was cancelled")
 
-    def _cost(self, capacity: int) -> int:
-        """Bytes of a sequence: its cache when full, and its row of logits."""
-        return self._engine.kv_nbytes(capacity) + 4 * self._engine.info.vocab_size
-
-    def _check_size(self, size: int) -> None:
+    def _check_size(self, size: int, room: int) -> None:
         if size > self._engine.pass_rows:
             raise OptionError(f"batch_size must be at most {self._engine.pass_rows}, is {size}")
-        costs = [self._cost(sequence.capacity) for sequence in self._waiting]
-        costs = sorted(costs, reverse=True)[:size]
-        if len(costs) > 1 and sum(costs) > self._room:
-            fitting = max(1, int(np.count_nonzero(np.cumsum(costs) <= self._room)))
+        costs = sorted(map(self._schedule.cost, self._waiting.jobs), reverse=True)[:size]
+        if len(costs) > 1 and sum(costs) > room:
+            fitting = max(1, int(np.count_nonzero(np.cumsum(costs) <= room)))
             raise MemoryBudgetError(
                 f"{len(costs)} sequences at once need {format_bytes(sum(costs))} for their KV "
-                f"caches and {format_bytes(self._room)} is available: use a batch size of "
+                f"caches and {format_bytes(room)} is available: use a batch size of "
                 f"{fitting}, or a smaller max_tokens"
             )
 
 
-def _accepted(sequence: _Sequence, logits: Logits) -> Sequence[Chunk | LocalrtError]:
-    """The sequence's next chunks, or what went wrong with it alone."""
-    try:
-        return sequence.accept(logits)
-    except LocalrtError as error:
-        sequence.done = True
-        return [error]
+class _InOrder:
+    """Jobs that start one after another; see ``Waiting``."""
+
+    def __init__(self, jobs: Iterable[Job[int]]) -> None:
+        self.jobs = deque(jobs)
+
+    def first(self) -> Job[int] | None:
+        return self.jobs[0] if self.jobs else None
+
+    def pop(self) -> Job[int]:
+        return self.jobs.popleft()
+
+    def put_back(self, job: Job[int]) -> None:
+        self.jobs.appendleft(job)
 
 
 def _one_by_one(

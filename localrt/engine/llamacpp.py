@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from localrt.engine.base import Check, EngineInfo, Logits
+from localrt.engine.llamacpp_embedding import hidden_size, hidden_states
 from localrt.engine.llamacpp_library import Library, load_library
 from localrt.engine.llamacpp_session import CHUNK, LlamaCppSession
 from localrt.engine.llamacpp_tokenizer import LlamaCppTokenizer
@@ -158,6 +162,17 @@ class LlamaCppEngine:
         self._closed = True
         if not self._holders:
             self._free()
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of the hidden states."""
+        return hidden_size(self)
+
+    def hidden_states(
+        self, tokens: Sequence[int], check: Check | None
+    ) -> Generator[npt.NDArray[np.float32], None, None]:
+        """Those after the final norm, pieces (n, D) in order."""
+        return hidden_states(self, tokens, check)
 
     def new_context(self, session: LlamaCppSession, size: int, *, outputs: int = 1) -> Any:
         """A llama.cpp context with room for ``size`` tokens, which ``session`` will release.

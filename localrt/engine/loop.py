@@ -6,25 +6,17 @@ does not know templates, files or where a session came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterator
 
 from localrt.engine.answer import Answer, Meter
 from localrt.engine.base import EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, FinishReason, Progress
 from localrt.errors import CancelledError, ContextOverflowError, OptionError
+from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 
 __all__ = ["common_prefix", "generate"]
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading tokens that ``a`` and ``b`` share."""
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:size]) != np.asarray(b[:size]))
-    return int(differ[0]) if len(differ) else size
 
 
 def generate(

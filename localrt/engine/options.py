@@ -6,6 +6,7 @@ It knows names and bounds. What the options do is the loop's and the sampler's b
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -27,6 +28,9 @@ class Options:
     the oldest turns when a conversation outgrows the context. ``draft`` is ``"auto"``, ``"off"``,
     ``"ngram"`` or a model to draft with, which ``+ngram`` may follow; ``tree_budget`` is the number
     of guesses in a pass (1 to 2048), ``tree_depth`` how far ahead they may be (1 to 64).
+    ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON) or ``regex`` bind the answer: it
+    follows them as a whole, unless ``max_tokens`` or a stop string cuts it short. They need the
+    extra ``structured``.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -38,6 +42,8 @@ class Options:
     draft: str = "auto"
     tree_budget: int | None = None
     tree_depth: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and not _is_integer(self.max_tokens, 1, 1 << 31):
@@ -58,6 +64,10 @@ class Options:
             raise OptionError(f"tree_depth must be an integer from 1 to 64, is {self.tree_depth!r}")
         if not isinstance(self.ignore_eos, bool):
             raise OptionError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
+        if self.regex is not None and not (isinstance(self.regex, str) and self.regex):
+            raise OptionError(f"regex must be a non-empty string, is {self.regex!r}")
+        if self.regex is not None and self.json_schema is not None:
+            raise OptionError("json_schema and regex exclude one another: give one of them")
 
 
 _SAMPLING_NAMES = frozenset(f.name for f in fields(Sampling))
@@ -84,6 +94,8 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
     rest = {k: v for k, v in merged.items() if k in _OTHER_NAMES}
     if "stop" in rest:
         rest["stop"] = _stop_strings(rest["stop"])
+    if "json_schema" in rest:
+        rest["json_schema"] = _schema_text(rest["json_schema"])
     return Options(sampling=sampling, **rest)
 
 
@@ -96,3 +108,19 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
         raise OptionError(f"stop must be a non-empty string or several of them, is {value!r}")
     return tuple(stops)
+
+
+def _schema_text(value: Any) -> str:
+    """A schema as JSON text, whatever it was given as."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema, ensure_ascii=False)
+    except RecursionError as error:
+        raise OptionError("json_schema is nested too deeply") from error
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"json_schema is not JSON: {error}") from error
+    if not isinstance(schema, Mapping) and schema is not True:
+        raise OptionError(
+            f"json_schema must be a JSON object that describes the answer, is {text[:60]}"
+        )
+    return text

@@ -43,6 +43,13 @@ class SessionPool:
         for session in idle:
             session.close()
 
+    def free(self) -> None:
+        """Free the idle sessions; others are made when they are needed."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for session in idle:
+            session.close()
+
     def _take(self, prompt: Sequence[int]) -> EngineSession:
         with self._lock:
             shared = [common_prefix(session.tokens, prompt) for session in self._idle]

@@ -1,4 +1,4 @@
-"""KV caches that wait: in RAM for a while, on the disk for longer, found again by their tokens.
+"""KV caches that wait: a card's in RAM for a while, all on the disk, found again by their tokens.
 
 A saved sequence serves every prompt that begins like it, whoever asks; losing it costs only time.
 Saving one that went on writes its new blocks only (FastSwitch, Shen et al. 2024, keeps copies the
@@ -66,6 +66,7 @@ class PromptCache:
         self.limit = limit
         self._lock = threading.Lock()
         self._files: dict[Path, BlockFile] = {}
+        self._in_ram: list[_RamCopy] = []
 
     def save(self, session: EngineSession) -> int:
         """Keep what ``session`` holds; the bytes on the disk, 0 where nothing was kept.
@@ -75,27 +76,39 @@ class PromptCache:
         """
         if not isinstance(session, BlockSession) or not session.kv_layout:
             return 0
-        tokens = list(session.tokens)
-        nbytes = -(-len(tokens) // BLOCK_TOKENS) * session.block_bytes
-        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit:
-            return 0
         with self._lock:
-            self._look()
-            same = [file for file in self._files.values() if file.layout == session.kv_layout]
-            file = max(
-                (file for file in same if _goes_on(file.tokens, tokens)),
-                key=lambda file: len(file.tokens),
-                default=None,
+            return self._write(
+                session.tokens, session.kv_layout, session.block_bytes, session.take_blocks
             )
-            if file is not None and len(file.tokens) > len(tokens):
-                file.touch()  # it holds all of this already
-                return file.nbytes
-            if file is None:
-                file = BlockFile(self.folder / uuid.uuid4().hex)
-            self._make_room(max(0, nbytes - file.nbytes), spare=file)
-            file.write(tokens, session.kv_layout, session.block_bytes, session.take_blocks)
-            self._files[file.folder] = file
-            return file.nbytes
+
+    def hold(self, session: EngineSession) -> int:
+        """Keep a copy in RAM of what ``session`` holds elsewhere; its bytes, 0 where it cannot.
+
+        It stays until it is restored, or until ``settle``.
+        """
+        if not isinstance(session, BlockSession) or not session.kv_layout:
+            return 0
+        tokens = list(session.tokens)
+        if len(tokens) < _LEAST_TOKENS:
+            return 0
+        blocks = session.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
+        with self._lock:
+            self._in_ram.append(_RamCopy(tokens, session.kv_layout, blocks))
+        return blocks.nbytes
+
+    def settle(self) -> int:
+        """Move the copies in RAM to the disk; the bytes of RAM freed.
+
+        Raises:
+            StorageError: the disk is full or fails; what was not moved stays.
+        """
+        freed = 0
+        with self._lock:
+            while self._in_ram:
+                copy = self._in_ram[-1]
+                self._write(copy.tokens, copy.layout, copy.blocks.shape[1], copy.take)
+                freed += self._in_ram.pop().blocks.nbytes
+        return freed
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> int:
         """Give ``session`` the beginning of ``prompt`` where more of it is kept than it holds.
@@ -107,18 +120,21 @@ class PromptCache:
         held = common_prefix(session.tokens, prompt)
         with self._lock:
             self._look()
-            known = [
-                (common_prefix(file.tokens, prompt), file)
-                for file in self._files.values()
-                if file.layout == session.kv_layout
+            known: list[BlockFile | _RamCopy] = [*self._in_ram, *self._files.values()]
+            shared = [
+                (common_prefix(kept.tokens, prompt), kept)
+                for kept in known
+                if kept.layout == session.kv_layout
             ]
-            length, file = max(known, key=lambda pair: pair[0], default=(0, None))
+            length, kept = max(shared, key=lambda pair: pair[0], default=(0, None))
             length = min(length, session.capacity)
-            if file is None or length < held + _LEAST_TOKENS:
+            if kept is None or length < held + _LEAST_TOKENS:
                 return 0
-            source = file
+            source = kept
             got = session.put_tokens(prompt[:length], lambda put: source.read(length, put))
-            if got < length:  # damaged
+            if isinstance(source, _RamCopy):
+                self._in_ram.remove(source)
+            elif got < length:  # damaged
                 source.delete()
                 self._files.pop(source.folder, None)
             else:
@@ -132,8 +148,36 @@ class PromptCache:
             for file in self._files.values():
                 file.delete()
             self._files.clear()
+            self._in_ram.clear()
 
     # -- parts -----------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        tokens: Sequence[int],
+        layout: str,
+        block_bytes: int,
+        take: Callable[[int, int], Bytes],
+    ) -> int:
+        nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
+        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit:
+            return 0
+        self._look()
+        same = [file for file in self._files.values() if file.layout == layout]
+        file = max(
+            (file for file in same if _goes_on(file.tokens, tokens)),
+            key=lambda file: len(file.tokens),
+            default=None,
+        )
+        if file is not None and len(file.tokens) > len(tokens):
+            file.touch()  # it holds all of this already
+            return file.nbytes
+        if file is None:
+            file = BlockFile(self.folder / uuid.uuid4().hex)
+        self._make_room(max(0, nbytes - file.nbytes), spare=file)
+        file.write(tokens, layout, block_bytes, take)
+        self._files[file.folder] = file
+        return file.nbytes
 
     def _look(self) -> None:
         """Read the descriptions that came, forget those that went."""
@@ -162,6 +206,22 @@ class PromptCache:
             BlockFile(one.path).delete()
             self._files.pop(one.path, None)
             free += one.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RamCopy:
+    """A sequence as ``BlockFile`` gives it, in RAM: blocks (count, block_bytes)."""
+
+    tokens: list[int]
+    layout: str
+    blocks: Bytes
+
+    def take(self, first: int, count: int) -> Bytes:
+        return self.blocks[first : first + count]
+
+    def read(self, length: int, put: PutBlocks) -> int:
+        put(0, self.blocks[: -(-length // BLOCK_TOKENS)])
+        return length
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from localrt.engine.constraint import MakeConstraint
+from localrt.engine.reader import MakeReader
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import ProgressCallback
@@ -25,5 +27,7 @@ class Request:
     logprobs: int | None = None  # alternatives per token; None records nothing
     exactness: str | None = None
     speculation: Speculation | None = None
+    constraint: MakeConstraint | None = None  # makes what binds the answer
+    reader: MakeReader | None = None  # makes what finds calls of tools in it
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None

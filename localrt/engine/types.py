@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from localrt.tools import ToolCall
 
 __all__ = [
     "Chunk",
@@ -18,7 +21,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Metrics:
     ``prompt_tokens`` counts the whole prompt, ``cached_tokens`` the part that a kept KV cache
     already held. ``prefill_tok_s`` covers the computed part only. ``accepted_per_pass`` is tokens
     per target pass of decoding, ``accepted_by_source`` the share of them that each draft source
-    guessed, ``speculation`` what was done and why, in one sentence.
+    guessed, ``speculation`` what was done and why, in one sentence. ``memory`` says, in another,
+    which weights are no longer where they were at load, and why.
     """
 
     prompt_tokens: int = 0
@@ -77,6 +81,9 @@ class Metrics:
     accepted_by_source: Mapping[str, float] | None = None
     speculation: str | None = None
     expert_hit_rate: float | None = None
+    expert_prefetches: int | None = None
+    expert_prefetch_useful: float | None = None
+    memory: str | None = None
     exactness: str | None = None
     simulated: bool = False
 
@@ -90,7 +97,9 @@ class Chunk:
     """A piece of a generation: its new text and tokens, and the metrics up to here.
 
     ``text`` holds complete characters only and may be empty while a stop string or a character is
-    still open. ``finish_reason`` is set on the last chunk alone, whose metrics are the whole run's.
+    still open. ``finish_reason`` is set on the last chunk alone, whose metrics are the whole run's,
+    as are ``tool_calls``: what the model asks to be called, which ``text`` then leaves out. A
+    model's thinking is in ``text`` as ``<think>...</think>`` (``localrt.split_thinking``).
     """
 
     text: str
@@ -98,4 +107,5 @@ class Chunk:
     metrics: Metrics
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from localrt.engine.base import EngineInfo
 from localrt.engine.batch import BatchLimits, generate_batch
+from localrt.engine.live import Live, LiveLimits
 from localrt.engine.loop import generate
 from localrt.engine.native import NativeEngine
 from localrt.engine.request import Request
@@ -110,6 +112,24 @@ def test_one_sweep_serves_all_prompts(store: Path) -> None:
     assert after.ssd_read_bytes - before.ssd_read_bytes < before.ssd_read_bytes / 3
 
 
+def test_a_running_batch_shares_sweeps_too(store: Path) -> None:
+    streamed = [f"layers.{n}.mlp" for n in range(LAYERS)]
+    engine, work = open_engine(store, streamed, budget=1 << 30), requests(6)
+    expected = alone(engine, work)
+    before = engine.counts()
+    assert before is not None
+    with closing(Live(engine, None, LiveLimits(ctx=CTX), room=lambda: 1 << 30)) as live:
+        answers = [live.submit(request, client=n) for n, request in enumerate(work)]
+        assert [[t for chunk in answer for t in chunk.token_ids] for answer in answers] == expected
+        stats = live.stats()
+    after = engine.counts()
+    engine.close()
+    assert after is not None
+    assert stats.pipeline is not None
+    assert after.passes - before.passes == stats.passes <= 3 + 12 + len(work)
+    assert after.ssd_read_bytes - before.ssd_read_bytes < before.ssd_read_bytes / 2
+
+
 def test_caches_take_the_room_of_weights_that_can_be_streamed(store: Path) -> None:
     engine = open_engine(store, [], budget=0)
     weights, cache = engine.reclaimable(), engine.kv_nbytes(256)
@@ -119,5 +139,8 @@ def test_caches_take_the_room_of_weights_that_can_be_streamed(store: Path) -> No
     engine = open_engine(store, ["layers.0.mlp"], budget=max(weights, 3 * cache + 1000))
     expected = alone(engine, work)
     assert together(engine, work, room=1 << 30) == expected
+    with closing(Live(engine, None, LiveLimits(ctx=CTX), room=lambda: 1 << 30)) as live:
+        answers = [live.submit(request) for request in work]
+        assert [[t for chunk in answer for t in chunk.token_ids] for answer in answers] == expected
     assert engine.reclaimable() < weights
     engine.close()

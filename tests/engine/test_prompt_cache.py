@@ -168,3 +168,16 @@ def test_the_key_follows_the_files(tmp_path: Path) -> None:
     path.write_bytes(b"three")
     assert model_key(path, "q4") != key
     assert BlockFile(tmp_path / "nothing").tokens == []
+
+
+def test_a_copy_in_ram_serves_until_it_settles(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path / "model", "gemma3", format="f32")
+    ids = [int(t) for t in tokens(700)]
+    cache = cache_in(tmp_path)
+    size = cache.hold(filled(engine, ids))
+    assert cache.restore(engine.session(2048), ids) == 700
+    assert cache.restore(engine.session(2048), ids) == 0  # the session had it
+    cache.hold(filled(engine, ids))
+    assert cache.settle() == size
+    assert cache.restore(engine.session(2048), ids) == 700
+    assert cache.settle() == 0

@@ -1,11 +1,10 @@
-"""What ``localrt plan`` plans with: the model's shape, the machine, real or imagined, the budgets.
+"""What a plan is made with: the model's shape, the machine, real or imagined, the budgets.
 
 Figures that are not given come from this machine or a card's table, and are labelled so.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,13 +22,29 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.offload.planner import Budgets, MachineProfile, ModelShape
 
-__all__ = ["Inputs", "read_draft", "read_inputs"]
+__all__ = ["Inputs", "PlanTarget", "read_draft", "read_inputs"]
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".gguf")
 _LEAST_SAMPLE = 64 << 20
 # Of a card's free memory, what is left to the desktop.
 _VRAM_SHARE = 0.92
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTarget:
+    """A model and the hardware to plan for, as a person writes them; None is this machine's."""
+
+    model: str
+    format: str | None = None
+    ram: str | None = None
+    gpu_memory: str | None = None
+    gpu: str | None = None
+    link: str | None = None
+    ssd: str | None = None
+    remeasure: bool = False
+    revision: str | None = None
+    offline: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +58,8 @@ class Inputs:
     notes: tuple[str, ...]
 
 
-def read_inputs(args: argparse.Namespace) -> Inputs:
-    """From the command line.
+def read_inputs(args: PlanTarget) -> Inputs:
+    """What a plan of the target needs.
 
     Raises:
         OptionError: a size, bandwidth, card or format that cannot be read.
@@ -65,20 +80,20 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     return Inputs(shape, machine, budgets, (*given, *imagined, *more), tuple(notes))
 
 
-def read_draft(args: argparse.Namespace) -> ModelShape:
-    """The shape of the draft of a command line, as it was published.
+def read_draft(args: PlanTarget) -> ModelShape:
+    """The shape of a draft, as it was published.
 
     Raises:
         LocalrtError: no such model, or one that cannot be planned.
     """
     settings = Settings.from_environment()
-    return _shape(_find(args.draft, settings, args), None)
+    return _shape(_find(args.model, settings, args), None)
 
 
 # -- the model -----------------------------------------------------------------------------------
 
 
-def _find(model: str, settings: Settings, args: argparse.Namespace) -> Path:
+def _find(model: str, settings: Settings, args: PlanTarget) -> Path:
     """The model on this machine; of a hub model that is not here, its config alone."""
     from localrt.hub import resolve
     from localrt.hub.names import looks_like_path, parse_hub_ref
@@ -237,7 +252,7 @@ def _with_disk(machine: MachineProfile, ssd: float, source: str = "given") -> Ma
 
 
 def _with_gpu(
-    machine: MachineProfile, args: argparse.Namespace, link: float | None
+    machine: MachineProfile, args: PlanTarget, link: float | None
 ) -> tuple[MachineProfile, int, tuple[str, ...]]:
     """The machine with its card or the one asked for, GPU memory to use, what is imagined."""
     from localrt import hardware
@@ -283,7 +298,7 @@ def _with_gpu(
 
 
 def _budgets(
-    args: argparse.Namespace, machine: MachineProfile, vram: int
+    args: PlanTarget, machine: MachineProfile, vram: int
 ) -> tuple[Budgets, tuple[str, ...]]:
     from localrt.offload.budget import memory_state, parse_size
     from localrt.offload.planner import Budgets

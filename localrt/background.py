@@ -1,0 +1,137 @@
+"""Loading a model while the program goes on: how far it is, its end, and a way to stop it.
+
+It knows ``localrt.load`` alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.errors import CancelledError, OptionError
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+    from localrt.engine.types import Progress
+
+__all__ = ["Loading", "load_in_background"]
+
+Callback = Callable[["Loading"], None]
+
+
+def load_in_background(model: str | Path = "smollm2", **options: Any) -> Loading:
+    """``load`` in a thread of its own, with the same options but ``progress`` and ``cancel``.
+
+    Returns at once; what is wrong with the model or an option comes out of ``result``.
+    """
+    for name in ("progress", "cancel"):
+        if name in options:
+            raise OptionError(f"{name} is the handle's own: leave it out")
+    return Loading(model, options)
+
+
+class Loading:
+    """A model on its way. Thread-safe."""
+
+    def __init__(self, model: str | Path, options: dict[str, Any]) -> None:
+        self.name = str(model)
+        self._progress: Progress | None = None
+        self._cancel = threading.Event()
+        self._callbacks: list[Callback] = []
+        self._lock = threading.Lock()
+        self._future: Future[Model] = Future()
+        threading.Thread(
+            target=self._run, args=(model, options), name="localrt-load", daemon=True
+        ).start()
+
+    @property
+    def progress(self) -> Progress | None:
+        """The latest step; None before the first."""
+        return self._progress
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: loaded, failed or cancelled."""
+        return self._future.done()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether ``cancel`` has been called."""
+        return self._cancel.is_set()
+
+    def result(self, timeout: float | None = None) -> Model:
+        """The model, as soon as it is there.
+
+        Raises:
+            TimeoutError: it takes longer than ``timeout`` seconds.
+            CancelledError: it was cancelled.
+            LocalrtError: loading failed.
+        """
+        return self._future.result(timeout)
+
+    async def aresult(self) -> Model:
+        """Like ``result``, for asyncio. Cancelling the task leaves the loading as it is."""
+        import asyncio  # six megabytes, for those who use it
+
+        return await asyncio.shield(asyncio.wrap_future(self._future))
+
+    def cancel(self) -> None:
+        """Stop loading; a model that is there already is closed."""
+        with self._lock:
+            self._cancel.set()
+            loaded = self._future.done() and self._future.exception() is None
+        if loaded:
+            self._future.result().close()
+
+    def add_callback(self, callback: Callback) -> None:
+        """Have ``callback(self)`` called for every step, and once more at the end.
+
+        It is called from the loading thread (at once from this one, where loading has ended): a
+        window passes it on to its own, by a signal or a queue. What it raises is ignored.
+        """
+        with self._lock:
+            ended = self._future.done()
+            if not ended:
+                self._callbacks.append(callback)
+        if ended:
+            self._call(callback)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self, name: str | Path, options: dict[str, Any]) -> None:
+        from localrt.api import load
+
+        model: Model | None = None
+        error: BaseException | None = None
+        try:
+            model = load(name, progress=self._step, cancel=self._cancel, **options)
+        except BaseException as caught:  # noqa: BLE001  it is raised where it is waited for
+            error = caught
+        with self._lock:
+            if model is not None and self._cancel.is_set():
+                error = CancelledError("loading was cancelled")
+            if error is not None:
+                self._future.set_exception(error)
+            elif model is not None:
+                self._future.set_result(model)
+            callbacks, self._callbacks = self._callbacks, []
+        if error is not None and model is not None:
+            model.close()
+        for callback in callbacks:
+            self._call(callback)
+
+    def _step(self, progress: Progress) -> None:
+        self._progress = progress
+        with self._lock:
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callback) -> None:
+        try:
+            callback(self)
+        except Exception:  # noqa: BLE001  loading does not depend on who looks on
+            pass

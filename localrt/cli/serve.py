@@ -1,0 +1,150 @@
+"""``localrt serve [MODEL]``: the model behind OpenAI's HTTP protocol, until Ctrl+C.
+
+The port is taken before the model is loaded, so that one in use is known at once. The log goes to
+stderr, one line for each request; with ``--json`` lines are JSON, on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from localrt.cli.model_options import (
+    DEMO_MODEL,
+    add_load_arguments,
+    add_sampling_arguments,
+    sampling_options,
+)
+from localrt.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from localrt.serve.guard import LogLine
+    from localrt.serve.options import ServeOptions
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "answer other programs, over OpenAI's HTTP protocol"
+
+_KEY = "LOCALRT_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
+    )
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="0.0.0.0: reachable from outside")
+    group.add_argument("--port", type=int, default=8080, help="0 takes any that is free")
+    group.add_argument("--name", help="what requests call the model; default: its own name")
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"what requests must bring; better in ${_KEY}"
+    )
+    group.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of https://example.org ask, or of all (*); may be repeated",
+    )
+    group.add_argument(
+        "--max-running", type=int, default=16, metavar="N", help="answers that share passes"
+    )
+    group.add_argument(
+        "--max-queued", type=int, default=64, metavar="N", help="answers that wait for a turn"
+    )
+    group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request")
+    group.add_argument(
+        "--drain", type=float, default=20.0, metavar="S", help="seconds to finish when stopping"
+    )
+    group.add_argument("--json", action="store_true", help="log as JSON, on stdout")
+    group.add_argument("--quiet", action="store_true", help="log no requests")
+    add_load_arguments(parser)
+    add_sampling_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Listen, load, serve, and let answers finish."""
+    _check_extra()
+    from localrt.cli.run import load_model
+    from localrt.engine.options import read_options
+    from localrt.serve import open_socket, serve
+    from localrt.serve.options import is_loopback
+
+    options = _options(args)
+    defaults = sampling_options(args)
+    read_options(defaults)
+    with closing(open_socket(options)) as bound:
+        if not is_loopback(options.host) and options.api_key is None:
+            print(
+                f"localrt: whoever reaches {options.host} may use the model: set a key in ${_KEY}",
+                file=sys.stderr,
+            )
+        with load_model(args) as model:
+            model.defaults.update(defaults)
+            name = options.name or model.name
+
+            def ready(url: str) -> None:
+                if args.json:
+                    _print_json(event="ready", model=name, url=f"{url}/v1")
+                else:
+                    print(f"{name} at {url}/v1 (Ctrl+C stops)", file=sys.stderr, flush=True)
+
+            log = None if args.quiet else _log_json if args.json else _log
+            serve(model, options, bound=bound, log=log, on_ready=ready)
+    return 0
+
+
+def _check_extra() -> None:
+    try:
+        import fastjsonschema  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"serve needs {error.name}: install it with pip install 'localrt[server]'"
+        ) from error
+
+
+def _options(args: argparse.Namespace) -> ServeOptions:
+    from localrt.offload.budget import parse_size
+    from localrt.serve.options import ServeOptions
+
+    return ServeOptions(
+        host=args.host,
+        port=args.port,
+        name=args.name,
+        api_key=args.api_key or os.environ.get(_KEY, "").strip() or None,
+        origins=tuple(args.cors),
+        max_running=args.max_running,
+        max_queued=args.max_queued,
+        max_body=parse_size(args.max_body),
+        drain_s=args.drain,
+    )
+
+
+def _log(line: LogLine) -> None:
+    now = time.strftime("%H:%M:%S")
+    text = f"{now} {line.client} {line.method} {line.path} {line.status} {line.seconds:.2f} s"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _log_json(line: LogLine) -> None:
+    _print_json(
+        event="request",
+        time=round(time.time(), 3),
+        client=line.client,
+        method=line.method,
+        path=line.path,
+        status=line.status,
+        seconds=round(line.seconds, 4),
+    )
+
+
+def _print_json(**record: object) -> None:
+    print(json.dumps(record), flush=True)

@@ -1,0 +1,131 @@
+"""What the hub has to offer: models by words, and the files of one that localrt can run.
+
+Each call is one request; nothing is downloaded. Knows names and sizes, not models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from localrt.errors import HubError, OfflineError
+from localrt.hub.files import gguf_variants, safetensors_model_files, variant_name
+from localrt.hub.names import HubRef
+from localrt.hub.remote import hub_errors, list_repo
+from localrt.hub.text import one_line
+from localrt.settings import Settings
+
+__all__ = ["FoundModel", "Variant", "list_variants", "search_models"]
+
+_TIMEOUT_S = 10.0
+_KINDS = ("gguf", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A repository of the hub. ``kinds`` are those of its files that localrt reads.
+
+    ``updated`` is a date like ``2026-02-17``, or empty. ``gated``: its licence has to be accepted
+    on the hub first.
+    """
+
+    name: str
+    downloads: int
+    likes: int
+    kinds: tuple[str, ...]
+    gated: bool
+    updated: str
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to have a repository's model: ``name`` is what ``pull`` and ``load`` take.
+
+    ``label`` is its quantization, or ``"safetensors"``; ``bytes`` are those to download.
+    """
+
+    name: str
+    label: str
+    bytes: int
+
+
+def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[FoundModel]:
+    """Models whose names have these words, the most downloaded first.
+
+    Raises:
+        OfflineError: offline mode is on, or the hub cannot be reached.
+        HubError: it refused, or does not answer like a hub.
+    """
+    _check_online(settings)
+    with hub_errors("the search", settings):
+        entries = _ask(words.strip(), settings, 2 * limit)  # those of other kinds are left out
+    found = []
+    for entry in entries:
+        tags = entry.get("tags") or ()
+        kinds = tuple(kind for kind in _KINDS if kind in tags)
+        if kinds and isinstance(entry.get("id"), str):
+            found.append(
+                FoundModel(
+                    name=one_line(entry["id"], 120),
+                    downloads=int(entry.get("downloads") or 0),
+                    likes=int(entry.get("likes") or 0),
+                    kinds=kinds,
+                    gated=bool(entry.get("gated")),
+                    updated=str(entry.get("lastModified") or entry.get("createdAt") or "")[:10],
+                )
+            )
+    return found[:limit]
+
+
+def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
+    """One request without a retry, of ten seconds at most: a person waits for it."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
+        build_hf_headers,
+        hf_raise_for_status,
+    )
+
+    response = get_session().get(
+        f"{settings.hub_endpoint}/api/models",
+        params={"search": words, "sort": "downloads", "direction": -1, "limit": limit},
+        headers=build_hf_headers(token=settings.read_hub_token() or False),
+        timeout=_TIMEOUT_S,
+    )
+    hf_raise_for_status(response)
+    try:
+        entries = response.json()
+    except ValueError:
+        entries = None
+    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+        raise HubError(
+            f"{settings.hub_endpoint} does not answer like a model hub: is it the right one?"
+        )
+    return entries
+
+
+def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
+    """What of a repository can be had: its safetensors as a whole, and each GGUF quantization.
+
+    Raises:
+        HubError: and its kinds, as for a download.
+    """
+    _check_online(settings)
+    remote = list_repo(repo, None, settings)
+    found = []
+    names = safetensors_model_files(list(remote.files))
+    if names:
+        size = sum(remote.files[name].size for name in names)
+        found.append(Variant(repo, "safetensors", size))
+    variants = [variant for variant in gguf_variants(list(remote.files)) if variant.complete]
+    for variant in variants:
+        size = sum(remote.files[name].size for name in variant.files)
+        name = str(HubRef(repo, variant=variant_name(variant, variants)))
+        found.append(Variant(name, variant.label, size))
+    return sorted(found, key=lambda each: each.bytes)
+
+
+def _check_online(settings: Settings) -> None:
+    if settings.offline:
+        raise OfflineError(
+            "offline mode is on: switch it off (LOCALRT_OFFLINE, HF_HUB_OFFLINE) to ask the hub"
+        )

@@ -1,0 +1,107 @@
+"""The models on this machine and on the hub: listed, found, downloaded, deleted. None is opened.
+
+The functions read the environment once (``Settings``); ``localrt.hub`` does the work.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from localrt.engine.types import ProgressCallback
+
+if TYPE_CHECKING:
+    from localrt.hub import LocalModel, ResolvedModel
+    from localrt.hub.searching import FoundModel, Variant
+
+__all__ = ["list_models", "list_variants", "pull", "remove_model", "search_models", "uses"]
+
+
+def list_models() -> list[LocalModel]:
+    """Every model that ``load`` finds without the network, by name."""
+    from localrt.hub import list_models
+    from localrt.settings import Settings
+
+    return list_models(Settings.from_environment())
+
+
+def pull(
+    model: str = "smollm2",
+    *,
+    revision: str | None = None,
+    refresh: bool = True,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> ResolvedModel:
+    """Download a model, or its newest revision; what was downloaded before is gone on with.
+
+    Without ``refresh`` a model that is here stays as it is, and nobody is asked. ``progress`` is
+    called with ``Progress`` in bytes, from the thread that called; ``cancel`` may be set by any.
+
+    Raises:
+        ModelNotFoundError, GatedModelError, OfflineError, HubError: it cannot be had.
+        StorageError: the disk is full, or cannot be written.
+        CancelledError: ``cancel`` was set.
+    """
+    from localrt.hub import resolve
+    from localrt.settings import Settings
+
+    settings = Settings.from_environment()
+    return resolve(
+        model,
+        settings=settings,
+        revision=revision,
+        refresh=refresh,
+        progress=progress,
+        cancel=cancel,
+    )
+
+
+def uses() -> dict[str, float]:
+    """When each model was last loaded, in seconds since the epoch, by name."""
+    from localrt.settings import Settings
+    from localrt.usage import last_used
+
+    return last_used(Settings.from_environment())
+
+
+def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
+    """Models of the hub whose names have these words, the most downloaded first: one request.
+
+    Raises:
+        OfflineError, HubError: the hub cannot be asked.
+    """
+    from localrt.hub.searching import search_models
+    from localrt.settings import Settings
+
+    return search_models(words, settings=Settings.from_environment(), limit=limit)
+
+
+def list_variants(repo: str) -> list[Variant]:
+    """What ``pull`` can bring of a hub repository, with sizes, the smallest first: one request.
+
+    Raises:
+        ModelNotFoundError, GatedModelError, OfflineError, HubError: it cannot be seen.
+    """
+    from localrt.hub.searching import list_variants
+    from localrt.settings import Settings
+
+    return list_variants(repo, settings=Settings.from_environment())
+
+
+def remove_model(name: str) -> int:
+    """Delete a model's files, by the name that ``list_models`` gives; returns the bytes freed.
+
+    Raises:
+        ModelNotFoundError: there is none of this name.
+        OptionError: they are a user's own files, or an installed package's.
+        StorageError: a file cannot be deleted.
+    """
+    from localrt.hub import remove_model
+    from localrt.settings import Settings
+    from localrt.usage import forget_use
+
+    settings = Settings.from_environment()
+    freed = remove_model(name, settings)
+    forget_use(name, settings)
+    return freed

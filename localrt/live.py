@@ -1,0 +1,180 @@
+"""A running batch of a model's answers, for servers and apps with many askers: ``Model.live``.
+
+It turns prompts into requests as ``Model.stream`` does, and chunks into iterators for threads and
+for asyncio. Passes, memory and turns are the business of ``localrt.engine.live``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from localrt.engine.live import Live, LiveLimits, LiveStats
+from localrt.engine.live_answer import LiveAnswer
+from localrt.engine.options import read_options
+from localrt.engine.types import Chunk
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from localrt.api import Model
+    from localrt.chat import Message
+
+__all__ = ["AsyncAnswer", "LiveModel", "open_live"]
+
+
+class LiveModel:
+    """Made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, model: Model, live: Live) -> None:
+        self._model = model
+        self._live = live
+
+    def submit(
+        self,
+        prompt: str | Sequence[Message] | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        client: Hashable = None,
+        cancel: threading.Event | None = None,
+        notify: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> LiveAnswer:
+        """Queue a prompt, which is what ``Model.stream`` takes; iterate over what comes back.
+
+        Clients take turns: ``client`` says whose request it is. ``notify`` is called from another
+        thread when there is something to take, and must not block.
+
+        Raises:
+            LocalrtError: the prompt or an option cannot be used, or the batch is closed.
+        """
+        model = self._model
+        checked = read_options(model.defaults, options)
+        request = model._requests.make(
+            prompt, checked, token_ids=token_ids, raw=raw, tools=tools, cancel=cancel
+        )
+        request = model._guessing(request, checked)  # while it is alone
+        return self._live.submit(request, client=client, notify=notify)
+
+    def stream(
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
+    ) -> Iterator[Chunk]:
+        """Like ``Model.stream``, beside all others; closing the iterator cancels."""
+        return _until_closed(self.submit(prompt, **options))
+
+    def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
+        """Like ``Model.generate``, beside all others."""
+        from localrt.streams import joined
+
+        return joined(self.stream(prompt, **options))
+
+    async def asubmit(
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
+    ) -> AsyncAnswer:
+        """Like ``submit``, for asyncio: the prompt is tokenized in a thread, waiting takes none."""
+        import asyncio  # six megabytes, for those who use it
+
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        cancel = options.pop("cancel", None) or threading.Event()
+
+        def notify() -> None:
+            loop.call_soon_threadsafe(ready.set)
+
+        def submit() -> LiveAnswer:
+            return self.submit(prompt, cancel=cancel, notify=notify, **options)
+
+        try:
+            return AsyncAnswer(await asyncio.to_thread(submit), ready)
+        except asyncio.CancelledError:
+            cancel.set()  # the thread may be about to queue it
+            raise
+
+    async def astream(
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
+    ) -> AsyncIterator[Chunk]:
+        """Like ``stream``, for asyncio; leaving the loop cancels."""
+        answer = await self.asubmit(prompt, **options)
+        try:
+            async for chunk in answer:
+                yield chunk
+        finally:
+            answer.cancel()
+
+    async def agenerate(
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
+    ) -> Chunk:
+        """Like ``generate``, for asyncio."""
+        from localrt.streams import joined
+
+        return joined([chunk async for chunk in self.astream(prompt, **options)])
+
+    def stats(self) -> LiveStats:
+        """How many run and wait, and what has been done so far."""
+        return self._live.stats()
+
+    def cancel_all(self) -> None:
+        """Every answer ends, with what it has said."""
+        self._live.cancel_all()
+
+    def close(self) -> None:
+        """End every answer as cancelled, and free the caches; the model stays loaded."""
+        self._live.close()
+
+    def __enter__(self) -> LiveModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncAnswer(AsyncIterator[Chunk]):
+    """The chunks of one request, for one task of one event loop; ``cancel`` ends it."""
+
+    def __init__(self, answer: LiveAnswer, ready: asyncio.Event) -> None:
+        self._answer = answer
+        self._ready = ready
+        self._chunks: deque[Chunk] = deque()
+
+    async def __anext__(self) -> Chunk:
+        while not self._chunks:
+            self._ready.clear()
+            self._chunks.extend(self._answer.take())
+            if self._chunks:
+                break
+            if self._answer.over:
+                raise StopAsyncIteration
+            await self._ready.wait()
+        return self._chunks.popleft()
+
+    @property
+    def over(self) -> bool:
+        """Whether all has been read."""
+        return self._answer.over and not self._chunks
+
+    def cancel(self) -> None:
+        """Stop; the last chunk has finish reason ``"cancelled"``."""
+        self._answer.cancel()
+
+
+def open_live(model: Model, limits: LiveLimits) -> LiveModel:
+    """A running batch on ``model``."""
+    parts = model._parts
+    live = Live(parts.engine, parts.tokenizer, limits, room=model._parking.room)
+    return LiveModel(model, live)
+
+
+def _until_closed(answer: LiveAnswer) -> Iterator[Chunk]:
+    try:
+        yield from answer
+    finally:
+        answer.cancel()

@@ -1,0 +1,124 @@
+"""The server as an ASGI application: paths, errors, CORS, and the batch that lives with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from localrt.errors import LocalrtError
+from localrt.serve import endpoints
+from localrt.serve.errors import ApiError, api_error
+from localrt.serve.guard import Guard, LogLine
+from localrt.serve.options import ServeOptions
+from localrt.serve.service import Service
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+
+__all__ = ["create_app"]
+
+_WORKERS = 4
+
+_ROUTES = (
+    ("/v1/chat/completions", "POST", endpoints.chat_completions),
+    ("/v1/completions", "POST", endpoints.completions),
+    ("/v1/embeddings", "POST", endpoints.embeddings),
+    ("/v1/models", "GET", endpoints.models),
+    ("/v1/models/{name:path}", "GET", endpoints.model),
+    ("/health", "GET", endpoints.health),
+    ("/metrics", "GET", endpoints.metrics),
+    ("/openapi.json", "GET", endpoints.openapi),
+)
+
+
+def create_app(
+    model: Model,
+    options: ServeOptions | None = None,
+    *,
+    log: Callable[[LogLine], None] | None = None,
+) -> Starlette:
+    """The application that serves ``model``, which stays the caller's to close.
+
+    ``log`` is called after every request. The batch runs from the application's startup to its
+    shutdown; ``app.state.service`` can be told to ``stop``.
+    """
+    options = options or ServeOptions()
+    service = Service(model, options)
+    paths = frozenset(path for path, _, _ in _ROUTES)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        # Tokenizing is short; each thread keeps memory of its own.
+        workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="localrt-serve")
+        asyncio.get_running_loop().set_default_executor(workers)
+        service.open()
+        sampling = asyncio.ensure_future(_sample(service))
+        try:
+            yield
+        finally:
+            sampling.cancel()
+            with suppress(asyncio.CancelledError):
+                await sampling
+            service.stop()
+            await asyncio.to_thread(service.close)
+
+    middleware = [Middleware(Guard, service=service, paths=paths, log=log)]
+    if options.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(options.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
+    app = Starlette(
+        routes=[Route(path, function, methods=[method]) for path, method, function in _ROUTES],
+        middleware=middleware,
+        exception_handlers={
+            ApiError: _api_error,
+            LocalrtError: _library_error,
+            HTTPException: _http_error,
+            Exception: _any_error,
+        },
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+async def _sample(service: Service) -> None:
+    while True:
+        service.sample()
+        await asyncio.sleep(1)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _library_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, LocalrtError)
+    return api_error(error).response()
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    return ApiError(error.status_code, f"{error.detail}", headers=headers).response()
+
+
+async def _any_error(_: Request, error: Exception) -> Response:
+    return ApiError(500, f"the server failed: {type(error).__name__}").response()

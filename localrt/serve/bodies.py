@@ -1,0 +1,152 @@
+"""From a request's bytes to fields that are what they should be: size, time, JSON, types.
+
+What is wrong becomes one sentence that names the field. It does not know what fields mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from functools import cache
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from localrt.serve import schemas
+from localrt.serve.errors import ApiError, invalid
+from localrt.serve.options import ServeOptions
+
+__all__ = ["check_fields", "parse_json", "read_fields"]
+
+_WHERE = re.compile(r"^data\.?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+async def read_fields(request: Request, kind: str, options: ServeOptions) -> dict[str, Any]:
+    """The body of ``request`` as fields of the schema ``kind`` (``"CHAT"``).
+
+    Raises:
+        ApiError: 400, 408 or 413, with the field that it is about.
+        ClientDisconnect: nobody waits for an answer.
+    """
+    limit = options.max_body
+    too_large = ApiError(
+        413,
+        f"the request is larger than {limit} bytes: send less, or start the server with a larger "
+        "--max-body",
+        headers={"Connection": "close"},
+    )
+    if int(request.headers.get("content-length") or 0) > limit:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(options.read_timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"the request did not come within {options.read_timeout_s:g} s",
+            headers={"Connection": "close"},
+        ) from error
+    if not size and await request.is_disconnected():
+        raise ClientDisconnect
+    # Megabytes take their time, which others should not wait for.
+    return await asyncio.to_thread(lambda: check_fields(kind, parse_json(b"".join(parts))))
+
+
+def parse_json(data: bytes) -> Any:
+    """The value that ``data`` spells.
+
+    Raises:
+        ApiError: 400, it spells none.
+    """
+    if not data:
+        raise invalid("the body is empty: send JSON")
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not UTF-8: byte 0x{data[error.start]:02x}") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise invalid(f"the body is not JSON: {error.msg} at {where}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise invalid(f"the body is not JSON that can be read: {reason}") from error
+    # \ud83d without its other half: no tokenizer can take it.
+    return _whole_characters(value) if b"\\u" in data else value
+
+
+def check_fields(kind: str, value: Any) -> dict[str, Any]:
+    """``value`` where it follows the schema; whole numbers are integers then.
+
+    Raises:
+        ApiError: 400, with the first field that is not what it should be.
+    """
+    import fastjsonschema
+
+    try:
+        _validator(kind)(value)
+    except fastjsonschema.JsonSchemaValueException as error:
+        message, param = _said(error)
+        raise invalid(message, param) from error
+    assert isinstance(value, dict), "every schema is an object's"
+    integers = _integers(kind)
+    return {
+        name: int(found) if name in integers and isinstance(found, float) else found
+        for name, found in value.items()
+    }
+
+
+@cache
+def _validator(kind: str) -> Any:
+    import fastjsonschema
+
+    return fastjsonschema.compile(getattr(schemas, kind), use_default=False, use_formats=False)
+
+
+@cache
+def _integers(kind: str) -> frozenset[str]:
+    properties = getattr(schemas, kind)["properties"]
+    return frozenset(name for name, one in properties.items() if "integer" in one.get("type", ()))
+
+
+def _said(error: Any) -> tuple[str, str | None]:
+    where = _WHERE.sub("", error.name or "")
+    rest = error.message.removeprefix(error.name or "").strip()
+    definition = error.definition if isinstance(error.definition, dict) else {}
+    if error.rule == "anyOf" and "description" in definition:
+        rest = f"must be {definition['description']}"
+    elif error.rule == "type" and isinstance(definition.get("type"), list):
+        kinds = [kind for kind in definition["type"] if kind != "null"]
+        rest = f"must be {' or '.join(kinds)}"
+    elif error.rule == "required":
+        rest = rest.replace("must contain", "must have").replace(" properties", "")
+    if where.startswith("messages") and where.endswith("type"):
+        rest += ": the model reads text only"
+    return f"{where or 'the body'} {rest}", where or _missing(error)
+
+
+def _missing(error: Any) -> str | None:
+    """The field that a body lacks."""
+    if error.rule != "required" or not isinstance(error.value, dict):
+        return None
+    return next((name for name in error.rule_definition if name not in error.value), None)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {_whole_characters(name): _whole_characters(item) for name, item in value.items()}
+    return value

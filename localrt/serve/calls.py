@@ -1,0 +1,217 @@
+"""What a request asks for, in the library's words: prompts, options, and what to do with text.
+
+It reads fields that have been checked against ``schemas``; what none of them can say is checked
+here. It starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localrt.serve.errors import invalid
+
+__all__ = ["Call", "Forced", "chat_call", "completion_call"]
+
+Fields = Mapping[str, Any]
+
+_SEEDS = 1 << 64
+_AS_THEY_ARE = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "ignore_eos",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A tool that must be called: its ``name``, or None where the answer names one of several."""
+
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A checked request. ``prompts`` are keyword arguments of ``LiveModel.submit``, one each.
+
+    Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` are
+    the texts to show before the answers.
+    """
+
+    prompts: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    choices: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    echo: Sequence[str] | None = None
+    forced: Forced | None = None
+
+    def submissions(self) -> list[dict[str, Any]]:
+        """The arguments of every answer, choices of a prompt side by side."""
+        seed = self.options.get("seed")
+        found = []
+        for prompt in self.prompts:
+            for choice in range(self.choices):
+                own = {} if seed is None else {"seed": (seed + choice) % _SEEDS}
+                found.append({**prompt, **self.options, **own})
+        return found
+
+
+def chat_call(fields: Fields) -> Call:
+    """The call of a chat.
+
+    Raises:
+        ApiError: 400, fields that do not go together or are not supported.
+    """
+    for name in ("functions", "function_call"):
+        if fields.get(name):
+            raise invalid(f"{name} is not supported: use tools", name)
+    options = _options(fields)
+    if fields.get("max_completion_tokens") is not None:
+        options["max_tokens"] = fields["max_completion_tokens"]
+    if fields.get("logprobs"):
+        options["logprobs"] = fields.get("top_logprobs") or 0
+    tools = list(fields.get("tools") or ())
+    options.update(_format(fields.get("response_format") or {}))
+    forced, tools, bound = _tool_choice(fields.get("tool_choice"), tools)
+    if bound is not None:
+        if "json_schema" in options:
+            raise invalid("response_format and a tool that must be called exclude one another")
+        options["json_schema"] = bound
+    messages = [_message(message) for message in fields["messages"]]
+    return Call(
+        prompts=[{"prompt": messages, "tools": tools or None}],
+        options=options,
+        choices=fields.get("n") or 1,
+        logprobs=bool(fields.get("logprobs")),
+        forced=forced,
+        **_streaming(fields),
+    )
+
+
+def completion_call(fields: Fields) -> Call:
+    """The call of a text completion.
+
+    Raises:
+        ApiError: 400, fields that do not go together or are not supported.
+    """
+    choices = fields.get("n") or 1
+    if fields.get("suffix"):
+        raise invalid("suffix is not supported: the model writes on from a text", "suffix")
+    if (fields.get("best_of") or choices) != choices:
+        raise invalid("best_of is not supported: ask for n answers and choose", "best_of")
+    options = _options(fields)
+    if fields.get("logprobs") is not None:
+        options["logprobs"] = fields["logprobs"]
+    texts = _texts(fields["prompt"])
+    echo = None
+    if fields.get("echo"):
+        if "logprobs" in options:
+            raise invalid("echo has no log-probabilities of the prompt: leave one out", "echo")
+        if not all(isinstance(text, str) for text in texts):
+            raise invalid("echo needs prompts that are texts", "echo")
+        echo = [str(text) for text in texts for _ in range(choices)]
+    return Call(
+        prompts=[
+            {"prompt": text, "raw": True} if isinstance(text, str) else {"token_ids": text}
+            for text in texts
+        ],
+        options=options,
+        choices=choices,
+        logprobs="logprobs" in options,
+        echo=echo,
+        **_streaming(fields),
+    )
+
+
+def _texts(given: Any) -> list[str | list[int]]:
+    """One text, or its ids, for each prompt."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], list):
+        return [list(map(int, ids)) for ids in given]
+    return list(given) if isinstance(given[0], str) else [list(map(int, given))]
+
+
+def _streaming(fields: Fields) -> dict[str, Any]:
+    wanted = fields.get("stream_options") or {}
+    return {
+        "stream": bool(fields.get("stream")),
+        "include_usage": bool(wanted.get("include_usage")),
+    }
+
+
+def _options(fields: Fields) -> dict[str, Any]:
+    options = {name: fields[name] for name in _AS_THEY_ARE if fields.get(name) is not None}
+    if fields.get("max_tokens") is not None:
+        options["max_tokens"] = fields["max_tokens"]
+    if fields.get("seed") is not None:
+        options["seed"] = fields["seed"] % _SEEDS
+    if fields.get("top_k") is not None:
+        options["top_k"] = max(0, fields["top_k"])  # elsewhere -1 switches it off
+    if fields.get("logit_bias"):
+        options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    return options
+
+
+def _format(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    kind = wanted.get("type", "text")
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if kind == "json_schema":
+        return {"json_schema": wanted["json_schema"]["schema"]}
+    return {}
+
+
+def _tool_choice(
+    choice: Any, tools: list[dict[str, Any]]
+) -> tuple[Forced | None, list[dict[str, Any]], dict[str, Any] | None]:
+    """The tool that must be called, the tools that the model sees, and the schema that binds it."""
+    if choice in (None, "auto"):
+        return None, tools, None
+    if choice == "none":
+        return None, [], None
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if choice == "required":
+        if not functions:
+            raise invalid("tool_choice is 'required' and there are no tools", "tool_choice")
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": _parameters(function)},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, function in functions.items()
+        ]
+        return Forced(None), tools, calls[0] if len(calls) == 1 else {"anyOf": calls}
+    name = choice["function"]["name"]
+    if name not in functions:
+        raise invalid(f"tool_choice names {name[:200]!r}, which is not in tools", "tool_choice")
+    return Forced(name), tools, _parameters(functions[name])
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object", "additionalProperties": False}
+
+
+def _message(message: Fields) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    role = message["role"]
+    content = message.get("content")
+    shown: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": "" if content is None else content,
+    }
+    for name in ("name", "tool_call_id", "tool_calls"):
+        if message.get(name):
+            shown[name] = message[name]
+    return shown

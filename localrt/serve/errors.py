@@ -1,0 +1,107 @@
+"""What went wrong, as OpenAI's clients expect it: a status and ``{"error": {...}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from localrt.errors import (
+    CancelledError,
+    ContextOverflowError,
+    LocalrtError,
+    MemoryBudgetError,
+    MissingExtraError,
+    OptionError,
+    TemplateError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from localrt.serve.payloads import to_json
+
+__all__ = ["ApiError", "JsonResponse", "api_error", "error_body", "invalid"]
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "unavailable_error",
+}
+
+# Options that requests have under another name.
+_FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
+
+
+class JsonResponse(Response):
+    """A JSON body in ASCII: half a character pair in a text cannot break it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """``content`` as bytes."""
+        return to_json(content)
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``param`` is the field that it is about."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def response(self) -> Response:
+        """As a whole HTTP response."""
+        return JsonResponse(error_body(self), status_code=self.status, headers=self.headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that cannot be answered as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error."""
+    return {
+        "error": {
+            "message": str(error),
+            "type": _TYPES.get(error.status, "server_error"),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def api_error(error: LocalrtError) -> ApiError:
+    """The library's error in HTTP's words."""
+    message = str(error)
+    if isinstance(error, ContextOverflowError):
+        return invalid(message, code="context_length_exceeded")
+    if isinstance(error, OptionError | TemplateError | TokenizerError):
+        word = message.split(" ", 1)[0]
+        param = _FIELDS.get(word, word) if "_" in word and word.isidentifier() else None
+        return invalid(message, param)
+    if isinstance(error, MissingExtraError | UnsupportedModelError):
+        return ApiError(501, message)
+    if isinstance(error, MemoryBudgetError):
+        return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "10"})
+    if isinstance(error, CancelledError):
+        return ApiError(503, message, code="cancelled")
+    return ApiError(500, message)

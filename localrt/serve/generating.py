@@ -1,0 +1,265 @@
+"""Answers of the running batch, as whole JSON objects or as a stream of events.
+
+Chat and text completions differ in their ``Shape`` only. Whoever goes away, or does not read, ends
+his answers; what goes wrong in the middle of a stream is its last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Hashable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from localrt.engine.types import Chunk, Metrics
+from localrt.errors import CancelledError, LocalrtError
+from localrt.live import AsyncAnswer
+from localrt.serve.calls import Call, Forced
+from localrt.serve.errors import JsonResponse, api_error, error_body, invalid
+from localrt.serve.payloads import Envelope, to_json, usage
+from localrt.serve.service import Service
+from localrt.streams import joined
+from localrt.tools import ToolCall
+
+__all__ = ["Shape", "answer", "until_gone"]
+
+T = TypeVar("T")
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Shape(Protocol):
+    """How one kind of completion looks."""
+
+    kind: str
+    stream_kind: str
+    prefix: str
+
+    def whole(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """The choice of a finished answer."""
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """What a stream says of a choice before its text."""
+
+    def delta(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """What a stream says of a chunk: nothing, or choices."""
+
+
+async def answer(request: Request, service: Service, call: Call, shape: Shape) -> Response:
+    """The response to ``call``.
+
+    Raises:
+        ApiError: nothing has been sent yet, and nothing will be.
+        LocalrtError: the same.
+        ClientDisconnect: nobody waits for it.
+    """
+    began = time.monotonic()
+    options = service.options
+    if call.choices > options.max_choices:
+        raise invalid(f"n must be at most {options.max_choices}, is {call.choices}", "n")
+    submissions, most = call.submissions(), options.max_running + options.max_queued
+    if len(submissions) > most:
+        field = "n" if call.choices > 1 else "prompt"
+        raise invalid(f"{len(submissions)} answers in one request: {most} are the most", field)
+    service.check_options(**call.options)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(service.admitted(len(submissions)))
+        answers: list[AsyncAnswer] = []
+        stack.callback(_ended, service, answers)
+        for one in submissions:
+            answers.append(await service.live.asubmit(client=_client(request), **one))
+        model = service.name
+        if not call.stream:
+            envelope = Envelope(shape.kind, shape.prefix, model)
+            gathered = _gathered(service, answers, call.forced, began)
+            chunks = await until_gone(request, gathered)
+            choices = [shape.whole(index, chunk) for index, chunk in enumerate(chunks)]
+            counts = usage([chunk.metrics for chunk in chunks], len(call.prompts))
+            return JsonResponse(envelope(choices, usage=counts))
+        envelope = Envelope(shape.stream_kind, shape.prefix, model)
+        events = _events(service, answers, call, shape, envelope, began)
+        stack.push_async_callback(events.aclose)
+        # What was entered here is left when the response has been sent.
+        return _EventStream(events, stack.pop_all(), options.write_timeout_s)
+
+
+def _ended(service: Service, answers: Sequence[AsyncAnswer]) -> None:
+    for one in answers:
+        if not one.over:
+            service.metrics.count("localrt_cancelled_requests_total")
+        one.cancel()
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, unless the client goes away first.
+
+    Raises:
+        ClientDisconnect: it went, and the work has been cancelled.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _client(request: Request) -> Hashable:
+    """Whose turn a request takes: a key at an address is one client."""
+    address = request.client.host if request.client else ""
+    return request.headers.get("authorization", ""), address
+
+
+# -- whole answers ---------------------------------------------------------------------------------
+
+
+async def _gathered(
+    service: Service, answers: Sequence[AsyncAnswer], forced: Forced | None, began: float
+) -> list[Chunk]:
+    """Every answer as one chunk."""
+    said: list[list[Chunk]] = [[] for _ in answers]
+    async with aclosing(_merged(service, answers, began)) as merged:
+        async for index, chunk in merged:
+            said[index].append(chunk)
+    whole = [joined(chunks) for chunks in said]
+    return whole if forced is None else [_as_call(chunk, forced) for chunk in whole]
+
+
+def _as_call(chunk: Chunk, forced: Forced) -> Chunk:
+    """A text that was bound to a tool's arguments, as the call that it is."""
+    if chunk.tool_calls:
+        return chunk
+    name, arguments = forced.name, chunk.text
+    if name is None:
+        try:
+            found = json.loads(chunk.text)
+            name, arguments = found["name"], json.dumps(found["arguments"], ensure_ascii=False)
+        except (ValueError, KeyError, TypeError):  # cut short by max_tokens
+            return chunk
+    call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments)
+    reason = "tool_calls" if chunk.finish_reason == "stop" else chunk.finish_reason
+    return replace(chunk, text="", tool_calls=(call,), finish_reason=reason)
+
+
+async def _merged(
+    service: Service, answers: Sequence[AsyncAnswer], began: float
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """The chunks of all, with the answer's number, as they come.
+
+    Raises:
+        LocalrtError: what went wrong with one of them, or that it was cancelled.
+    """
+    waiting = {
+        asyncio.ensure_future(anext(one, None)): (index, one) for index, one in enumerate(answers)
+    }
+    first = True
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, one = waiting.pop(task)
+                chunk = task.result()
+                if chunk is None:
+                    continue
+                if chunk.finish_reason == "cancelled":
+                    why = "the server is stopping" if service.stopping else "it was not read"
+                    raise CancelledError(f"the answer was cut off: {why}")
+                if first and chunk.token_ids:
+                    first = False
+                    elapsed = time.monotonic() - began
+                    service.metrics.observe("localrt_time_to_first_token_seconds", elapsed)
+                yield index, chunk
+                if chunk.finish_reason is None:
+                    waiting[asyncio.ensure_future(anext(one, None))] = index, one
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+async def _events(
+    service: Service,
+    answers: Sequence[AsyncAnswer],
+    call: Call,
+    shape: Shape,
+    envelope: Envelope,
+    began: float,
+) -> AsyncGenerator[bytes, None]:
+    more: dict[str, Any] = {"usage": None} if call.include_usage else {}
+    ends: dict[int, Metrics] = {}
+    held: dict[int, list[Chunk]] = {index: [] for index in range(len(answers))}
+    try:
+        for index in range(len(answers)):
+            for choice in shape.first(index):
+                yield _event(envelope([choice], **more))
+        async with aclosing(_merged(service, answers, began)) as merged:
+            async for index, chunk in merged:
+                if chunk.finish_reason is not None:
+                    ends[index] = chunk.metrics
+                held[index].append(chunk)
+                if _goes_on(chunk, call):
+                    continue
+                found = joined(held[index])
+                held[index] = []
+                if call.forced is not None:
+                    found = _as_call(found, call.forced)
+                for choice in shape.delta(index, found):
+                    yield _event(envelope([choice], **more))
+        if call.include_usage:
+            counts = usage([ends[index] for index in sorted(ends)], len(call.prompts))
+            yield _event(envelope([], usage=counts))
+        yield _DONE
+    except LocalrtError as error:
+        yield _event(error_body(api_error(error)))
+
+
+def _goes_on(chunk: Chunk, call: Call) -> bool:
+    """Whether a chunk has nothing to show yet: a character is open, or a call must be whole."""
+    return chunk.finish_reason is None and (call.forced is not None or not chunk.text)
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(payload) + b"\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """Events as they come; ``stack`` is left in the end, however that comes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], stack: AsyncExitStack, timeout_s: float
+    ) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._stack = stack
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def patiently(message: Any) -> None:
+            # Sending waits for a reader that is behind by more than the network's buffers.
+            async with asyncio.timeout(self._timeout_s or None):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, patiently)
+        finally:
+            await self._stack.aclose()

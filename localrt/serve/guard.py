@@ -1,0 +1,137 @@
+"""What stands before every endpoint: keys, web pages that may not ask, the log, the counts.
+
+Pure ASGI, so that it also sees what streams. It does not know bodies.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localrt.serve.errors import ApiError
+from localrt.serve.options import ServeOptions, is_loopback
+from localrt.serve.service import Service
+
+__all__ = ["Guard", "LogLine"]
+
+_OPEN = ("/health", "/openapi.json")
+_GONE = 499  # as web servers log a client that went away
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One request that has been answered. ``status`` 499: the client went away."""
+
+    client: str
+    method: str
+    path: str
+    status: int
+    seconds: float
+
+
+class Guard:
+    """Lets requests through to ``app`` that may come in; ``log`` hears of every one."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        service: Service,
+        paths: frozenset[str],
+        log: Callable[[LogLine], None] | None = None,
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._paths = paths
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, whole = time.monotonic(), _GONE, False
+
+        async def watched(message: Message) -> None:
+            nonlocal status, whole
+            await send(message)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not message.get("more_body", False):
+                whole = True
+
+        try:
+            try:
+                _check(scope, self._service.options)
+            except ApiError as error:
+                await error.response()(scope, receive, watched)
+            else:
+                await self._app(scope, receive, watched)
+        except (ClientDisconnect, TimeoutError):
+            # Who went away, or does not read, gets nothing more: the connection is closed.
+            pass
+        finally:
+            self._note(scope, status if whole else _GONE, time.monotonic() - began)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        path = scope["path"]
+        known = path if path in self._paths else "other"
+        metrics = self._service.metrics
+        metrics.count("localrt_http_requests_total", path=known, status=str(status))
+        if known.startswith("/v1/") and scope["method"] == "POST":
+            metrics.observe("localrt_http_request_seconds", seconds)
+        if self._log is not None:
+            client = scope["client"][0] if scope.get("client") else "-"
+            shown = path.encode("ascii", "backslashreplace").decode()[:200]
+            with suppress(OSError):  # whoever read the log has gone
+                self._log(LogLine(client, scope["method"], shown, status, seconds))
+
+
+def _check(scope: Scope, options: ServeOptions) -> None:
+    """Whether a request may come in.
+
+    Raises:
+        ApiError: 401 or 403.
+    """
+    headers = Headers(scope=scope)
+    if options.api_key is None:  # which a page would not have
+        _check_page(headers, options)
+    preflight = scope["method"] == "OPTIONS" and "origin" in headers
+    if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(key.strip().encode(), options.api_key.strip().encode())
+        if scheme.lower() != "bearer" or not right:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
+    """A browser says which page asks, and what name it has for this server.
+
+    A page of the web could reach a server of this machine through its reader's browser; where the
+    name that it used is not this machine's, its own DNS has been pointed here.
+    """
+    host = headers.get("host", "")
+    name = urlsplit(f"//{host}").hostname if host and "@" not in host else ""
+    if host and is_loopback(options.host) and not is_loopback(name or ""):
+        raise ApiError(403, f"this server is asked as {host[:200]!r} and answers to localhost only")
+    origin = headers.get("origin")
+    if origin is None or "*" in options.origins or origin in options.origins:
+        return
+    if urlsplit(origin).netloc.lower() != host.lower():
+        raise ApiError(
+            403,
+            f"pages of {origin[:200]!r} may not ask: start the server with --cors {origin[:200]}",
+        )

@@ -1,0 +1,159 @@
+"""The server as a process: a socket, uvicorn, signals, and an end that lets answers finish.
+
+It knows nothing of models' insides or of HTTP's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.applications import Starlette
+
+from localrt.errors import LocalrtError
+from localrt.serve.app import create_app
+from localrt.serve.guard import LogLine
+from localrt.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+
+__all__ = ["Server", "open_socket", "serve"]
+
+_BACKLOG = 128
+_SEND_BUFFER = 256 << 10
+_KEEP_ALIVE_S = 30
+_AFTER_DRAIN_S = 5  # for what has been cut off to be told
+
+
+def open_socket(options: ServeOptions) -> socket.socket:
+    """A socket that is bound: before a model is loaded, so that a port in use is known at once.
+
+    Raises:
+        LocalrtError: the port is in use, or the address is not this machine's.
+    """
+    host, port = options.host.strip("[]"), options.port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Of localhost's addresses the one that everybody means.
+        found.sort(key=lambda one: one[0] != socket.AF_INET)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise LocalrtError(f"cannot listen on {host}: {error.strerror or error}") from error
+    try:
+        if os.name == "posix":  # elsewhere it would let two servers have one port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections get what the listening socket has. What the system holds for a client that
+        # does not read is bounded, and so is the time until it gives its connection up.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            timeout = max(1, int(options.write_timeout_s * 1000))
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
+        bound.bind(address)
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            reason = "the port is in use: choose another with --port"
+        else:
+            reason = error.strerror or str(error)
+        raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
+    return bound
+
+
+def serve(
+    model: Model,
+    options: ServeOptions,
+    *,
+    bound: socket.socket | None = None,
+    log: Callable[[LogLine], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve ``model`` until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
+
+    Answers on their way may finish for ``options.drain_s``; a second SIGINT ends them at once.
+
+    Raises:
+        LocalrtError: the address cannot be listened on.
+    """
+    bound = bound or open_socket(options)
+    host, port = bound.getsockname()[:2]
+    app = create_app(model, options, log=log)
+    server = Server(app, options)
+    if on_ready is not None:
+        shown = f"[{host}]" if ":" in host else host
+        server.ready = lambda: on_ready(f"http://{shown}:{port}")
+    with contextlib.closing(bound):
+        server.run(sockets=[bound])
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which ends quietly and tells answers when their time is over."""
+
+    def __init__(self, app: Starlette, options: ServeOptions) -> None:
+        # What is worth saying of a request is in the log line.
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",  # the one whose headers are bounded
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(options.drain_s) + _AFTER_DRAIN_S,
+                h11_max_incomplete_event_size=options.max_header,
+            )
+        )
+        self._app = app
+        self._options = options
+        self.ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        self.ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers finish, for a while."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._options.drain_s, self._app.state.service.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Like uvicorn's; a signal that was obeyed is not raised again."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal ends the server when answers have finished, a second one at once."""
+        if self.should_exit:
+            self.force_exit = True
+            self._app.state.service.stop()
+        self.should_exit = True

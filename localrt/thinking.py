@@ -1,0 +1,55 @@
+"""Where a model's thinking ends and its answer begins.
+
+``chunk.text`` has a model's thinking as ``<think>...</think>``, whatever the model itself writes
+around it; this splits a whole text, or one that still grows. Pure functions on text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CLOSE", "OPEN", "Thinking", "split_thinking"]
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """An answer in two parts; ``open`` while the thinking has not ended."""
+
+    thinking: str
+    answer: str
+    open: bool = False
+
+
+def split_thinking(text: str) -> Thinking:
+    """The thinking that ``text`` begins with, and what follows it, both without space around.
+
+    ``text`` may be what a stream has brought so far. Tags further down belong to the answer.
+
+    >>> split_thinking("<think>Hm, two and two.</think>Four.")
+    Thinking(thinking='Hm, two and two.', answer='Four.', open=False)
+    >>> split_thinking("<think>Hm, two and")
+    Thinking(thinking='Hm, two and', answer='', open=True)
+    """
+    thoughts: list[str] = []
+    rest = text.lstrip()
+    while rest.startswith(OPEN):
+        inside, closed, after = rest[len(OPEN) :].partition(CLOSE)
+        if not closed:
+            thoughts.append(_without_start_of(CLOSE, inside))
+            return Thinking(_joined(thoughts), "", open=True)
+        thoughts.append(inside)
+        rest = after.lstrip()
+    if rest and OPEN.startswith(rest):  # what becomes of it is known with the next piece
+        return Thinking(_joined(thoughts), "", open=True)
+    return Thinking(_joined(thoughts), rest if thoughts else text)
+
+
+def _joined(thoughts: list[str]) -> str:
+    return "\n\n".join(thought.strip() for thought in thoughts if thought.strip())
+
+
+def _without_start_of(tag: str, text: str) -> str:
+    size = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+    return text[: len(text) - size]

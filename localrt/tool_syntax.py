@@ -1,0 +1,237 @@
+"""How models spell a call of a tool: JSON, Python, XML. Text to names and arguments.
+
+A parser gives None for what is no call in its spelling: such text stays text. It knows neither
+streams nor templates.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = [
+    "Call",
+    "Parser",
+    "Signatures",
+    "call_of",
+    "parse_deepseek",
+    "parse_json",
+    "parse_mistral",
+    "parse_python",
+    "parse_python_or_json",
+    "parse_tagged",
+    "signatures",
+]
+
+# A function's parameters by name, each a JSON schema.
+Signatures: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool's name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+Parser: TypeAlias = Callable[[str, Signatures], "list[Call] | None"]
+
+
+def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The parameters of each tool, given as OpenAI's and Hugging Face's lists have them."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            continue
+        schema = function.get("parameters")
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        found[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return found
+
+
+# -- JSON ----------------------------------------------------------------------------------------
+
+
+def parse_json(text: str, tools: Signatures) -> list[Call] | None:
+    """``{"name": ..., "arguments": {...}}``, several of them, or a list.
+
+    ``parameters`` stands for ``arguments`` in Llama's.
+    """
+    values = _json_values(text)
+    if values is None:
+        return None
+    calls: list[Call] = []
+    for value in values:
+        for item in value if isinstance(value, list) else [value]:
+            call = _from_object(item)
+            if call is None:
+                return None
+            calls.append(call)
+    return calls or None
+
+
+def _json_values(text: str) -> list[Any] | None:
+    """The values that ``text`` consists of, with commas or semicolons between them at most."""
+    decoder = json.JSONDecoder(strict=False)
+    values: list[Any] = []
+    at = 0
+    while True:
+        while at < len(text) and (text[at].isspace() or text[at] in ",;"):
+            at += 1
+        if at == len(text):
+            return values
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        values.append(value)
+
+
+def _from_object(value: Any) -> Call | None:
+    if not isinstance(value, Mapping):
+        return None
+    value = value.get("function", value) if not isinstance(value.get("name"), str) else value
+    if not isinstance(value, Mapping):
+        return None
+    name = value.get("name")
+    given = value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name:
+        return None
+    call_id = value.get("id")
+    return call_of(name, given, call_id if isinstance(call_id, str) and call_id else None)
+
+
+def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
+    """A call with the arguments ``given``, an object or its text; None where they are neither."""
+    if isinstance(given, str):
+        values = _json_values(given)
+        if values is None or len(values) != 1:
+            return None
+        given = values[0]
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        return None
+    return Call(name, json.dumps(given, ensure_ascii=False), call_id)
+
+
+# -- in tags -------------------------------------------------------------------------------------
+
+_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(
+    r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
+)
+_PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def parse_tagged(text: str, tools: Signatures) -> list[Call] | None:
+    """Within ``<tool_call>``: JSON (Hermes, Qwen), ``<function=...>`` (Qwen coder), or GLM's."""
+    calls = parse_json(text, tools)
+    if calls is not None:
+        return calls
+    found = _FUNCTION.findall(text)
+    if found:
+        return [_from_text(name, _PARAMETER.findall(body), tools) for name, body in found]
+    name, _, _ = text.partition("<arg_key>")
+    pairs = _PAIR.findall(text)
+    name = name.strip()
+    if name and (pairs or name in tools) and not re.search(r"[\s<{]", name):
+        return [_from_text(name, pairs, tools)]
+    return None
+
+
+def _from_text(name: str, pairs: Sequence[tuple[str, str]], tools: Signatures) -> Call:
+    """A call whose arguments are plain text: what the tool's schema calls a string stays one."""
+    arguments: dict[str, Any] = {}
+    for key, text in pairs:
+        schema = tools.get(name, {}).get(key)
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        values = None if kind == "string" else _json_values(text)
+        arguments[key] = values[0] if values is not None and len(values) == 1 else text
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+# -- others --------------------------------------------------------------------------------------
+
+_NAMED = re.compile(
+    r"\s*([\w.\-/]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL
+)
+
+
+def parse_mistral(text: str, tools: Signatures) -> list[Call] | None:
+    """What follows ``[TOOL_CALLS]``: a list of calls, or ``name[ARGS]{...}`` once or more often."""
+    if text.lstrip()[:1] in ("[", "{"):
+        return parse_json(text, tools)
+    calls: list[Call] = []
+    for part in text.split("[TOOL_CALLS]"):
+        match = _NAMED.fullmatch(part)
+        call = call_of(match[1], match[3], match[2]) if match else None
+        if call is None:
+            return None
+        calls.append(call)
+    return calls
+
+
+_FENCE = re.compile(r"\s*(.+?)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
+
+
+def parse_deepseek(text: str, tools: Signatures) -> list[Call] | None:
+    """What DeepSeek's models write between the marks that begin and end calls."""
+    calls: list[Call] = []
+    for part in text.split("<｜tool▁call▁begin｜>")[1:]:
+        body, _, _ = part.partition("<｜tool▁call▁end｜>")
+        first, separator, rest = body.partition("<｜tool▁sep｜>")
+        fenced = _FENCE.fullmatch(rest)
+        if not separator:
+            return None
+        call = call_of(fenced[1], fenced[2]) if fenced else call_of(first.strip(), rest)
+        if call is None or not call.name:
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def parse_python(text: str, tools: Signatures) -> list[Call] | None:
+    """``name(key="value")``, several of them, or a list; ``print(...)`` around one is ignored."""
+    try:
+        tree = ast.parse(text.strip())
+        calls: list[Call] = []
+        for statement in tree.body:
+            if not isinstance(statement, ast.Expr):
+                return None
+            value = statement.value
+            items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+            calls += [_from_python(item, tools) for item in items]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return calls or None
+
+
+def _from_python(node: ast.expr, tools: Signatures) -> Call:
+    if not isinstance(node, ast.Call):
+        raise ValueError("not a call")
+    name = ast.unparse(node.func)
+    if name == "print" and len(node.args) == 1 and not node.keywords and "print" not in tools:
+        return _from_python(node.args[0], tools)
+    name = name.removesuffix(".call")  # of Llama's built-in tools
+    positional = zip(tools.get(name, {}), node.args, strict=False)
+    if len(node.args) > len(tools.get(name, {})):
+        raise ValueError("more arguments than parameters")
+    arguments = {key: ast.literal_eval(value) for key, value in positional}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments that are not spelled out")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def parse_python_or_json(text: str, tools: Signatures) -> list[Call] | None:
+    """What follows Llama's ``<|python_tag|>``."""
+    return parse_json(text, tools) or parse_python(text, tools)

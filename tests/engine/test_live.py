@@ -1,0 +1,437 @@
+"""A running batch on scripted sessions: who joins, who leaves, turns, readers, memory, faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.engine.fair_queue import FairQueue
+from localrt.engine.live import Live, LiveLimits
+from localrt.engine.live_answer import LiveAnswer
+from localrt.engine.sampling import Sampling
+from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
+from tests.engine.fake_session import VOCAB
+from tests.engine.test_batch import CTX, KV, PASS_ROWS, ScriptedEngine, Session, request
+
+
+class Stepped(ScriptedEngine):
+    """Makes a pass only when it is let: ``go(n)`` allows n passes and waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = threading.Semaphore(0)
+        self.done = threading.Semaphore(0)
+        self.free = False
+
+    def extend_batch(self, parts: Any, *, wanted: Any, check: Any) -> Any:
+        while not self.free and not self.allowed.acquire(timeout=0.01):
+            check()
+        logits = super().extend_batch(parts, wanted=wanted, check=check)
+        self.done.release()
+        return logits
+
+    def go(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.allowed.release()
+            assert self.done.acquire(timeout=10)
+
+
+def open_live(engine: Any, **limits: Any) -> closing[Live]:
+    room = limits.pop("room", 1 << 40)
+    checked = LiveLimits(ctx=limits.pop("ctx", CTX), **limits)
+    return closing(Live(engine, None, checked, room=lambda: room))
+
+
+def said(answer: LiveAnswer) -> list[int]:
+    return [token for chunk in answer for token in chunk.token_ids]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_requests_join_the_next_pass_and_share_it() -> None:
+    engine = Stepped()
+    with open_live(engine) as live:
+        first = live.submit(request([10] * 4, 4))
+        engine.go(2)
+        second = live.submit(request([20] * 3, 2))
+        until(lambda: live.stats().waiting == 0 or not engine.free)
+        engine.go(2)
+        engine.free = True
+        assert said(first) == [11, 12, 13, 14]
+        assert said(second) == [21, 22]
+    # The third pass was already asked for when the second request came.
+    assert engine.passes[:2] == [[4], [1]]
+    assert [1, 3] in engine.passes
+    assert all(session.closed for session in engine.sessions)
+
+
+def test_many_threads_get_their_own_answers() -> None:
+    results: dict[int, list[int]] = {}
+    with open_live(ScriptedEngine()) as live:
+
+        def ask(n: int) -> None:
+            results[n] = said(live.submit(request([5 * n] * (n + 1), 10 + n), client=n % 3))
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert live.stats().completion_tokens == sum(10 + n for n in range(30))
+    assert results == {n: [(5 * n + 1 + i) % VOCAB for i in range(10 + n)] for n in range(30)}
+
+
+def test_clients_take_turns() -> None:
+    engine = Stepped()
+    order: list[str] = []
+    with open_live(engine, most=1) as live:
+        blocker = live.submit(request([9], 2), client="greedy")
+        until(lambda: live.stats().running == 1)
+        answers = [
+            live.submit(request([1], 1), client=client, notify=lambda name=name: order.append(name))  # type: ignore[misc]
+            for name, client in [("g1", "greedy"), ("g2", "greedy"), ("m1", "meek"), ("m2", "meek")]
+        ]
+        engine.free = True
+        assert said(blocker) == [10, 11]
+        assert [said(answer) for answer in answers] == [[2]] * 4
+    assert order == ["g1", "m1", "g2", "m2"]
+
+
+def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
+    engine = Stepped()
+    with open_live(engine) as live:
+        long = live.submit(request([1] * 100, 1))
+        engine.go(1)
+        short = live.submit(request([2] * 8, 1))
+        engine.free = True
+        assert said(short) == [3]
+        assert said(long) == [2]
+    alone, shared = engine.passes[0], engine.passes[2]
+    assert alone == [PASS_ROWS]
+    assert len(shared) == 2
+
+
+def test_one_is_cancelled_and_the_others_go_on() -> None:
+    engine = Stepped()
+    with open_live(engine) as live:
+        answers = [live.submit(request([20 * n], 6)) for n in range(3)]
+        engine.go(1)
+        answers[1].cancel()
+        engine.free = True
+        chunks = list(answers[1])
+        assert chunks[-1].finish_reason == "cancelled"
+        assert said(answers[0]) == [1, 2, 3, 4, 5, 6]
+        assert said(answers[2]) == [41, 42, 43, 44, 45, 46]
+
+
+def test_a_pass_that_nobody_waits_for_is_abandoned() -> None:
+    engine = Stepped()
+    with open_live(engine) as live:
+        answer = live.submit(request([1] * 50, 3))
+        until(lambda: live.stats().running == 1)
+        answer.cancel()  # the pass is never let through
+        assert [chunk.finish_reason for chunk in answer] == ["cancelled"]
+        assert engine.passes == []
+
+
+def test_who_waits_can_be_cancelled() -> None:
+    engine = Stepped()
+    with open_live(engine, most=1) as live:
+        running = live.submit(request([1], 5))
+        until(lambda: live.stats().running == 1)
+        waiting = live.submit(request([2], 5))
+        waiting.cancel()
+        engine.go(1)
+        assert [chunk.finish_reason for chunk in waiting] == ["cancelled"]
+        engine.free = True
+        assert said(running) == [2, 3, 4, 5, 6]
+
+
+def test_who_does_not_read_pauses_and_goes_on_when_read() -> None:
+    engine = ScriptedEngine()
+    with open_live(engine, buffer=8) as live:
+        slow = live.submit(request([7] * 3, 200))
+        until(lambda: live.stats().paused == 1)
+        passes = len(engine.passes)
+        assert said(live.submit(request([100], 50))) == list(range(101, 151))  # not held up
+        assert live.stats().paused == 1
+        assert len(engine.passes) <= passes + 60
+        assert said(slow) == [(8 + i) % VOCAB for i in range(200)]
+    # Its cache stayed: nothing was computed twice but the last token, once for each pause.
+    assert max(map(sum, engine.passes)) <= PASS_ROWS
+    assert len(engine.sessions) == 2
+
+
+def test_patience_with_readers_ends() -> None:
+    with open_live(ScriptedEngine(), buffer=4, patience_s=0.05) as live:
+        left = live.submit(request([7], 500))
+        until(lambda: live.stats().paused == 1)
+        until(lambda: live.stats().paused == 0)
+        chunks = list(left)
+        assert chunks[-1].finish_reason == "cancelled"
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 4
+        paused = live.submit(request([7], 500))
+        until(lambda: live.stats().paused == 1)
+        paused.cancel()
+        assert list(paused)[-1].finish_reason == "cancelled"
+
+
+def test_a_conversation_finds_its_cache_again() -> None:
+    engine = ScriptedEngine()
+    with open_live(engine) as live:
+        prompt = list(range(50, 80))
+        answer = said(live.submit(request(prompt, 5)))
+        again = [*prompt, *answer, 1, 2, 3]
+        chunks = list(live.submit(request(again, 2)))
+        assert chunks[-1].metrics.cached_tokens == len(prompt) + len(answer) - 1
+        other = list(live.submit(request([99, *again], 2)))
+        assert other[-1].metrics.cached_tokens == 0
+        # A few common words are no reason to overwrite a long conversation.
+        short = list(live.submit(request([*prompt[:4], 200], 1)))
+        assert short[-1].metrics.cached_tokens == 0
+        last = list(live.submit(request([*again, 7], 1)))
+        assert last[-1].metrics.cached_tokens == len(again)
+
+
+def test_caches_are_given_back_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.engine.live._FORGET_S", 0.05)
+    engine = ScriptedEngine()
+    with open_live(engine) as live:
+        assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
+        until(lambda: engine.sessions[0].closed)
+        assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
+
+
+def test_what_is_wrong_with_a_request_is_said_at_once() -> None:
+    with open_live(ScriptedEngine()) as live:
+        for prompt, error in (([], OptionError), ([VOCAB], OptionError)):
+            with pytest.raises(error):
+                live.submit(request(prompt))
+        with pytest.raises(ContextOverflowError):
+            live.submit(request([1] * CTX))
+        bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
+        wrong, right = live.submit(request([2], sampling=bad)), live.submit(request([3]))
+        with pytest.raises(OptionError, match="logit_bias"):
+            list(wrong)
+        assert wrong.over
+        assert said(right) == [4, 5, 6]
+    with pytest.raises(LocalrtError, match="closed"):
+        live.submit(request([3]))
+    for wrong_limit in ({"most": 0}, {"buffer": True}, {"patience_s": 0}):
+        with pytest.raises(OptionError):
+            LiveLimits(ctx=8, **wrong_limit)  # type: ignore[arg-type]
+
+
+class Short(ScriptedEngine):
+    """Holds ``fits`` tokens in all, whatever was planned."""
+
+    fits = 40
+
+    def session(self, capacity: int) -> Session:
+        session = super().session(capacity)
+        close = session.close
+
+        def forget() -> None:
+            close()
+            session.tokens.clear()
+
+        session.close = forget  # type: ignore[method-assign]
+        return session
+
+    def extend_batch(self, parts: Any, **options: Any) -> Any:
+        held = sum(len(session.tokens) for session in self.sessions if not session.closed)
+        if held + sum(len(tokens) for _, tokens in parts) > self.fits:
+            raise MemoryBudgetError("no room")
+        return super().extend_batch(parts, **options)
+
+
+def test_short_memory_makes_some_wait_and_fails_who_never_fits() -> None:
+    engine = Short()
+    with open_live(engine) as live:
+        answers = [live.submit(request([20 * n] * (n + 1), 12)) for n in range(6)]
+        never = live.submit(request([1] * 50, 3))
+        for n, answer in enumerate(answers):
+            assert said(answer) == [20 * n + 1 + i for i in range(12)]
+        with pytest.raises(MemoryBudgetError, match="no room"):
+            list(never)
+        assert said(live.submit(request([5], 3))) == [6, 7, 8]
+
+
+def test_room_bounds_how_many_join() -> None:
+    # For two caches with 512 tokens ahead, and not for three.
+    room = 2 * (KV * 768 + 4 * VOCAB) + 100
+    engine = ScriptedEngine()
+    with open_live(engine, ctx=2000, room=room) as live:
+        answers = [live.submit(request([20 * n] * 3, 600)) for n in range(5)]
+        for n, answer in enumerate(answers):
+            assert said(answer) == [(20 * n + 1 + i) % VOCAB for i in range(600)]
+    assert max(map(len, engine.passes)) == 2
+
+
+def test_a_pass_that_fails_is_told_to_all_who_shared_it() -> None:
+    class Failing(Stepped):
+        error: Exception | None = None
+
+        def extend_batch(self, parts: Any, *, wanted: Any, check: Any) -> Any:
+            logits = super().extend_batch(parts, wanted=wanted, check=check)
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+            return logits
+
+    for error in (LocalrtError("the disk is gone"), ZeroDivisionError("the disk is gone")):
+        engine = Failing()
+        with open_live(engine) as live:
+            answers = [live.submit(request([1], 9)), live.submit(request([2], 9))]
+            until(lambda live=live: live.stats().running == 2)  # type: ignore[misc]
+            engine.error = error
+            engine.free = True
+            for answer in answers:
+                with pytest.raises(LocalrtError, match="disk is gone"):
+                    list(answer)
+            assert said(live.submit(request([3], 2))) == [4, 5]
+
+
+def test_closing_ends_all() -> None:
+    engine = Stepped()
+    live = Live(engine, None, LiveLimits(ctx=CTX, most=1, buffer=3), room=lambda: 1 << 40)
+    engine.free = True
+    paused = live.submit(request([5], 100))
+    until(lambda: live.stats().paused == 1)
+    engine.free = False
+    answers = [live.submit(request([1], 50)), live.submit(request([2], 50))]
+    until(lambda: live.stats().running == 1)
+    live.close()
+    for answer in [*answers, paused]:
+        assert list(answer)[-1].finish_reason == "cancelled"
+    assert all(session.closed for session in engine.sessions)
+    live.close()
+
+
+def test_cancel_all_ends_all_and_stays_open() -> None:
+    with open_live(ScriptedEngine(), buffer=4) as live:
+        answers = [live.submit(request([n], 400)) for n in range(5)]
+        until(lambda: live.stats().paused == 5)
+        live.cancel_all()
+        assert {list(answer)[-1].finish_reason for answer in answers} == {"cancelled"}
+        assert said(live.submit(request([3], 2))) == [4, 5]
+
+
+def test_take_gives_what_is_there_and_notify_says_when() -> None:
+    ready = threading.Event()
+    with open_live(ScriptedEngine()) as live:
+        answer = live.submit(request([1], 3), notify=ready.set)
+        tokens: list[int] = []
+        while not answer.over:
+            assert ready.wait(10)
+            ready.clear()
+            tokens += [token for chunk in answer.take() for token in chunk.token_ids]
+        assert tokens == [2, 3, 4]
+        assert answer.take() == []
+
+        def gone() -> None:
+            raise RuntimeError("Event loop is closed")
+
+        lost = live.submit(request([1], 400), notify=gone)
+        assert list(lost)[-1].finish_reason == "cancelled"
+
+
+class Single:
+    """An engine that cannot join sequences."""
+
+    info = ScriptedEngine.info
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+
+    def session(self, capacity: int) -> Session:
+        self.sessions.append(Session(lambda n: n % VOCAB, capacity))
+        return self.sessions[-1]
+
+
+def test_an_engine_that_cannot_join_runs_one_after_another() -> None:
+    engine = Single()
+    bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
+    with open_live(engine, buffer=8) as live:
+        unread = live.submit(request([1, 2], 100))
+        until(lambda: live.stats().paused == 1)
+        assert said(live.submit(request([1, 2, 3], 2))) == [3, 4]
+        with pytest.raises(OptionError):
+            list(live.submit(request([1], sampling=bad)))
+        assert said(unread) == [2 + i for i in range(100)]
+        lost = live.submit(request([9], 400))
+        until(lambda: live.stats().paused == 1)
+        lost.cancel()
+        last = list(lost)[-1]
+        assert last.finish_reason == "cancelled"
+        assert last.metrics.completion_tokens > 0
+    assert all(session.closed for session in engine.sessions)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=10),
+    buffer=st.integers(1, 20),
+    most=st.integers(1, 12),
+    dropped=st.sets(st.integers(0, 9)),
+)
+def test_any_mix_of_readers_gets_what_is_right(
+    sizes: list[tuple[int, int]], buffer: int, most: int, dropped: set[int]
+) -> None:
+    engine = ScriptedEngine()
+    with open_live(engine, buffer=buffer, most=most) as live:
+        answers = [
+            live.submit(request([20 * n % 200] * p, m), client=n % 2)
+            for n, (p, m) in enumerate(sizes)
+        ]
+        for n in dropped & set(range(len(sizes))):
+            answers[n].cancel()
+        for n, (_, m) in enumerate(sizes):
+            expected = [20 * n % 200 + 1 + i for i in range(m)]
+            tokens = said(answers[n])
+            assert tokens == (expected[: len(tokens)] if n in dropped else expected)
+    assert max(map(sum, engine.passes), default=0) <= PASS_ROWS
+    assert max(map(len, engine.passes), default=0) <= most
+    assert all(session.closed for session in engine.sessions)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=40))
+def test_the_queue_is_fair_and_loses_nothing(pushed: list[tuple[int, int]]) -> None:
+    queue: FairQueue[tuple[int, int]] = FairQueue()
+    for client, item in pushed:
+        queue.push(client, (client, item))
+    assert len(queue) == len(pushed)
+    popped: list[tuple[int, int]] = []
+    while (first := queue.first()) is not None:
+        popped.append(queue.pop())
+        assert popped[-1] is first
+    for client in range(4):
+        assert [p for p in popped if p[0] == client] == [p for p in pushed if p[0] == client]
+    clients = {client for client, _ in pushed}
+    assert {client for client, _ in popped[: len(clients)]} == clients
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_the_queue_puts_back_and_removes() -> None:
+    queue: FairQueue[object] = FairQueue()
+    first, second, third = object(), object(), object()
+    for item in (first, second, third):
+        queue.push("client", item)
+    queue.put_back(queue.pop())
+    assert queue.first() is first
+    for item in (first, third, object()):
+        queue.remove(item)
+    assert queue.items() == [second]

@@ -1,0 +1,87 @@
+"""A sequence that is alone in a running batch guesses ahead; what it says stays the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.quant.ops.native_abi import find_library
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+
+PROMPTS = ["ab" * 40, "Tell me about rivers, " * 9, "abc " * 20, "hi"]
+# Lookups that are always tried: a random model repeats itself at temperature 0.
+OPTIONS: dict[str, Any] = {
+    "temperature": 0,
+    "max_tokens": 80,
+    "ignore_eos": True,
+    "draft": "ngram",
+    "tree_budget": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Iterator[localrt.Model]:
+    with localrt.load(tiny_folder, draft="off") as loaded:
+        yield loaded
+
+
+def expected(model: localrt.Model, prompt: str) -> tuple[int, ...]:
+    return model.generate(prompt, **{**OPTIONS, "draft": "off", "tree_budget": None}).token_ids
+
+
+def test_alone_it_guesses_and_says_the_same(model: localrt.Model) -> None:
+    with model.live() as live:
+        for prompt in PROMPTS:
+            passes = live.stats().passes
+            kept = expected(model, prompt)
+            got = live.generate(prompt, **OPTIONS)
+            assert got.token_ids == kept
+            assert got.metrics.speculation
+            if len(set(kept[20:])) == 1:  # what repeats itself is guessed right
+                assert live.stats().passes - passes < 70
+            # A conversation goes on with the cache that guesses have left behind.
+            more = live.generate(token_ids=[5, 6, *got.token_ids], **OPTIONS)
+            assert len(more.token_ids) == 80
+        again = live.generate(PROMPTS[0], **OPTIONS)
+        assert again.token_ids == expected(model, PROMPTS[0])
+
+
+def test_company_comes_and_goes_in_the_middle(model: localrt.Model) -> None:
+    with model.live() as live:
+        first = live.submit(PROMPTS[0], **OPTIONS)
+        said: list[int] = []
+        others: list[Any] = []
+        for chunk in first:
+            said += chunk.token_ids
+            if len(said) in (5, 30, 60):
+                prompt = PROMPTS[1 + len(others)]
+                others.append((prompt, live.submit(prompt, **{**OPTIONS, "max_tokens": 7})))
+                time.sleep(0.005)
+        assert tuple(said) == expected(model, PROMPTS[0])
+        for prompt, answer in others:
+            tokens = [token for chunk in answer for token in chunk.token_ids]
+            assert tuple(tokens) == expected(model, prompt)[:7]
+
+
+def test_pausing_and_cancelling_while_guessing(model: localrt.Model) -> None:
+    with model.live(buffer=6) as live:
+        slow = live.submit(PROMPTS[0], **OPTIONS)
+        while not live.stats().paused:
+            time.sleep(0.002)
+        assert (
+            live.generate(PROMPTS[2], **{**OPTIONS, "max_tokens": 5}).token_ids
+            == (expected(model, PROMPTS[2])[:5])
+        )
+        tokens = [token for chunk in slow for token in chunk.token_ids]
+        assert tuple(tokens) == expected(model, PROMPTS[0])
+        left = live.submit(PROMPTS[0], **OPTIONS)
+        next(left)
+        left.cancel()
+        assert [chunk.finish_reason for chunk in left][-1] == "cancelled"
+        assert live.generate(PROMPTS[0], **OPTIONS).token_ids == expected(model, PROMPTS[0])

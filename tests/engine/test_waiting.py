@@ -1,0 +1,141 @@
+"""Caches of those who wait: held as long as it pays, and given up in the right order."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.engine.waiting import KvKeeper, Tier, hold_seconds
+
+
+class Waiter:
+    """A conversation with a cache of so many bytes."""
+
+    def __init__(self, nbytes: int = 100, *, parks: bool = True) -> None:
+        self.kv_nbytes = nbytes
+        self.parks = parks
+        self.parked = threading.Event()
+        self.tiers: list[Tier] = []
+
+    def try_park(self, to: Tier) -> bool:
+        if self.parks:
+            self.tiers.append(to)
+            self.kv_nbytes = 0
+            self.parked.set()
+        return self.parks
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def keeper(room: int = 10**9, price: float = 0.0, clock: Clock | None = None) -> KvKeeper:
+    return KvKeeper(room=lambda: room, price=lambda _: price, clock=clock or time.monotonic)
+
+
+def cost(held: float, durations: list[float], restore_s: float, price: float) -> float:
+    return sum(min(d, held) * price + (restore_s if d > held else 0.0) for d in durations) / len(
+        durations
+    )
+
+
+@given(
+    st.lists(st.floats(0, 100), min_size=1, max_size=8),
+    st.floats(0.01, 10),
+    st.floats(0.001, 1),
+    st.floats(0, 120),
+)
+def test_no_other_time_would_cost_less(
+    durations: list[float], restore_s: float, price: float, other: float
+) -> None:
+    held = hold_seconds(durations, restore_s=restore_s, price=price, most=200)
+    assert 0 <= held <= 200
+    least = cost(held, durations, restore_s, price)
+    assert least <= cost(other, durations, restore_s, price) + 1e-9
+
+
+def test_quick_tools_are_waited_for_and_slow_ones_are_not() -> None:
+    assert hold_seconds([1.0, 1.5, 2.0], restore_s=3.0, price=0.5) == 2.0
+    assert hold_seconds([60.0, 90.0], restore_s=3.0, price=0.5) == 0.0
+    assert hold_seconds([], restore_s=3.0, price=0.5) == 6.0
+    assert hold_seconds([60.0], restore_s=3.0, price=0.0, most=600) == 600
+
+
+def test_who_waits_too_long_is_parked() -> None:
+    kept = keeper(price=1.0)  # at 1 GB/s, 10 MB are 10 ms
+    waiter = Waiter(10_000_000)
+    kept.waits(waiter, "search")
+    assert waiter.parked.wait(5)
+    kept.returns(waiter)
+
+
+def test_who_returns_in_time_is_not() -> None:
+    kept = keeper(price=1.0)
+    waiter = Waiter(200_000_000)
+    kept.waits(waiter, "search")
+    kept.returns(waiter)
+    assert not waiter.parked.wait(0.4)
+
+
+def test_short_of_memory_those_expected_last_go_first() -> None:
+    clock = Clock()
+    kept = keeper(room=0, clock=clock)
+    kept._room = lambda: 1000
+    quick, slow = Waiter(), Waiter()
+    for tool, seconds in (("quick", 2.0), ("slow", 50.0)):
+        waiter = Waiter()
+        kept.waits(waiter, tool)
+        clock.now += seconds
+        kept.returns(waiter)
+    kept.waits(quick, "quick")
+    kept.waits(slow, "slow")
+    kept._room = lambda: 0
+    assert kept.make_room(50) == 100
+    assert slow.parked.is_set()
+    assert not quick.parked.is_set()
+    kept.close()
+
+
+def test_what_cannot_be_parked_stays() -> None:
+    kept = keeper(room=0)
+    waiter = Waiter(parks=False)
+    kept.waits(waiter)
+    assert kept.make_room(10) == 0
+    kept.returns(waiter)
+
+
+def test_a_conversation_that_is_dropped_is_forgotten() -> None:
+    kept = keeper()
+    waiter = Waiter()
+    reference = weakref.ref(waiter)
+    kept.waits(waiter)
+    del waiter
+    gc.collect()
+    assert reference() is None
+    kept.close()
+
+
+def test_a_cards_cache_goes_to_ram_and_then_to_the_disk() -> None:
+    clock = Clock()
+    kept = KvKeeper(room=lambda: 10**9, price=lambda _: 1.0, tiers=("ram", "disk"), clock=clock)
+    waiter = Waiter(10_000_000)
+    kept.waits(waiter, "search")
+    clock.now += 1.0
+    for expected in (["ram"], ["ram", "disk"]):
+        with kept._lock:
+            kept._lock.notify()
+        for _ in range(200):
+            if waiter.tiers == expected:
+                break
+            time.sleep(0.01)
+        assert waiter.tiers == expected
+        clock.now += 1000.0
+    kept.close()

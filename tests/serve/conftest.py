@@ -1,0 +1,124 @@
+"""A running server on the tiny model, and clients for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+
+pytest.importorskip("starlette", reason="needs the server extra")
+pytest.importorskip("uvicorn", reason="needs the server extra")
+pytest.importorskip("fastjsonschema", reason="needs the server extra")
+
+from localrt.quant.ops.native_abi import find_library
+from localrt.serve import ServeOptions, create_app, open_socket
+from localrt.serve.guard import LogLine
+from localrt.serve.server import Server
+from localrt.serve.service import Service
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, model: localrt.Model, server: Server, port: int, service: Service) -> None:
+        self.model = model
+        self.server = server
+        self.port = port
+        self.service = service
+        self.log: list[LogLine] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON (or text), headers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, data, headers or {})
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            is_json = "json" in found.get("content-type", "")
+            return answer.status, json.loads(text) if is_json else text, found
+        finally:
+            connection.close()
+
+    def chat(self, text: str = "hi", **fields: Any) -> tuple[int, Any, dict[str, str]]:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return self.request("POST", "/v1/chat/completions", body)
+
+    def idle(self) -> bool:
+        """Whether nothing runs, waits or is inside."""
+        stats = self.service.live.stats()
+        return stats.running == stats.waiting == stats.paused == self.service._inside == 0
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(model: localrt.Model, **options: Any) -> Iterator[Running]:
+    """A server for ``model`` as long as the block runs."""
+    checked = ServeOptions(port=0, **{"drain_s": 1.0, **options})
+    bound = open_socket(checked)
+    lines: list[LogLine] = []
+    app = create_app(model, checked, log=lines.append)
+    server = Server(app, checked)
+    running = Running(model, server, bound.getsockname()[1], app.state.service)
+    running.log = lines
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        bound.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def model(tiny_folder: Path) -> Iterator[localrt.Model]:
+    """The tiny model on the CPU kernels, whose rows do not depend on each other."""
+    with localrt.load(tiny_folder, draft="off") as loaded:
+        loaded.defaults["max_tokens"] = 16  # of requests that say nothing
+        yield loaded
+
+
+@pytest.fixture(scope="session")
+def server(model: localrt.Model) -> Iterator[Running]:
+    with serving(model, name="tiny") as running:
+        yield running
+
+
+@pytest.fixture
+def slow(model: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take 20 ms: time enough to go away in the middle."""
+    engine: Any = model._parts.engine
+    extend = engine.extend_batch
+
+    def slowly(*parts: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return extend(*parts, **options)
+
+    monkeypatch.setattr(engine, "extend_batch", slowly, raising=False)

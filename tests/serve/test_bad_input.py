@@ -1,0 +1,276 @@
+"""What a server refuses, and how: OpenAI's error shape, a field's name, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.serve import ServeOptions, open_socket
+from localrt.serve.bodies import check_fields, parse_json
+from localrt.serve.calls import chat_call, completion_call
+from localrt.serve.errors import ApiError, api_error
+from localrt.serve.options import is_loopback
+from tests.serve.conftest import Running, serving, until
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def refused(answer: tuple[int, Any, dict[str, str]], status: int, *words: str) -> Any:
+    got, body, _ = answer
+    assert got == status, body
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    for word in words:
+        assert word in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0]"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": HI, "temperature": "hot"}, "temperature"),
+        ({"messages": HI, "temperature": True}, "temperature"),
+        ({"messages": HI, "temperature": -1}, "temperature"),
+        ({"messages": HI, "top_p": 1.5}, "top_p"),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+        ({"messages": HI, "max_tokens": 2.5}, "max_tokens"),
+        ({"messages": HI, "n": 0}, "n"),
+        ({"messages": HI, "n": 500}, "n"),
+        ({"messages": HI, "seed": "x"}, "seed"),
+        ({"messages": HI, "seed": 1 << 70}, "seed"),
+        ({"messages": HI, "stop": ""}, "stop"),
+        ({"messages": HI, "stop": [1]}, "stop[0]"),
+        ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias.1"),
+        ({"messages": HI, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": HI, "stream": "yes"}, "stream"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0]"),
+        ({"messages": HI, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"messages": HI, "presence_penalty": 3}, "presence_penalty"),
+        ({"messages": HI, "function_call": "auto"}, "function_call"),
+    ],
+)
+def test_wrong_fields_are_named(server: Running, fields: Any, param: str) -> None:
+    error = refused(server.request("POST", "/v1/chat/completions", fields), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "n": 1, "best_of": 4}, "best_of"),
+        ({"prompt": [1], "echo": True}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ],
+)
+def test_wrong_fields_of_a_completion(server: Running, fields: Any, param: str) -> None:
+    error = refused(server.request("POST", "/v1/completions", fields), 400)
+    assert error["param"] == param
+
+
+def test_what_the_model_cannot_take(server: Running) -> None:
+    completions = "/v1/completions"
+    refused(server.request("POST", completions, {"prompt": ""}), 400, "empty")
+    refused(server.request("POST", completions, {"prompt": [99999]}), 400, "token ids")
+    biased = {"prompt": "a", "logit_bias": {"99999": 1}, "stream": True}
+    refused(server.request("POST", completions, {"prompt": ["a"] * 200}), 400, "200 answers")
+    refused(server.request("POST", completions, biased), 400, "logit_bias")
+    for kind in (MemoryBudgetError, OptionError, LocalrtError):
+        assert api_error(kind("no")).status == {"MemoryBudgetError": 503, "OptionError": 400}.get(
+            kind.__name__, 500
+        )
+
+
+def test_what_is_no_json(server: Running) -> None:
+    path = "/v1/chat/completions"
+    for body, word in (
+        (b"", "empty"),
+        (b"{", "line 1"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"[1]", "object"),
+        (b"null", "object"),
+        (b'{"messages": NaN}', "NaN"),
+        (b"[" * 200_000, "nested"),
+        (b'{"seed": ' + b"9" * 9999 + b"}", "digit"),
+    ):
+        refused(server.request("POST", path, body), 400, word)
+
+
+def test_half_a_character_pair_becomes_a_mark(server: Running) -> None:
+    body = b'{"prompt": "a\\ud83d b \\ud83d\\ude00", "echo": true, "max_tokens": 1}'
+    status, got, _ = server.request("POST", "/v1/completions", body)
+    assert status == 200
+    assert got["choices"][0]["text"].startswith("a� b \U0001f600")
+
+
+def test_unknown_fields_and_nulls_are_ignored(server: Running) -> None:
+    fields = {
+        "metadata": {"a": "b"},
+        "user": "me",
+        "store": False,
+        "temperature": None,
+        "stop": None,
+        "tools": None,
+        "response_format": None,
+        "stream_options": None,
+        "max_tokens": 2.0,
+    }
+    status, got, _ = server.chat(**fields)
+    assert status == 200
+    assert got["usage"]["completion_tokens"] <= 2
+
+
+def test_paths_and_methods(server: Running) -> None:
+    refused(server.request("GET", "/"), 404)
+    refused(server.request("GET", "/v1/nothing"), 404)
+    status, body, headers = server.request("GET", "/v1/chat/completions")
+    refused((status, body, headers), 405)
+    assert headers["allow"] == "POST"
+    refused(server.request("POST", "/v1/models", {}), 405)
+
+
+def test_large_requests_are_cut_off(model: Any) -> None:
+    with serving(model, max_body=2000, max_header=2048) as running:
+        long = {"messages": [{"role": "user", "content": "x" * 3000}]}
+        refused(running.request("POST", "/v1/chat/completions", long), 413, "2000 bytes")
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+            # No length is given, and the body would not end.
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b"x" * 1000 + b"\r\n"
+            )
+            raw.sendall((b"3e8\r\n" + b"x" * 1000 + b"\r\n") * 3)
+            assert b" 413 " in raw.recv(1000)
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"y" * 5000)
+            assert b" 400 " in raw.recv(1000)
+        assert running.request("GET", "/health")[0] == 200
+
+
+def test_a_request_that_does_not_come_is_given_up(model: Any) -> None:
+    with serving(model, read_timeout_s=0.2) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+            )
+            assert b" 408 " in raw.recv(1000)
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+            raw.sendall(b"no http at all\r\n\r\n")
+            assert b" 400 " in raw.recv(1000)
+        until(running.idle)
+
+
+def test_keys(model: Any) -> None:
+    with serving(model, api_key="s3cret") as running:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            status, body, found = running.request("GET", "/v1/models", headers=headers)
+            assert refused((status, body, found), 401)["code"] == "invalid_api_key"
+            assert found["www-authenticate"] == "Bearer"
+            refused(running.request("GET", "/metrics", headers=headers), 401)
+        right = {"Authorization": "Bearer s3cret"}
+        assert running.request("GET", "/v1/models", headers=right)[0] == 200
+        assert running.request("GET", "/health")[0] == 200
+        assert "s3cret" not in repr(running.service.options)
+
+
+def test_pages_of_the_web_may_not_ask(server: Running, model: Any) -> None:
+    evil = {"Origin": "https://evil.example"}
+    refused(server.request("POST", "/v1/completions", {"prompt": "a"}, evil), 403, "evil.example")
+    rebound = {"Host": "evil.example"}
+    refused(server.request("GET", "/v1/models", headers=rebound), 403, "evil.example")
+    own = {"Origin": server.url}
+    assert server.request("GET", "/v1/models", headers=own)[0] == 200
+    assert server.request("GET", "/v1/models", headers={"Host": "[::1]:80"})[0] == 200
+    with serving(model, origins=("https://app.example",), api_key="k") as running:
+        asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+        status, _, found = running.request("OPTIONS", "/v1/completions", headers=asked)
+        assert status == 200
+        assert found["access-control-allow-origin"] == "https://app.example"
+        refused(running.request("POST", "/v1/completions", {}, evil), 401)
+        page = {"Origin": "https://app.example", "Authorization": "Bearer k"}
+        status, _, found = running.request("GET", "/v1/models", headers=page)
+        assert status == 200
+        assert found["access-control-allow-origin"] == "https://app.example"
+
+
+def test_options_of_a_server_are_checked() -> None:
+    for wrong in (
+        {"port": 70000},
+        {"port": True},
+        {"max_running": 0},
+        {"max_body": 0},
+        {"drain_s": -1},
+        {"api_key": " "},
+        {"api_key": "schlüssel"},
+        {"host": ""},
+    ):
+        with pytest.raises(OptionError, match=next(iter(wrong))):
+            ServeOptions(**wrong)
+    with pytest.raises(LocalrtError, match="cannot listen"):
+        open_socket(ServeOptions(host="203.0.113.7"))
+    for host, here in (("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)):
+        assert is_loopback(host) is here
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary(max_size=60))
+def test_any_bytes_are_json_or_refused(data: bytes) -> None:
+    with _refusing():
+        json.dumps(parse_json(data)).encode("ascii")
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["CHAT", "COMPLETION", "EMBEDDINGS"]),
+    _JSON
+    | st.fixed_dictionaries(
+        {"messages": _JSON, "prompt": _JSON, "input": _JSON},
+        optional={"stop": _JSON, "n": _JSON, "tools": _JSON, "logit_bias": _JSON, "seed": _JSON},
+    ),
+)
+def test_any_value_follows_the_schema_or_is_refused(kind: str, value: Any) -> None:
+    with _refusing():
+        fields = check_fields(kind, value)
+        if kind != "EMBEDDINGS":
+            (chat_call if kind == "CHAT" else completion_call)(fields).submissions()
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What may be refused, as a wrong request."""
+    refusals: list[ApiError] = []
+    try:
+        yield
+    except ApiError as error:
+        refusals.append(error)
+    assert all(error.status == 400 and str(error) for error in refusals)

@@ -1,0 +1,242 @@
+"""Clients that go away or do not read, too many of them, and a server that stops."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Running, serving, until
+
+pytestmark = pytest.mark.timeout(120)
+
+HI = [{"role": "user", "content": "hi"}]
+LONG: dict[str, Any] = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> socket.socket:
+    """A request on a socket of its own; ``small``: one whose buffer takes little."""
+    raw = socket.socket()
+    if small:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.settimeout(30)
+    raw.connect(("127.0.0.1", running.port))
+    body = json.dumps(fields).encode()
+    raw.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    return raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_away_ends_his_answer(slow: None, server: Running, stream: bool) -> None:
+    raw = send(server, {**LONG, "stream": stream})
+    until(lambda: server.service.live.stats().running == 1)
+    before = server.service.live.stats().completion_tokens
+    if stream:
+        assert raw.recv(100)
+    raw.close()
+    until(server.idle, seconds=3)
+    assert server.service.live.stats().completion_tokens - before < 300
+    until(lambda: server.log[-1].status == 499)
+
+
+def test_who_waits_in_the_queue_may_go_away(slow: None, model: Any) -> None:
+    with serving(model, max_running=1) as running:
+        first, second = send(running, LONG), send(running, LONG)
+        until(lambda: running.service.live.stats().waiting == 1)
+        second.close()
+        until(lambda: running.service.live.stats().waiting == 0)
+        assert running.service.live.stats().running == 1
+        first.close()
+        until(running.idle)
+
+
+def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
+    fat = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 8}
+    with serving(model, write_timeout_s=1.0, max_running=9) as running:
+        # The listening socket's buffer is what accepted ones begin with.
+        raw = send(running, fat, small=True)
+        status, got, _ = running.chat(max_tokens=8, ignore_eos=True)
+        assert status == 200
+        assert got["usage"]["completion_tokens"] == 8
+        until(running.idle, seconds=20)
+        until(lambda: running.log[-1].status == 499)
+        assert running.service.live.stats().completion_tokens < 8 * 400
+        assert running.chat(max_tokens=2)[0] == 200
+        raw.close()
+
+
+def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:
+    with serving(model, max_running=1, max_queued=1) as running:
+        inside = [send(running, LONG), send(running, LONG)]
+        until(lambda: running.service._inside == 2)
+        status, body, headers = running.chat()
+        assert status == 429
+        assert body["error"]["type"] == "rate_limit_error"
+        assert int(headers["retry-after"]) >= 1
+        status, body, _ = running.chat(n=3)
+        assert status == 400
+        assert body["error"]["param"] == "n"
+        assert "localrt_rejected_requests_total 1" in running.request("GET", "/metrics")[1]
+        for raw in inside:
+            raw.close()
+        until(running.idle)
+        assert running.chat(max_tokens=2)[0] == 200
+
+
+def test_numbers_for_prometheus(model: Any) -> None:
+    with serving(model) as running:
+        assert running.chat(max_tokens=5, ignore_eos=True)[0] == 200
+        assert running.request("GET", "/v1/secret-path")[0] == 404
+        status, text, headers = running.request("GET", "/metrics")
+        assert status == 200
+        assert headers["content-type"].startswith("text/plain; version=0.0.4")
+        values = dict(
+            line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
+        )
+        path = 'path="/v1/chat/completions"'
+        assert values[f'localrt_http_requests_total{{{path},status="200"}}'] == "1"
+        assert values['localrt_http_requests_total{path="other",status="404"}'] == "1"
+        assert values["localrt_generated_tokens_total"] == "5"
+        assert values["localrt_requests_running"] == "0"
+        assert int(values["localrt_prompt_tokens_total"]) > 5
+        assert values["localrt_time_to_first_token_seconds_count"] == "1"
+        assert float(values["process_resident_memory_bytes"]) > 1e7
+        names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+        assert len(names) == text.count("# TYPE")
+
+
+def test_stopping_lets_answers_finish(slow: None, model: Any) -> None:
+    results: list[Any] = []
+    with serving(model, drain_s=20.0) as running:
+        asked = threading.Thread(
+            target=lambda: results.append(running.chat(max_tokens=25, ignore_eos=True))
+        )
+        asked.start()
+        until(lambda: running.service.live.stats().running == 1)
+    asked.join(10)
+    assert results[0][0] == 200
+    assert results[0][1]["usage"]["completion_tokens"] == 25
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stopping_cuts_off_what_takes_too_long(slow: None, model: Any, stream: bool) -> None:
+    began = time.monotonic()
+    with serving(model, drain_s=0.3) as running:
+        raw = send(running, {**LONG, "stream": stream})
+        until(lambda: running.service.live.stats().running == 1)
+    assert time.monotonic() - began < 10
+    received = b""
+    with raw:
+        while piece := raw.recv(65536):
+            received += piece
+    assert b"the server is stopping" in received
+    assert (b" 200 " in received) is stream
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+SERVE = [sys.executable, "-m", "localrt", "serve"]
+
+
+def start(folder: Path, *args: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [*SERVE, str(folder), "--port", "0", "--json", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    return process, json.loads(line)["url"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> None:
+    process, url = start(tiny_folder, "--name", "me", "--max-tokens", "4", LOCALRT_API_KEY="k")
+    connection = http.client.HTTPConnection(url.split("/")[2], timeout=30)
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        json.dumps({"model": "me", "messages": HI, "ignore_eos": True}),
+        {"Authorization": "Bearer k"},
+    )
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    assert answer["usage"]["completion_tokens"] == 4
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 0, error
+    assert error == ""
+    (line,) = map(json.loads, out.splitlines())
+    assert (line["event"], line["status"], line["path"]) == (
+        "request",
+        200,
+        "/v1/chat/completions",
+    )
+
+
+def test_a_second_signal_does_not_wait(tiny_folder: Path) -> None:
+    process, url = start(tiny_folder, "--drain", "60")
+    raw = socket.create_connection(("127.0.0.1", int(url.split("/")[2].split(":")[1])))
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    process.communicate()
+    raw.close()
+
+
+def failed(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SERVE, *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
+    )
+
+
+def test_a_port_in_use_is_one_line(tiny_folder: Path, server: Running) -> None:
+    result = failed(str(tiny_folder), "--port", str(server.port))
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "in use" in result.stderr
+    for args in (["--port", "99999"], ["--max-body", "lots"], ["--top-p", "7"]):
+        result = failed(str(tiny_folder), *args)
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_extra_says_which(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('no', name='uvicorn')")
+    result = failed(str(tiny_folder), PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert "pip install 'localrt[server]'" in result.stderr
+
+
+def test_an_open_address_without_a_key_is_told(tiny_folder: Path) -> None:
+    process, _ = start(tiny_folder, "--host", "0.0.0.0", "--quiet")
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert error.count("\n") == 1
+    assert "LOCALRT_API_KEY" in error

@@ -1,0 +1,85 @@
+"""A conversation whose KV cache goes to the disk and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import localrt
+from localrt import LocalrtError, Model
+from tests.real_models import real_model
+
+PROMPT = "Count from one to twenty in words. Then do it backwards, and say which was harder. " * 8
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LOCALRT_KV_DISK")
+    with localrt.load(real_model("smollm2"), ctx=2048) as model:
+        yield model
+
+
+def test_a_parked_conversation_goes_on_with_the_same_tokens(model: Model) -> None:
+    options = {"max_tokens": 12, "temperature": 0.0}
+    stayed, parked = model.chat(), model.chat()
+    for chat in (stayed, parked):
+        chat.send(PROMPT, **options)
+    held = parked.kv_nbytes
+    assert parked.park() > 0
+    assert parked.kv_nbytes == 0 < held
+    assert parked.park() == 0  # there is nothing left
+    answers = [chat.send("And now by twos.", **options) for chat in (stayed, parked)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].metrics.cached_tokens == answers[1].metrics.cached_tokens > 100
+
+
+def test_it_survives_the_app(model: Model, tmp_path: Path) -> None:
+    chat = model.chat()
+    chat.send(PROMPT, max_tokens=8, temperature=0.0)
+    chat.park()
+    chat.save(tmp_path / "chat.json")
+    with localrt.load(real_model("smollm2"), ctx=1024) as later:
+        again = later.load_chat(tmp_path / "chat.json")
+        answer = again.send("Go on.", max_tokens=4)
+        assert answer.metrics.cached_tokens > 100
+
+
+def test_a_short_conversation_is_not_worth_it(model: Model) -> None:
+    chat = model.chat()
+    chat.send("Hi", max_tokens=2)
+    assert chat.park() == 0
+    assert chat.kv_nbytes > 0
+
+
+def test_an_answer_is_not_parked(model: Model) -> None:
+    chat = model.chat()
+    chunks = chat.stream(PROMPT, max_tokens=20)
+    next(chunks)
+    with pytest.raises(LocalrtError, match="answering"):
+        chat.park()
+    assert not chat.try_park()
+    chat.cancel()
+    list(chunks)
+
+
+def test_short_memory_parks_who_waits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = model.chat()
+    chat.send(PROMPT, max_tokens=4)
+    assert chat.kv_nbytes
+    monkeypatch.setattr(model.keeper, "_room", lambda: 0)
+    assert model.keeper.make_room(1) > 0
+    assert chat.kv_nbytes == 0
+    assert chat.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
+
+
+def test_no_disk_for_caches_means_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    with localrt.load(real_model("smollm2"), ctx=2048) as model:
+        chat = model.chat()
+        chat.send(PROMPT, max_tokens=4)
+        assert chat.park() == 0
+        assert chat.kv_nbytes > 0
+    assert not (tmp_path / "cache" / "kv").exists()

@@ -1,0 +1,123 @@
+"""``Model.embed`` against transformers, over passes, budgets and engines."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localrt
+from localrt.engine.embedding import POOLINGS, embed
+from localrt.engine.native import NativeEngine
+from tests.conftest import write_tiny_model
+from tests.models.tiny import save_tiny
+from tests.offload.placed import Model as StoredModel
+from tests.offload.placed import needs_kernels, pack_tiny, passing
+from tests.real_models import real_model
+
+TEXTS: list[list[int]] = [
+    [5, 6, 7],
+    [9],
+    [int(t) for t in np.random.default_rng(0).integers(3, 211, 90)],
+]
+
+
+def hidden(reference: Any, tokens: list[int]) -> Any:
+    import torch
+
+    with torch.no_grad():
+        found = reference(torch.tensor([tokens]), output_hidden_states=True)
+    return found.hidden_states[-1][0].numpy()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "granite-moe", "phi3"])
+def test_vectors_are_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_tiny(name, tmp_path)
+    with localrt.load(tmp_path, format="f32") as model:
+        for pooling in ("mean", "last"):
+            rows = [hidden(reference, text) for text in TEXTS]
+            wanted = np.stack([r.mean(0) if pooling == "mean" else r[-1] for r in rows])
+            found = model.embed(TEXTS, pooling=pooling, normalize=False)
+            assert found.dtype == np.float32
+            assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
+            unit = model.embed(TEXTS, pooling=pooling)
+            assert np.allclose(np.linalg.norm(unit, axis=1), 1.0, atol=1e-5)
+
+
+def test_company_does_not_matter_and_long_texts_go_on(tiny_folder: Path) -> None:
+    texts = ["a" * n for n in (3, 500, 40, 511, 1)]
+    with localrt.load(tiny_folder) as model:
+        together = model.embed(texts)
+        for text, vector in zip(texts, together, strict=True):
+            assert (model.embed([text])[0] == vector).all()
+        alone = model._parts.engine.pass_rows  # type: ignore[attr-defined]
+        model._parts.engine.pass_rows = 64  # type: ignore[attr-defined]
+        assert (model.embed(texts) == together).all()
+        assert alone == 512
+        assert model.embed([]).shape == (0, 64)
+        # A generation does not notice.
+        assert model.generate("hi", max_tokens=3, ignore_eos=True).token_ids
+
+
+def test_pooling_follows_the_models_own_files(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    with localrt.load(folder) as model:
+        assert (model.embed(["abc"]) == model.embed(["abc"], pooling="mean")).all()
+    (folder / "1_Pooling").mkdir()
+    config = folder / "1_Pooling" / "config.json"
+    modes = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    config.write_text(json.dumps(modes))
+    with localrt.load(folder) as model:
+        assert (model.embed(["abc"]) == model.embed(["abc"], pooling="last")).all()
+    config.write_text(json.dumps({"pooling_mode_cls_token": True}))
+    with localrt.load(folder) as model:
+        with pytest.raises(localrt.OptionError, match="cls pooling"):
+            model.embed(["abc"])
+        assert model.embed(["abc"], pooling="last").shape == (1, 64)
+
+
+def test_what_cannot_be_embedded(tiny: localrt.Model) -> None:
+    for texts, options, kind, message in (
+        ("one text", {}, localrt.OptionError, "a list of texts"),
+        (["a", ""], {}, localrt.OptionError, "text 1"),
+        ([[]], {}, localrt.OptionError, "text 0"),
+        ([[100000]], {}, localrt.OptionError, "token ids"),
+        (["a"], {"pooling": "max"}, localrt.OptionError, "pooling must be auto, mean or last"),
+        (["a" * 600], {}, localrt.ContextOverflowError, "600 tokens"),
+    ):
+        with pytest.raises(kind, match=message):
+            tiny.embed(texts, **options)  # type: ignore[arg-type]
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(localrt.CancelledError):
+        tiny.embed(["a"], cancel=cancel)
+
+
+@pytest.mark.llamacpp
+@pytest.mark.real
+def test_both_engines_agree_on_a_real_model_and_streaming_changes_nothing() -> None:
+    path = real_model("smollm2")
+    texts = ["A cat sleeps.", "A kitten is asleep.", "The stock market fell by two percent. " * 40]
+    with localrt.load(path, engine="native", ctx=1024) as model:
+        ours = model.embed(texts)
+    with localrt.load(path, engine="llamacpp", ctx=1024) as model:
+        theirs = model.embed(texts)
+    assert ((ours * theirs).sum(axis=1) > 0.98).all()
+    likeness = ours @ ours.T
+    assert likeness[0, 1] > likeness[0, 2]
+
+
+@needs_kernels
+def test_a_streamed_model_embeds_alike(tmp_path: Path) -> None:
+    model = StoredModel(pack_tiny("llama", tmp_path))
+    info: Any = None  # not asked
+    resident = NativeEngine(model.resident, info)
+    with model.placed(passing(model.store)) as decoder:
+        streamed = NativeEngine(decoder, info)
+        for pooling in POOLINGS:
+            assert (embed(streamed, TEXTS, pooling) == embed(resident, TEXTS, pooling)).all()
+    model.close()

@@ -1,0 +1,189 @@
+"""The examples and the guide's code run: with the tiny model where that does, else the real one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import re
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from tests.conftest import write_tiny_model
+from tests.real_models import real_model
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def example(name: str) -> dict[str, Any]:
+    """What the example defines."""
+    return runpy.run_path(str(EXAMPLES / name), run_name="example")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("example"), context=1024)
+
+
+# -- the window ----------------------------------------------------------------------------------
+
+
+_apps: list[Any] = []  # an application must outlive its widgets, so it lives to the end
+
+
+@pytest.fixture
+def qt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("QT_QPA_PLATFORM", "offscreen")
+    widgets = pytest.importorskip("PySide6.QtWidgets", reason="needs PySide6", exc_type=ImportError)
+    if not _apps:
+        _apps.append(widgets.QApplication.instance() or widgets.QApplication([]))
+    yield _apps[0]
+    _apps[0].processEvents()
+    gc.collect()  # widgets in cycles: here, in their own thread
+
+
+def until(app: Any, ready: Callable[[], bool], seconds: float = 60.0) -> float:
+    """Turn the event loop until ``ready``; the longest that a turn has taken."""
+    longest, ends = 0.0, time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < ends, "nothing happened"
+        started = time.monotonic()
+        app.processEvents()
+        longest = max(longest, time.monotonic() - started)
+        time.sleep(0.002)
+    return longest
+
+
+def test_the_window_answers_and_stays_responsive(qt: Any, folder: Path) -> None:
+    window = example("qt_chat.py")["ChatWindow"](str(folder))
+    window.show()
+    longest = until(qt, window.line.isEnabled)
+    assert window.chat is not None
+    window.chat.set(max_tokens=30, ignore_eos=True)
+    window.line.setText("hello")
+    window.line.returnPressed.emit()
+    assert window.button.text() == "Stop"
+    longest = max(longest, until(qt, lambda: window.thread is None))
+    log = window.log.toPlainText()
+    assert "> hello" in log
+    assert len(log) > len("\n> hello\n\n")
+    assert longest < 0.5
+    # Stopping keeps the text and gives the line back.
+    window.chat.set(max_tokens=None, ignore_eos=True)
+    window.line.setText("go on")
+    window.send()
+    until(qt, lambda: len(window.log.toPlainText()) > len(log) + 20)
+    window.button.click()
+    until(qt, lambda: window.thread is None)
+    assert window.log.toPlainText().endswith("[stopped]\n")
+    assert len(window.chat.messages) == 4
+    # Closing in the middle of an answer ends it.
+    window.line.setText("again")
+    window.send()
+    model = window.loading.result()
+    window.close()
+    with pytest.raises(localrt.LocalrtError, match="closed"):
+        model.generate("hi")
+
+
+def test_the_window_says_what_is_wrong(qt: Any, tmp_path: Path) -> None:
+    window = example("qt_chat.py")["ChatWindow"](str(tmp_path / "nothing"))
+    until(qt, lambda: "no such file" in window.log.toPlainText())
+    assert not window.line.isEnabled()
+    window.close()
+
+
+# -- the others ----------------------------------------------------------------------------------
+
+
+async def test_the_asyncio_app_answers_while_its_loop_goes_on(folder: Path) -> None:
+    texts, ticks = await example("asyncio_app.py")["main"](str(folder), tokens=20, period_s=0.001)
+    assert len(texts) == 3
+    assert all(texts)
+    assert ticks >= 2
+
+
+def test_the_summarizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("One two three. " * 3)
+    (texts / "b.md").write_text("x" * 5000)
+    (texts / "c.bin").write_bytes(b"\xff")
+    out = tmp_path / "out.json"
+    main = example("summarize_folder.py")["main"]
+    command = [str(texts), "--model", str(folder), "-o", str(out), "--ctx", "1024"]
+    assert main([*command, "--tokens", "750"]) == 0
+    found = json.loads(out.read_text())
+    assert set(found) == {"a.txt", "b.md"}
+    for summary in found.values():
+        assert set(summary) == {"title", "summary"} or "no room" in summary["error"]
+    assert any("title" in summary for summary in found.values())
+    assert "2 of 2 prompts" in capsys.readouterr().err
+    assert main([str(tmp_path), *command[1:]]) == 1
+    assert main([str(texts), "--model", str(tmp_path / "none")]) == 1
+
+
+@pytest.mark.real
+def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    path = real_model("smollm2")
+    run_cells(
+        [
+            "".join(cell["source"])
+            for cell in json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+            if cell["cell_type"] == "code"
+        ],
+        path,
+        monkeypatch,
+    )
+
+
+@pytest.mark.real
+def test_the_guide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every block of docs/embedding.md, in order, in one namespace."""
+    pytest.importorskip("llguidance")
+    path = real_model("smollm2")
+    guide = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 8
+    monkeypatch.chdir(tmp_path)
+    run_cells(blocks, path, monkeypatch)
+
+
+def run_cells(cells: list[str], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run pieces of code one after another; the demo model's name means the file at ``path``."""
+    load = localrt.load
+
+    def load_here(model: Any = "smollm2", **options: Any) -> localrt.Model:
+        return load(path if model == "smollm2" else model, **{"ctx": 1024, **options})
+
+    monkeypatch.setattr(localrt, "load", load_here)
+    monkeypatch.setattr("localrt.api.load", load_here)
+    monkeypatch.setattr(sys, "argv", ["notebook"])
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for cell in cells:
+            exec(compile(cell, "cell", "exec"), names)
+
+
+def test_the_examples_use_the_public_names_alone() -> None:
+    files = sorted(EXAMPLES.iterdir())
+    assert files
+    for file in files:
+        if file.suffix not in (".py", ".ipynb"):
+            continue
+        text = file.read_text(encoding="utf-8")
+        assert "from localrt" not in text, file
+        assert "import localrt." not in text, file
+        for name in re.findall(r"\blocalrt\.(\w+)", text):
+            assert name in localrt.__all__, f"{file}: {name}"

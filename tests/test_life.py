@@ -1,0 +1,326 @@
+"""A model's life: loaded in the background, given less or more memory, gone without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import localrt
+from localrt.offload.placement import Where
+from localrt.offload.trace import PipelineCounts
+from tests.conftest import write_tiny_model
+from tests.offload.cards.carded import on_card
+from tests.offload.placed import Model as StoredModel
+from tests.offload.placed import extend, needs_kernels, pack_synthetic, passing, tokens
+from tests.real_models import real_model
+
+ROOT = Path(__file__).parent.parent
+
+# -- in the background ---------------------------------------------------------------------------
+
+
+def test_loading_tells_how_far_it_is(tiny_folder: Path) -> None:
+    seen: list[tuple[str, bool]] = []
+    begin = threading.Event()
+
+    def look(loading: localrt.Loading) -> None:
+        begin.wait(10)
+        seen.append((loading.progress.stage if loading.progress else "", loading.done))
+
+    loading = localrt.load_in_background(tiny_folder)
+    loading.add_callback(look)
+    loading.add_callback(lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    begin.set()
+    with loading.result(60) as model:
+        assert model.generate("hi", max_tokens=2, ignore_eos=True).token_ids
+        deadline = threading.Event()
+        while not (seen and seen[-1][1]):
+            deadline.wait(0.01)
+    assert seen[-1] == ("load", True)
+    assert [done for _, done in seen].count(True) == 1
+    assert loading.done
+    loading.add_callback(look)
+    assert seen[-1] == ("load", True)
+
+
+def test_what_fails_comes_out_of_result(tmp_path: Path) -> None:
+    with pytest.raises(localrt.LocalrtError, match="no such file"):
+        localrt.load_in_background(tmp_path / "none").result(60)
+    with pytest.raises(localrt.OptionError, match="engine must be"):
+        localrt.load_in_background(tmp_path, engine="magic").result(60)
+    with pytest.raises(localrt.OptionError, match="progress is the handle's own"):
+        localrt.load_in_background(tmp_path, progress=print)
+
+
+def test_loading_can_be_cancelled(tiny_folder: Path) -> None:
+    loading = localrt.load_in_background(tiny_folder)
+    loading.cancel()
+    with pytest.raises(localrt.CancelledError):
+        loading.result(60)
+    assert loading.cancelled
+    late = localrt.load_in_background(tiny_folder)
+    model = late.result(60)
+    late.cancel()
+    with pytest.raises(localrt.LocalrtError, match="closed"):
+        model.generate("hi")
+
+
+async def test_loading_for_asyncio(tiny_folder: Path) -> None:
+    loading = localrt.load_in_background(tiny_folder)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(loading.aresult(), 1e-6)
+    (await loading.aresult()).close()
+
+
+# -- unloading -----------------------------------------------------------------------------------
+
+
+def test_an_unloaded_model_says_so_and_its_chats_let_go(tmp_path: Path) -> None:
+    model = localrt.load(write_tiny_model(tmp_path))
+    chat, other = model.chat(max_tokens=3), model.chat(max_tokens=400, ignore_eos=True)
+    chat.send("hi")
+    answer = other.stream("go on")
+    next(answer)
+    assert chat.tokens_used
+    thread = threading.Thread(target=list, args=(answer,))
+    thread.start()
+    model.unload()
+    thread.join()
+    assert chat.tokens_used == other.tokens_used == 0
+    assert len(chat.messages) == len(other.messages) == 2
+    for work in (lambda: chat.send("x"), lambda: model.generate("x"), lambda: model.embed(["x"])):
+        with pytest.raises(localrt.LocalrtError, match="closed"):
+            work()
+    model.unload()
+    model.close()
+
+
+CHILD = """
+    import json, sys, psutil
+    import localrt, localrt.measuring
+    import localrt.offload.planner as planner
+    from localrt.offload.disk_speed import DiskProfile
+    from localrt.offload.files import ReadMode
+    from localrt.offload.planner.machine import typical_machine
+
+    # Measuring takes seconds, and so does integer programming.
+    known = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0)
+    localrt.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
+    make_plan = planner.make_plan
+    planner.make_plan = lambda *a, **k: make_plan(*a, **{**k, "solver": "greedy"})
+    rss = lambda: psutil.Process().memory_info().rss / 1e6
+    path = sys.argv[1]
+    GREEDY = dict(temperature=0, max_tokens=16, ignore_eos=True, draft="off")
+"""
+
+
+def child(script: str, home: Path) -> Any:
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(home),
+        "XDG_DATA_HOME": str(home / "data"),
+        "LOCALRT_CACHE": str(home / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHILD) + textwrap.dedent(script), str(REAL())],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def REAL() -> Path:  # noqa: N802
+    return real_model("smollm2")
+
+
+@pytest.mark.real
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that is free may be kept elsewhere")
+def test_unloading_returns_the_memory(tmp_path: Path) -> None:
+    found = child(
+        """
+        held = []
+        for _ in range(4):
+            model = localrt.load(path, ctx=1024)
+            model.generate("hello", **GREEDY)
+            chat = model.chat()
+            chat.send("hi", **GREEDY)
+            model.embed(["one", "two"])
+            most = rss()
+            model.unload()
+            held.append(rss())
+        print(json.dumps([held, most]))
+        """,
+        tmp_path,
+    )
+    held, most = found
+    # The first time leaves libraries behind; from then on there is nothing more.
+    assert most - held[-1] > 90
+    assert held[-1] - held[0] < 5
+
+
+@pytest.mark.real
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="see above")
+def test_a_smaller_budget_in_the_middle_changes_no_token(tmp_path: Path) -> None:
+    found = child(
+        """
+        out = {"rss": [], "read": [], "why": [], "same": []}
+        with localrt.load(path, ctx=1024, ram="160MB", threads=1) as model:
+            whole = model.generate("Tell me a story", **GREEDY)
+
+            def keep(last, tokens):
+                out["rss"].append(rss())
+                out["read"].append(last.metrics.ssd_read_bytes)
+                out["why"].append(last.metrics.memory)
+                out["same"].append(tokens == list(whole.token_ids))
+
+            keep(whole, list(whole.token_ids))
+            tokens = []
+            for chunk in model.stream("Tell me a story", **GREEDY):
+                tokens += chunk.token_ids
+                if len(tokens) == 4:
+                    model.set_budget(ram="125MB")
+            keep(chunk, tokens)
+            try:
+                model.set_budget(ram="60MB")
+            except localrt.MemoryBudgetError as error:
+                out["refused"] = str(error)
+            answer = model.generate("Tell me a story", **GREEDY)
+            keep(answer, list(answer.token_ids))
+            model.set_budget(ram="300MB")
+            for _ in range(2):
+                answer = model.generate("Tell me a story", **GREEDY)
+            keep(answer, list(answer.token_ids))
+        print(json.dumps(out))
+        """,
+        tmp_path,
+    )
+    assert all(found["same"])
+    before, during, after, plenty = found["read"]
+    assert before < during < after
+    assert plenty == 0
+    assert found["why"][0] is None
+    assert found["why"][1].endswith("read for every token: the budget is 125 MB of RAM now")
+    assert found["why"][2] == found["why"][1]
+    assert "less of the weights" in found["why"][3]
+    assert found["rss"][0] < 160
+    assert found["rss"][1] < 125
+    assert found["rss"][2] < 125
+    assert "60 MB of RAM is too little" in found["refused"]
+
+
+# -- budgets, without files of a real model ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
+    model = StoredModel(pack_synthetic(tmp_path_factory.mktemp("stored"), layers=4))
+    yield model
+    model.close()
+
+
+@needs_kernels
+def test_units_go_and_stay_as_the_budget_says(tmp_path: Path) -> None:
+    model = StoredModel(pack_synthetic(tmp_path, layers=6))
+    prompt = tokens(9)
+    wanted = extend(model.resident, model.resident.cache(64), prompt)
+    names = passing(model.store)
+    sizes = {unit.name: unit.nbytes for unit in model.store.manifest.units}
+    largest = max(sizes[name] for name in names)
+    caches = 210_000  # of one sequence
+    with model.placed(names[:2], largest=largest) as placed:
+        counts: list[PipelineCounts] = []
+
+        def run() -> int:
+            before = placed.counts().ssd_read_bytes
+            assert (extend(placed, placed.cache(64), prompt) == wanted).all()
+            counts.append(placed.counts())
+            return counts[-1].ssd_read_bytes - before
+
+        def resident() -> int:
+            return placed._residency.ram_nbytes
+
+        run()
+        few, at_load = run(), resident()
+        placed.set_ram_budget(at_load + caches - 2 * largest, "less")
+        run()
+        assert resident() < at_load
+        more = run()
+        assert more > few
+        assert counts[-1].memory_note.endswith(": less")
+        with pytest.raises(localrt.MemoryBudgetError):
+            placed.set_ram_budget(1, "nothing")
+        assert counts[-1].memory_note == placed.counts().memory_note
+        placed.set_ram_budget(1 << 40, "plenty")
+        for _ in range(3):
+            run()
+        assert run() == 0
+        assert resident() > at_load
+        assert "less of the weights" in counts[-1].memory_note
+    model.close()
+
+
+@needs_kernels
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_budget_changes_a_bit(data: st.DataObject, stored: StoredModel) -> None:
+    names = passing(stored.store)
+    streamed = data.draw(st.sets(st.sampled_from(names), min_size=1))
+    at_most = sum(unit.nbytes for unit in stored.store.manifest.units) + 400_000
+    with stored.placed(streamed) as placed:
+        cache, twin = placed.cache(64), stored.resident.cache(64)
+        for turn in range(8):
+            budget = data.draw(st.integers(0, at_most))
+            try:
+                placed.set_ram_budget(budget, f"{budget} bytes")
+            except localrt.MemoryBudgetError:
+                continue
+            try:
+                found = extend(placed, cache, tokens(3, seed=turn))
+            except localrt.MemoryBudgetError:
+                placed.set_ram_budget(1 << 40, "plenty")
+                found = extend(placed, cache, tokens(3, seed=turn))
+            wanted = extend(stored.resident, twin, tokens(3, seed=turn))
+            assert (found == wanted).all()
+
+
+@needs_kernels
+def test_a_card_gives_memory_back(stored: StoredModel) -> None:
+    names = passing(stored.store)
+    where = dict.fromkeys(names, Where.VRAM)
+    with on_card(stored, where) as placed:
+        cache, twin = placed.cache(64), stored.resident.cache(64)
+        for turn in range(4):
+            if turn == 2:
+                assert placed.shrink_card(1, "1 byte less") > 0
+            found = extend(placed, cache, tokens(3, seed=turn))
+            assert (found == extend(stored.resident, twin, tokens(3, seed=turn))).all()
+        assert placed.counts().memory_note.endswith("copied to the card: 1 byte less")
+        assert placed.shrink_card(1 << 40, "all") == 0
+
+
+def test_budgets_of_a_model_that_was_loaded_whole(tiny: localrt.Model) -> None:
+    tiny.set_budget(ram="900GB")
+    with pytest.raises(localrt.MemoryBudgetError, match="loaded whole"):
+        tiny.set_budget(ram="1MB")
+    with pytest.raises(localrt.OptionError, match="no GPU memory"):
+        tiny.set_budget(gpu_memory="8GB")
+    with pytest.raises(localrt.OptionError, match="not a size"):
+        tiny.set_budget(ram="lots")
+    assert tiny.generate("hi", max_tokens=2, ignore_eos=True).token_ids

@@ -1,0 +1,89 @@
+"""``localrt.plan`` and the functions that keep the models on this machine."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt import hardware, plan_inputs
+from localrt.offload.planner.machine import MachineProfile
+from tests.planner.models import machine
+from tests.test_cli_plan import config_folder
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No card, own folders, and nothing is measured."""
+    for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+
+    def measured(settings: Any, formats: Any, ssd: float | None, again: bool) -> MachineProfile:
+        return machine(ssd=ssd or 1e9)
+
+    monkeypatch.setattr(plan_inputs, "_measure", measured)
+
+
+def test_what_fits_and_what_streams(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    fits = localrt.plan(folder, ram="64GB", format="int4-g64", advise=False)
+    assert fits.fits
+    assert str(fits).startswith("fits in memory, about ")
+    assert (fits.read_bytes, fits.copied_bytes, fits.vram_bytes) == (0, 0, 0)
+    assert fits.weight_bytes < fits.ram_bytes < 64e9
+    less = localrt.plan(folder, ram="700MB", format="int4-g64", ssd="3GB/s")
+    assert not less.fits
+    assert str(less).startswith("streams ")
+    assert 0 < less.read_bytes <= less.weight_bytes
+    assert less.bottleneck in ("ssd", "cpu")
+    assert less.tok_s < fits.tok_s
+    assert less.hypothetical == ("--ssd",)
+    assert less.changes
+    assert less.changes[0].gain > 1
+    assert "tok/s predicted" in less.report
+    assert less.details["prediction"]["tok_s"] == less.tok_s
+    card = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
+    assert 0 < card.vram_bytes <= 1e9
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"ctx": 0}, localrt.OptionError, "ctx must be an integer of at least 1"),
+        ({"batch": True}, localrt.OptionError, "batch"),
+        ({"kv_format": "int3"}, localrt.OptionError, "kv_format must be bf16"),
+        ({"format": "int9"}, localrt.OptionError, "format must be one of"),
+        ({"ram": "lots"}, localrt.OptionError, "not a size"),
+        ({"ssd": "fast"}, localrt.OptionError, "fast"),
+        ({"gpu": "none such"}, localrt.OptionError, "none such"),
+        ({"ram": "10MB"}, localrt.MemoryBudgetError, "does not fit"),
+    ],
+)
+def test_what_cannot_be_planned(
+    tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    with pytest.raises(kind, match=message):
+        localrt.plan(folder, **options)
+    with pytest.raises(localrt.LocalrtError):
+        localrt.plan(tmp_path / "nothing")
+
+
+def test_the_models_of_an_empty_machine(tmp_path: Path) -> None:
+    assert [model.name for model in localrt.list_models()] in ([], ["smollm2"])
+    with pytest.raises(localrt.ModelNotFoundError):
+        localrt.remove_model("org/none")
+    with pytest.raises(localrt.OfflineError):
+        localrt.pull("org/none", cancel=threading.Event())
+    file = tmp_path / "own.gguf"
+    file.write_bytes(b"GGUF")
+    assert localrt.pull(str(file)).path == file
+    with pytest.raises(localrt.OptionError, match="yourself"):
+        localrt.remove_model(str(file))
+    assert file.exists()

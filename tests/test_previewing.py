@@ -1,0 +1,94 @@
+"""What is said of a model before it is loaded: from its files' headers, measuring nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import localrt
+from localrt.offload.planner import known_machine as known
+from localrt.previewing import Preview, preview, preview_size
+from localrt.settings import Settings
+from localrt.usage import forget_use, last_used, note_use
+
+
+def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("nothing is measured for a preview")
+
+    monkeypatch.setattr("localrt.offload.planner.measure.measure_machine", never)
+    monkeypatch.setattr("localrt.measuring.machine_profile", never)
+    found = preview(tiny_folder, device="cpu")
+    assert found.fits
+    assert found.read_bytes == 0
+    assert found.tok_s is not None
+    assert str(found).startswith("fits in RAM, about")
+
+
+def test_a_config_alone_is_enough(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--org--big" / "snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(config))
+    settings = Settings.from_environment({"HF_HUB_CACHE": str(cache)})
+    small = preview("org/big", ram="2GB", device="cpu", settings=settings)
+    assert not small.fits
+    assert small.read_bytes > 1_000_000_000
+    assert "streams" in str(small)
+    assert "per token" in str(small)
+    nothing = preview("org/big", ram="60MB", device="cpu", settings=settings)
+    assert nothing.problem
+    assert str(nothing).startswith("does not fit")
+
+
+def test_what_is_not_here_is_an_error(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"HF_HUB_CACHE": str(tmp_path)})
+    with pytest.raises(localrt.ModelNotFoundError):
+        preview("org/nothing", settings=settings)
+
+
+def test_by_size_alone() -> None:
+    assert preview_size(1000).fits
+    assert not preview_size(10**9, ram="900MB").fits
+    text = str(preview_size(10**9, ram="900MB"))
+    assert text.startswith("streams 310 MB per token")
+
+
+def test_words() -> None:
+    card = Preview(fits=True, place="card", weight_bytes=1, tok_s=83.4)
+    assert str(card) == "fits on the card, about 83 tok/s"
+    copied = Preview(fits=False, weight_bytes=1, copied_bytes=4_100_000_000, tok_s=6.04)
+    assert str(copied) == "copies 4.1 GB per token to the card, about 6 tok/s"
+    assumed = Preview(fits=True, weight_bytes=1, tok_s=6.0, assumed=True)
+    assert str(assumed).endswith("on a typical machine")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"disks": {}}', "[1]", '{"disks": {"1": [1]}}'])
+def test_a_damaged_record_of_the_machine_is_none(tmp_path: Path, text: str) -> None:
+    assert known.known_machine(tmp_path) is None
+    (tmp_path / "machine.json").write_text(text)
+    assert known.known_machine(tmp_path) is None
+
+
+def test_uses_are_remembered(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"XDG_DATA_HOME": str(tmp_path)})
+    assert last_used(settings) == {}
+    note_use("org/name:Q4_K_M", settings)
+    assert list(last_used(settings)) == ["org/name:Q4_K_M"]
+    forget_use("org/name:Q4_K_M", settings)
+    assert last_used(settings) == {}
+    (tmp_path / "blocked").write_text("")
+    note_use("x", Settings.from_environment({"XDG_DATA_HOME": str(tmp_path / "blocked")}))

@@ -1,0 +1,229 @@
+"""Snapshots of a running model: what counts, what rates follow, and that nobody waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import localrt
+from localrt.offload.trace import Task
+from localrt.status import LaneUse, MemoryUse, Status
+from localrt.watching import last_pass
+
+
+def status(**changes: object) -> Status:
+    values: dict[str, object] = {
+        "clock_s": 0.0,
+        "simulated": False,
+        "streamed": False,
+        "generating": True,
+        "ram": MemoryUse(1, 2),
+        "vram": None,
+        "kv": None,
+        "weight_bytes": 100,
+    }
+    return Status(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_resident_model_tells_memory_and_tokens(tiny: localrt.Model) -> None:
+    before = tiny.status()
+    chat = tiny.chat()
+    for _ in chat.stream("Hi", max_tokens=5, ignore_eos=True):
+        now = tiny.status(lanes=True)
+        assert now.generating
+    after = tiny.status()
+    assert not after.streamed
+    assert not after.generating
+    assert after.tokens - before.tokens == 5
+    assert after.metrics is not None
+    assert after.metrics.completion_tokens == 5
+    assert after.ram.budget is not None
+    assert after.ram.used > 0
+    assert after.kv is not None
+    assert after.kv.budget is not None
+    assert 0 < after.kv.used <= after.kv.budget
+    flow = after.since(before)
+    assert flow.tok_s is not None
+    assert flow.tok_s > 0
+    assert flow.ssd_bytes_s is None
+    assert flow.busy == {}
+    assert "memory" in flow.why
+    chat.close()
+    assert tiny.status().kv.used <= after.kv.used  # type: ignore[union-attr]
+
+
+def test_a_closed_early_stream_counts_as_ended(tiny: localrt.Model) -> None:
+    stream = tiny.stream("Hi", max_tokens=5, ignore_eos=True)
+    next(stream)
+    assert tiny.status().generating
+    stream.close()  # type: ignore[attr-defined]
+    assert not tiny.status().generating
+
+
+def test_a_snapshot_waits_for_no_pass(tiny: localrt.Model) -> None:
+    engine = tiny._parts.engine
+    with engine._turn:  # type: ignore[attr-defined]
+        found: list[Status] = []
+        thread = threading.Thread(target=lambda: found.append(tiny.status(lanes=True)))
+        thread.start()
+        thread.join(5)
+    assert found
+
+
+def test_many_threads(tiny: localrt.Model) -> None:
+    stop = threading.Event()
+    errors: list[Exception] = []
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                tiny.status()
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        with_chat = tiny.chat()
+        with_chat.send("Hello", max_tokens=3)
+        with_chat.close()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_closed_model_can_be_asked(tiny_folder: Path) -> None:
+    model = localrt.load(tiny_folder, format="f32")
+    model.close()
+    assert model.status().kv is None
+
+
+def test_advice_of_a_resident_model(tiny: localrt.Model) -> None:
+    found = tiny.advise()
+    assert found.token_bytes is not None
+    assert found.token_bytes > 0
+    assert tiny.status().token_bytes == found.token_bytes
+
+
+def test_rates_and_the_sentence_of_a_streamed_model() -> None:
+    then = status(
+        streamed=True,
+        passes=0,
+        ssd_read_bytes=0,
+        link_bytes=0,
+        busy_s={"ssd": 0.0, "cpu": 0.0},
+        ceiling_tok_s=20.0,
+    )
+    now = status(
+        clock_s=2.0,
+        streamed=True,
+        passes=20,
+        tokens=20,
+        ssd_read_bytes=1_000_000_000,
+        link_bytes=0,
+        busy_s={"ssd": 1.9, "cpu": 0.5},
+        expert_uses=10,
+        expert_hits=9,
+        ceiling_tok_s=20.0,
+    )
+    flow = now.since(then)
+    assert flow.tok_s == 10
+    assert flow.ssd_bytes_s == 5e8
+    assert flow.pass_bytes == 5e7
+    assert flow.busy == {"ssd": 0.95, "cpu": 0.25}
+    assert flow.expert_hit_rate == 0.9
+    assert flow.why == (
+        "The disk sets the pace, busy 95 % of the time: every pass reads 50 MB that do not fit in "
+        "memory."
+    )
+    assert now.share_of_ceiling(flow.tok_s) == 0.5
+
+
+def test_nothing_passes_between_two_snapshots_of_one_moment() -> None:
+    flow = status().since(status())
+    assert flow.tok_s is None
+    assert flow.ssd_bytes_s is None
+
+
+def a_pass(start: float, *, head: bool = True) -> list[Task]:
+    """Reads of 0.2 s before each of two computations of 0.1 s."""
+    tasks = []
+    for index, name in enumerate(["layers.0.attention", "layers.0.mlp", *["head.0"] * head]):
+        at = start + 0.3 * index
+        tasks += [Task("ssd", "x", at - 0.2, at), Task("cpu", name, at, at + 0.1)]
+    return tasks
+
+
+def test_the_last_finished_pass() -> None:
+    tasks = [*a_pass(0.0), *a_pass(1.0), *a_pass(2.0)[:2]]
+    found = last_pass(tasks)
+    assert found is not None
+    assert found.seconds == pytest.approx(0.7)
+    assert found.waited_s == pytest.approx(0.4)
+    lanes = {lane.resource: lane for lane in found.lanes}
+    assert list(lanes) == ["ssd", "cpu"]
+    assert lanes["ssd"].busy_s == pytest.approx(0.4)
+    assert lanes["cpu"].spans[0] == (0.0, pytest.approx(0.1))
+
+
+def test_a_pass_of_a_prompt_without_the_head_counts_when_another_follows() -> None:
+    prompt = a_pass(0.0, head=False)
+    assert last_pass(prompt) is None
+    assert last_pass([*prompt, *a_pass(1.0)[:2]]) is not None
+    assert last_pass([]) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 1)), max_size=20))
+def test_lanes_lie_within_the_pass(reads: list[tuple[float, float]]) -> None:
+    tasks = [Task("ssd", "x", at, at + long) for at, long in reads]
+    tasks += a_pass(3.0)
+    found = last_pass(sorted(tasks, key=lambda task: task.end))
+    assert found is not None
+    for lane in found.lanes:
+        ends = [0.0]
+        for start, end in lane.spans:
+            assert ends[-1] <= start < end <= found.seconds + 1e-9
+            ends.append(end)
+    assert isinstance(found.lanes[0], LaneUse)
+    assert 0 <= found.waited_s <= found.seconds
+
+
+def test_recording_follows_the_wish(tmp_path: Path) -> None:
+    """The pipeline remembers tasks between a call with lanes=True and one with False."""
+    from localrt.watching import Watch
+
+    asked: list[int | None] = []
+
+    class Engine:
+        info = type("Info", (), {"streamed": True, "weight_bytes": 1})()
+
+        def trace(self, keep: int | None = None) -> list[Task]:
+            asked.append(keep)
+            return a_pass(0.0)
+
+    watch = Watch(Engine(), ctx=1, ram=None, gpu_memory=None)  # type: ignore[arg-type]
+    assert watch.status().last_pass is None
+    assert asked == []
+    assert watch.status(lanes=True).last_pass is not None
+    assert watch.status().last_pass is not None
+    assert watch.status(lanes=False).last_pass is None
+    assert [keep for keep in asked if keep is not None] == [4096, 0]
+
+
+def test_it_is_cheap(tiny: localrt.Model) -> None:
+    tiny.status()
+    best = min(_timed(tiny) for _ in range(20))
+    assert best < 0.001
+
+
+def _timed(model: localrt.Model) -> float:
+    began = time.perf_counter()
+    model.status(lanes=True)
+    return time.perf_counter() - began

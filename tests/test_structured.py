@@ -1,0 +1,231 @@
+"""Answers that follow a JSON schema or an expression, of a random model that never would."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import localrt
+from localrt.cli import main
+from localrt.engine.constraint import constrained
+from localrt.engine.sampling import Sampling
+from tests.conftest import CHATML, write_tiny_model
+
+pytest.importorskip("llguidance")
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def follows(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    assert set(value) == {"name", "age", "tags"}
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 4
+    assert 0 <= value["age"] <= 150
+    assert set(value["tags"]) <= {"a", "b"}
+    return value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_follows_its_schema_and_ends_with_it(tiny: localrt.Model, seed: int) -> None:
+    answer = tiny.generate("hi", json_schema=PERSON, seed=seed, temperature=1.5, top_k=0)
+    follows(answer.text)
+    assert answer.finish_reason == "stop"
+    assert answer.text == tiny.detokenize(answer.token_ids)
+
+
+def test_a_schema_may_be_json_text(tiny: localrt.Model) -> None:
+    options: dict[str, Any] = {"seed": 3, "max_tokens": 200}
+    whole = tiny.generate("hi", json_schema=PERSON, **options)
+    assert tiny.generate("hi", json_schema=json.dumps(PERSON), **options).text == whole.text
+
+
+@pytest.mark.parametrize("schema", [True, {"type": "object"}, "true", '{"type": "array"}'])
+def test_any_json_can_be_asked_for(tiny: localrt.Model, schema: Any) -> None:
+    ends = 0
+    for seed in range(3):
+        bias = {tiny.tokenize(text)[0]: 9.0 for text in ("]", "}", '"', "1")}
+        answer = tiny.generate(
+            "hi", json_schema=schema, seed=seed, max_tokens=120, logit_bias=bias, top_k=0
+        )
+        if answer.finish_reason == "stop":
+            ends += 1
+            value = json.loads(answer.text)
+            if schema == {"type": "object"}:
+                assert isinstance(value, dict)
+            if isinstance(schema, str) and "array" in schema:
+                assert isinstance(value, list)
+    assert ends
+
+
+@pytest.mark.parametrize("regex", [r"\d{3}-\d{4}", "(yes|no), because [a-z ]{5,9}", "^a+b$"])
+def test_an_answer_matches_its_expression(tiny: localrt.Model, regex: str) -> None:
+    bias = {tiny.tokenize("b")[0]: 4.0}
+    answer = tiny.generate("hi", regex=regex, seed=1, logit_bias=bias, max_tokens=400, top_k=0)
+    assert answer.finish_reason == "stop"
+    assert re.fullmatch(regex, answer.text)
+
+
+def test_it_may_go_on_where_it_may_end(tiny: localrt.Model) -> None:
+    """``a*`` is complete at once; what ends it is the model's own end, or nothing else."""
+    answer = tiny.generate("hi", regex="a*", temperature=0, max_tokens=6, ignore_eos=True)
+    assert answer.text == "aaaaaa"
+    assert answer.finish_reason == "length"
+    end = next(iter(tiny.tokenizer.eos_ids))
+    answer = tiny.generate("hi", regex="a*", temperature=0, logit_bias={end: 1000.0})
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+    answer = tiny.generate("hi", regex="ab", temperature=0, logit_bias={end: 1000.0})
+    assert answer.text == "ab"
+
+
+def test_characters_of_several_tokens_are_whole(tiny: localrt.Model) -> None:
+    answer = tiny.generate("hi", regex="[日本🎈]{3}", seed=4)
+    assert re.fullmatch("[日本🎈]{3}", answer.text)
+
+
+def test_limits_and_stops_still_cut(tiny: localrt.Model) -> None:
+    assert tiny.generate("hi", regex="a{50}", max_tokens=7).text == "aaaaaaa"
+    assert tiny.generate("hi", regex="a{3}b{30}", stop="bb").text == "aaa"
+
+
+def test_speculation_keeps_within_the_constraint(tiny: localrt.Model) -> None:
+    for draft in ("off", "ngram"):
+        answer = tiny.generate("aa aa aa", json_schema=PERSON, temperature=0, draft=draft)
+        found = follows(answer.text)
+        if draft == "off":
+            plain = found
+    assert found == plain
+
+
+def test_batches_and_chats(tiny: localrt.Model) -> None:
+    answers = tiny.generate_batch(["one", "two", "three"], json_schema=PERSON, seed=1, top_k=0)
+    for answer in answers:
+        follows(answer.text)
+    alone = tiny.generate("one", json_schema=PERSON, seed=1, top_k=0)
+    assert answers[0].text == alone.text
+    chat = tiny.chat(regex="(red|green)", seed=2, draft="off")
+    assert chat.send("which?").text in ("red", "green")
+    assert chat.send("again?", regex=None, max_tokens=3).text
+    assert chat.messages[1]["content"] in ("red", "green")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"json_schema": {"type": "strng"}}, "json_schema cannot be used: Invalid type"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema cannot be used"),
+        ({"json_schema": {"if": {}, "then": {}}}, "json_schema cannot be used: Unimplemented"),
+        ({"json_schema": '{"type":'}, "json_schema is not JSON"),
+        ({"json_schema": {"type": object}}, "json_schema is not JSON"),
+        ({"json_schema": False}, "json_schema must be a JSON object"),
+        ({"json_schema": [1]}, "json_schema must be a JSON object"),
+        ({"json_schema": {"not": {}}}, "json_schema"),
+        ({"json_schema": {"title": "\ud800"}}, "json_schema"),
+        ({"regex": "(a"}, "regex cannot be used: unclosed group"),
+        ({"regex": "(?=a)b"}, "regex cannot be used: look-around"),
+        ({"regex": ""}, "regex must be a non-empty string"),
+        ({"regex": 5}, "regex must be a non-empty string"),
+        ({"regex": "[^\\s\\S]"}, "regex"),
+        ({"regex": "a", "json_schema": {}}, "exclude one another"),
+    ],
+)
+def test_what_cannot_be_followed_is_said_before_any_work(
+    tiny: localrt.Model, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(localrt.OptionError, match=re.escape(message)) as caught:
+        tiny.stream("hi", **options)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(localrt.OptionError):
+        tiny.chat(**options).send("hi")
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(text=st.text(max_size=12))
+def test_any_text_as_an_expression_is_followed_or_refused(tiny: localrt.Model, text: str) -> None:
+    try:
+        tiny.generate("hi", regex=text, max_tokens=4)
+        tiny.generate("hi", json_schema={"const": text}, max_tokens=4)
+    except localrt.OptionError as error:
+        message = str(error)
+    else:
+        message = ""
+    assert "\n" not in message
+
+
+def test_nothing_but_what_is_allowed_is_drawn() -> None:
+    import numpy as np
+
+    logits = np.array([9.0, 1.0, 8.0, 2.0], np.float32)
+    found = constrained(logits, np.array([1, 3]), Sampling(temperature=1.0, top_k=1))
+    assert found.tokens.tolist() == [3]
+    found = constrained(logits, np.array([1, 3]), Sampling(temperature=0.0))
+    assert found.tokens.tolist() == [3]
+
+
+def test_a_bias_that_leaves_nothing_is_an_error(tiny: localrt.Model) -> None:
+    bias = {tiny.tokenize("a")[0]: float("-inf")}
+    with pytest.raises(localrt.LocalrtError, match="no token of the model can go on"):
+        tiny.generate("hi", regex="a", logit_bias=bias)
+
+
+def test_without_llguidance_the_extra_is_named(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with (
+        localrt.load(tiny_folder) as model,
+        pytest.raises(localrt.MissingExtraError, match=r"localrt\[structured\]"),
+    ):
+        model.generate("hi", regex="a")
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, template=CHATML)
+    (folder / "tokenizer.json").unlink()
+    with localrt.load(folder) as model, pytest.raises(localrt.TokenizerError):
+        model.generate(token_ids=[5], regex="a")
+
+
+def test_command_line(
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(PERSON))
+    run = ["run", str(tiny_folder), "hi", "--seed", "1"]
+    assert main([*run, "--json-schema", str(schema)]) == 0
+    follows(capsys.readouterr().out)
+    assert main([*run, "--json-schema", json.dumps(PERSON)]) == 0
+    follows(capsys.readouterr().out)
+    assert main([*run, "--regex", "(yes|no)"]) == 0
+    assert capsys.readouterr().out.strip() in ("yes", "no")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n")
+    batch = ["run", str(tiny_folder), "--batch", str(prompts), "--regex", "[ab]c", "--json"]
+    assert main(batch) == 0
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert all(re.fullmatch("[ab]c", text) for text in texts)
+    for bad in (["--json-schema", "nowhere.json"], ["--json-schema", "{"], ["--regex", "(a"]):
+        assert main([*run, *bad]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
