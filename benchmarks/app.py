@@ -295,7 +295,7 @@ def main() -> int:
         results.append(cost)
         print(
             f"\n{cost['what']}: {cost['bare_tok_s']:.1f} tok/s bare, "
-            f"{cost['app_tok_s']:.1f} in the app: {cost['cost']:.1%} less; "
+            f"{cost['app_tok_s']:.1f} in the app: a cost of {cost['cost']:.1%}; "
             f"the app took {cost['app_share_of_a_core']:.1%} of one core"
         )
     if args.json:

@@ -416,7 +416,8 @@ class Model(BatchMethods):
         return_free_memory()
 
     def close(self) -> None:
-        """Free weights and caches."""
+        """Free weights and caches; running batches (``live``) end."""
+        self._close_lives()
         self._parking.close()
         self._pool.close()
         if self._drafts is not None:

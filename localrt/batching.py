@@ -35,6 +35,8 @@ _SEEDS = 1 << 64
 class BatchMethods:
     """See ``Model``, which has these methods."""
 
+    _lives: Sequence[LiveModel] = ()
+
     @overload
     def stream_batch(
         self, prompts: Prompts | None = None, *, errors: Literal["raise"] = "raise", **options: Any
@@ -182,7 +184,14 @@ class BatchMethods:
 
         model = cast("Model", self)
         limits = LiveLimits(ctx=model.info.ctx, most=most, buffer=buffer, patience_s=patience_s)
-        return open_live(model, limits)
+        live = open_live(model, limits)
+        self._lives = [*(other for other in self._lives if not other.closed), live]
+        return live
+
+    def _close_lives(self) -> None:
+        lives, self._lives = self._lives, ()
+        for live in lives:
+            live.close()
 
 
 def _prompts(

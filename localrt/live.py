@@ -121,6 +121,11 @@ class LiveModel:
         """Every answer ends, with what it has said."""
         self._live.cancel_all()
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be asked of it any more."""
+        return self._live.closed
+
     def close(self) -> None:
         """End every answer as cancelled, and free the caches; the model stays loaded."""
         self._live.close()

@@ -309,7 +309,8 @@ def test_a_chat_goes_on_with_results(model: localrt.Model) -> None:
         "tool",
         "assistant",
     ]
-    rendered = model.detokenize(model._requests.render(chat.messages, [WEATHER]), skip_special=False)
+    ids = model._requests.render(chat.messages, [WEATHER])
+    rendered = model.detokenize(ids, skip_special=False)
     assert "<tool_call>weather city=X</tool_call>" in rendered
     assert '{"t": 20} from weather' in rendered
     with pytest.raises(localrt.OptionError, match="nothing to answer"):

@@ -1,151 +1,149 @@
-"""One answer of the model on screen: a widget that draws finished lines of Markdown.
+"""One answer of the model on screen: Markdown that may still grow, and the thinking before it.
 
-A conversation holds one widget per turn, however long the turn is, because Textual visits every
-widget whenever one of them grows. Knows layout and mouse selection, nothing about generation.
+Thinking is folded to a line that says how long it took; while it goes on its last lines are shown.
+Knows layout, nothing about generation.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from rich.cells import cell_len
-from rich.segment import Segment
-from rich.style import Style
-from textual.geometry import Region, Size
-from textual.selection import Selection
+from rich.text import Text
 from textual.strip import Strip
-from textual.widget import Widget
 
-from localrt.tui.markdown import Look, MarkdownLines
-from localrt.tui.text import clean
+from localrt.tui.blocks import Block, wrapped
+from localrt.tui.looks import Looks
+from localrt.tui.markdown import MarkdownLines, code_blocks
+from localrt.tui.text import clean, human_seconds
+from localrt.tui.thinking import split_thinking
 
 __all__ = ["Answer"]
 
+_TAIL = 3  # lines of thinking that are shown while it goes on
 
-class Answer(Widget):
-    """Markdown text that may still grow: ``write`` pieces, then ``finish``."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {
-        "answer--heading",
-        "answer--code",
-        "answer--code-block",
-        "answer--quote",
-        "answer--link",
-        "answer--muted",
-    }
+class Answer(Block):
+    """``write`` pieces, then ``finish``; or a whole text from the start."""
 
-    def __init__(self, source: str = "", *, classes: str | None = None) -> None:
-        super().__init__(classes=classes)
+    role = "assistant"
+
+    def __init__(self, source: str = "", *, thinking_s: float | None = None) -> None:
+        super().__init__()
         self._pieces = [clean(source)] if source else []
         self._finished = bool(source)
-        self._lines: MarkdownLines | None = None
+        self._unfolded = False
+        self._markdown: MarkdownLines | None = None
+        self._drawn = 0  # characters of the answer that are in ``_markdown``
+        self.thinking_s = thinking_s
 
     @property
     def source(self) -> str:
-        """The Markdown so far."""
-        return "".join(self._pieces)
+        """The Markdown so far, thinking included."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
 
     @property
-    def plain(self) -> str:
-        """The lines as they are drawn, without their styles."""
-        lines = self._lines.lines if self._lines else []
-        return "\n".join(line.text.rstrip() for line in lines)
+    def spoken(self) -> str:
+        """The answer without its thinking."""
+        return split_thinking(self.source).answer
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the thinking still goes on."""
+        return split_thinking(self.source).open
+
+    @property
+    def code(self) -> list[tuple[str, str]]:
+        """Language and text of the code blocks, first to last."""
+        return code_blocks(self.spoken)
+
+    @property
+    def foldable(self) -> bool:
+        """Whether there is thinking to show."""
+        return split_thinking(self.source).present
+
+    def toggle(self) -> None:
+        """Show the thinking, or hide it."""
+        self._unfolded = not self._unfolded
+        self.changed()
 
     def write(self, text: str) -> None:
-        """Add a piece; draws what changed, at a cost that does not grow with the answer."""
-        if not text:
-            return
-        text = clean(text)
-        self._pieces.append(text)
-        if self._lines is None:
-            return  # not laid out yet: the first layout takes every piece
-        height = len(self._lines.lines)
-        first = self._lines.append(text)
-        if len(self._lines.lines) != height:
-            self.refresh(layout=True)
-        else:
-            self.refresh(Region(0, first, self.outer_size.width, height - first))
+        """Add a piece."""
+        if text:
+            self._pieces.append(clean(text))
+            self.grown()
+
+    def grown(self) -> None:
+        """Take new lines into account at the next look; what is laid out already stays."""
+        self._lines = None
 
     def finish(self) -> None:
-        """No more pieces will come: draw the whole text as one document."""
+        """No more pieces will come: the whole text is laid out as one document."""
         self._finished = True
-        if self._lines is not None:
-            self._lines.finish()
-            self.refresh(layout=True)
+        self.changed()
 
-    # -- drawing ---------------------------------------------------------------------------------
+    def changed(self) -> None:
+        """Lay out from the start at the next look."""
+        super().changed()
+        self._markdown = None
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Lines at this width; an answer without text yet keeps one line."""
-        return max(len(self._laid_out(width).lines), 1)
+    def forget(self) -> None:
+        """Give the lines back, unless more are about to come."""
+        if self._finished:
+            super().forget()
+            self._markdown = None
 
-    def render_line(self, y: int) -> Strip:
-        """The line ``y`` in the widget's own colours, with the mouse's selection on it."""
-        width = self.size.width
-        style = self.visual_style.rich_style
-        lines = self._laid_out(width).lines
-        if y >= len(lines):
-            return Strip.blank(width, style)
-        strip = lines[y]
-        selection = self.text_selection
-        if selection is not None and (span := selection.get_span(y)) is not None:
-            strip = _selected(
-                strip, span, self.screen.get_component_rich_style("screen--selection")
-            )
-        return strip.apply_style(style).adjust_cell_length(width, style).apply_offsets(0, y)
+    def height(self, width: int) -> tuple[int, bool]:
+        """As of any block; a growing answer is counted anew when it has grown."""
+        if self._lines is None and not self._finished:
+            return max(self._height or 1, 1), False
+        return super().height(width)
 
-    def notify_style_update(self) -> None:
-        """Lay out again when the theme changes."""
-        super().notify_style_update()
-        if self._lines is not None:
-            self._lines = None
-            self.refresh(layout=True)
+    def estimate(self, width: int) -> int:
+        """From the text; folded thinking is one line."""
+        thought = split_thinking(self.source)
+        lines = sum(1 + len(line) // max(width, 8) for line in thought.answer.split("\n"))
+        return lines + 2 * thought.present + bool(self.note)
 
-    def _laid_out(self, width: int) -> MarkdownLines:
-        if self._lines is None or self._lines.width != width:
-            self._lines = MarkdownLines(self._look(), width)
-            self._lines.append(self.source)
-            if self._finished:
-                self._lines.finish()
-        return self._lines
+    def lay_out(self, width: int, looks: Looks) -> list[Strip]:
+        """Thinking, Markdown, the small line below."""
+        thought = split_thinking(self.source)
+        lines: list[Strip] = []
+        if thought.present:
+            lines += self._thinking_lines(thought.thinking, width, looks, open=thought.open)
+            if thought.answer:
+                lines.append(Strip([]))
+        if thought.answer or not thought.present:
+            lines += self._markdown_lines(thought.answer, width, looks)
+        return [*lines, *self.note_lines(width, looks)] or [Strip([])]
 
-    def _look(self) -> Look:
-        def blended(part: str) -> Style:
-            return self.get_component_rich_style(f"answer--{part}")
+    def _thinking_lines(
+        self, thinking: str, width: int, looks: Looks, *, open: bool
+    ) -> list[Strip]:
+        took = "" if self.thinking_s is None else f" {human_seconds(self.thinking_s)}"
+        if open:
+            head = f"▾ Thinking ...{took}"
+            lines = wrapped(Text(thinking, looks.thinking), width - 2, looks) if thinking else []
+            lines = lines if self._unfolded else lines[-_TAIL:]
+        else:
+            took = f" for{took}" if took else ""
+            head = f"{'▾' if self._unfolded else '▸'} Thought{took}"
+            lines = []
+            if self._unfolded:
+                lines = wrapped(Text(thinking, looks.thinking), width - 2, looks)
+        indent = Strip(Text("  ").render(looks.console))
+        return [
+            *wrapped(Text(head, looks.mark), width, looks),
+            *(Strip.join([indent, line]) for line in lines),
+        ]
 
-        def without_background(part: str) -> Style:
-            style = blended(part)
-            return Style(
-                color=style.color,
-                bold=style.bold,
-                italic=style.italic,
-                underline=style.underline,
-                dim=style.dim,
-            )
-
-        return Look(
-            dark=self.app.current_theme.dark,
-            heading=without_background("heading"),
-            code=without_background("code"),
-            code_block=Style(bgcolor=blended("code-block").bgcolor),
-            quote=without_background("quote"),
-            link=without_background("link"),
-            muted=without_background("muted"),
-        )
-
-    # -- selection -------------------------------------------------------------------------------
-
-    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """The selected text, for the clipboard."""
-        return selection.extract(self.plain), "\n"
-
-
-def _selected(strip: Strip, span: tuple[int, int], style: Style) -> Strip:
-    """The strip with characters ``span`` highlighted; an end of -1 is the line's end."""
-    text = strip.text
-    start, end = span
-    left = cell_len(text[:start])
-    right = strip.cell_length if end < 0 else cell_len(text[:end])
-    before, inside, after = strip.crop(0, left), strip.crop(left, right), strip.crop(right)
-    marked = [Segment(part.text, (part.style or Style.null()) + style) for part in inside]
-    return Strip.join([before, Strip(marked), after])
+    def _markdown_lines(self, text: str, width: int, looks: Looks) -> list[Strip]:
+        kept = self._markdown
+        if kept is None or kept.width != width or kept.look is not looks.markdown:
+            self._markdown, self._drawn = MarkdownLines(looks.markdown, width), 0
+        assert self._markdown is not None
+        if len(text) > self._drawn:
+            self._markdown.append(text[self._drawn :])
+            self._drawn = len(text)
+        if self._finished:
+            self._markdown.finish()
+        return self._markdown.lines

@@ -1,8 +1,7 @@
-"""The chat app: one screen, one model, one conversation at a time.
+"""The chat app: it opens at once, loads the model in a thread, and ends without losing anything.
 
-It opens at once and loads the model in a thread; what is written meanwhile waits and is sent when
-the model is ready. The same queue holds messages written during an answer. The app looks at its
-threads on a timer; it computes nothing itself and knows localrt's public API only.
+What is on screen is ``chat_screen.py``; which conversation and model it is about, ``desk.py``. The
+app computes nothing itself and knows localrt's public API only.
 """
 
 from __future__ import annotations
@@ -10,35 +9,39 @@ from __future__ import annotations
 import asyncio
 import select
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from textual.app import App, ComposeResult
-from textual.binding import Binding, BindingType
+from textual.app import App, SystemCommand
+from textual.events import Resize
+from textual.screen import Screen
 from textual.timer import Timer
-from textual.widgets import Static, TextArea
 
 from localrt.errors import LocalrtError
-from localrt.tui.commands import Command, as_typed, help_text, hint, read_line
-from localrt.tui.composer import Composer
-from localrt.tui.conversation import Conversation, Kind
-from localrt.tui.footer import Footer, Phase, Status
-from localrt.tui.loading import LoadingLine
-from localrt.tui.pace import FRAME_SECONDS
-from localrt.tui.session import Session
-from localrt.tui.text import one_line
-from localrt.tui.turns import Turns, explained
-from localrt.tui.work import Loading, News
+from localrt.tui.chat_screen import ChatScreen
+from localrt.tui.desk import Desk, Usual
+from localrt.tui.dialogs import SMALLEST, TooSmall
+from localrt.tui.footer import Phase
+from localrt.tui.key_choices import chosen_keys
+from localrt.tui.keys import KEYS, Key, rebound
+from localrt.tui.models_library import Library
+from localrt.tui.models_switch import LoadByName, Switch
+from localrt.tui.pace import FRAME_SECONDS, spare_collector
+from localrt.tui.preferences import PreferencesFile, config_folder
+from localrt.tui.presets import Presets
+from localrt.tui.settings_work import SettingsWork
+from localrt.tui.text import one_line, short_name
+from localrt.tui.themes import offered, register
+from localrt.tui.turns import explained
+from localrt.tui.work import Loading
 
 if TYPE_CHECKING:
-    from localrt import Model
+    from localrt import History, Model
     from localrt.engine.types import ProgressCallback
 
 __all__ = ["ChatApp", "run_chat"]
 
-_CONFIRM_SECONDS = 2.0  # in which a second Ctrl+C quits
 _GOODBYE_SECONDS = 2.0  # that a thread gets to end when the app does
 
 
@@ -49,6 +52,9 @@ def run_chat(
     system: str | None,
     options: dict[str, Any],
     chat_path: Path | None = None,
+    resume: bool = False,
+    load_by_name: LoadByName | None = None,
+    load_options: Mapping[str, Any] | None = None,
 ) -> int:
     """Open the app until the user leaves; the process's exit status.
 
@@ -58,18 +64,29 @@ def run_chat(
         system: system prompt of a new conversation.
         options: generation options by name, over the model's defaults.
         chat_path: a saved conversation to go on with.
+        resume: go on with the last conversation of the history.
+        load_by_name: loads another model; its second argument is like that of ``load``.
+        load_options: what ``load`` was told of budgets and the like, to plan for other models.
 
     Returns:
         0, or 1 when the model could not be loaded (the reason is on stderr then).
     """
+    from localrt import History
+
     app = ChatApp(
         load,
         model_name=model_name,
         system=system,
         options=options,
         chat_path=chat_path,
+        resume=resume,
         type_ahead=_line_waiting(),
+        history=History,
+        load_by_name=load_by_name,
+        load_options=load_options,
+        config=config_folder(),
     )
+    spare_collector()
     app.run()
     if app.failure is not None:
         print(f"localrt: {app.failure}", file=sys.stderr)
@@ -88,15 +105,13 @@ def _line_waiting() -> bool:
 class ChatApp(App[None]):
     """The app behind ``run_chat``, with the same arguments.
 
-    ``type_ahead`` says that lines typed before the start are waiting on the terminal.
+    ``type_ahead`` says that lines typed before the start are waiting on the terminal. ``history``
+    opens the history, ``config`` is the folder of preferences; None keeps nothing.
     """
 
     TITLE = "localrt"
     CSS_PATH = Path(__file__).with_name("app.tcss")
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+c", "interrupt", "Copy, stop or quit", show=False, priority=True),
-        Binding("escape", "stop", "Stop the answer", show=False),
-    ]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-normal"), (120, "-wide")]  # noqa: RUF012
 
     def __init__(
         self,
@@ -106,54 +121,92 @@ class ChatApp(App[None]):
         system: str | None,
         options: dict[str, Any],
         chat_path: Path | None = None,
+        resume: bool = False,
         type_ahead: bool = False,
+        history: Callable[[], History] | None = None,
+        load_by_name: LoadByName | None = None,
+        load_options: Mapping[str, Any] | None = None,
+        config: Path | None = None,
     ) -> None:
         super().__init__()
-        self._system = system
-        self._options = options
+        register(self)
+        self._preferences = PreferencesFile(config)
+        self._liked = liked = self._preferences.load()
+        self.keys: tuple[Key, ...] = KEYS
+        self.animation_level = "none"  # frames that move nothing but bytes over SSH
         self._chat_path = chat_path
         self._loading = Loading(load)
-        self._session: Session | None = None
         # Why the model could not be loaded, in one line.
         self.failure: str | None = None
-        self._confirming: Timer | None = None
-        self._conversation = Conversation()
-        self._turns = Turns(self._conversation)
-        self._loading_line = LoadingLine()
-        self._hint = Static(id="hint", markup=False)
-        self._hint_shown = ""
-        self._composer = Composer(type_ahead=type_ahead)
-        self._footer = Footer()
-        self._footer.status = Status(model=_short_name(model_name))
+        self.desk = Desk(
+            history,
+            model=short_name(model_name),
+            system=system,
+            options=options,
+            on_problem=lambda line: self.chat.say(line, "error"),
+            on_moved=self._moved,
+            usual=Usual(liked.system, liked.options),
+        )
+        self.settings = SettingsWork(self.desk, self._preferences, Presets(config))
+        self.library = Library(load_options)
+        self.switch = Switch(self, load_by_name)
+        if resume:
+            self._resume()
+        self.chat = ChatScreen(self.desk, model=short_name(model_name), type_ahead=type_ahead)
+        self._ticker: Timer | None = None
+        self._leaving_unsaved = False
 
-    def compose(self) -> ComposeResult:
-        """Conversation, loading line, hint, composer, footer."""
-        yield self._conversation
-        yield self._loading_line
-        yield self._hint
-        yield self._composer
-        yield self._footer
+    def get_default_screen(self) -> Screen[Any]:
+        """The chat."""
+        return self.chat
 
     def on_mount(self) -> None:
-        """Begin to load; the composer is ready at once."""
+        """Begin to load."""
         if self.console.color_system == "standard":
             self._use_terminal_colors()
-        self._composer.placeholder = "Write now: it is sent when the model is ready"
-        self._composer.focus()
-        self._loading.start()
-        self._ticker = self.set_interval(FRAME_SECONDS, self._tick)
+        for note in (*self.desk.notes, *self._like()):
+            self.chat.view.add_notice(note, "error")
+        self.watch_loading(self._loading)
+
+    def _like(self) -> tuple[str, ...]:
+        """Have it as the user likes it; what cannot be had is told."""
+        liked, notes = self._liked, self._preferences.notes
+        if liked.theme is not None and liked.theme not in self.available_themes:
+            there = ", ".join(offered(self)[:6])
+            notes += (f"There is no theme {liked.theme!r} (there are {there}, ...)",)
+        elif liked.theme is not None and liked.theme in offered(self):
+            self.theme = liked.theme
+        keymap, problems = chosen_keys(liked.keys, {key.id: key.keys for key in KEYS})
+        self.set_keymap(keymap)
+        self.keys = rebound(keymap)
+        hide = next(key.shown for key in self.keys if key.id == "panel")
+        self.chat.panel.hide_key(hide)
+        self.chat.panel.show(liked.panel)
+        return (*notes, *problems)
+
+    def remember(self, **liked: Any) -> None:
+        """Have it so the next time too; what cannot be written is told."""
+        try:
+            self._preferences.remember(**liked)
+        except LocalrtError as error:
+            self.chat.say(f"Not remembered: {one_line(error)}", "error")
 
     async def on_unmount(self) -> None:
-        """End the threads, then free the model."""
+        """End the threads, park the conversation, free the model."""
         self._loading.abandon()
-        self._turns.cancel()
+        self.chat.turns.cancel()
+        await self.chat.left()
         await asyncio.to_thread(self._end_work)
 
     def _end_work(self) -> None:
-        ended = self._turns.join(_GOODBYE_SECONDS)
+        ended = self.chat.turns.join(_GOODBYE_SECONDS)
         loaded = self._loading.join(_GOODBYE_SECONDS)
+        self.chat.turns.close()
         if ended and loaded and self._loading.model is not None:
+            if self.desk.session is not None:
+                self.desk.session.leave()
             self._loading.model.close()
+        self.desk.close()
 
     def _use_terminal_colors(self) -> None:
         """A terminal with 16 colours has its own palette: no theme reads well squeezed into it."""
@@ -163,258 +216,115 @@ class ChatApp(App[None]):
             self.theme = "textual-ansi"
             self.ansi_color = True
 
+    def _resume(self) -> None:
+        try:
+            found = self.desk.list()
+            if found:
+                self.desk.open(found[0].id)
+        except LocalrtError as error:
+            self.desk.notes += (one_line(error),)
+
+    def _moved(self, numbers: Mapping[int, int]) -> None:
+        self.chat.turns.moved(numbers)
+
+    # -- loading ---------------------------------------------------------------------------------
+
     @property
-    def _busy(self) -> bool:
-        return self._session is None or self._turns.answering
+    def loaded(self) -> bool:
+        """Whether nothing is being loaded."""
+        return self._loading.done
 
-    # -- the timer -------------------------------------------------------------------------------
+    def watch_loading(self, loading: Loading) -> None:
+        """Begin to load, and show how far it is."""
+        self._loading = loading
+        loading.start()
+        self._ticker = self.set_interval(FRAME_SECONDS, self._watch_loading)
 
-    async def _tick(self) -> None:
-        if self._turns.answering:
-            self._watch_answer()
-        elif self._session is None and self.failure is None:
-            await self._watch_loading()
-        else:
-            self._ticker.pause()
-
-    async def _watch_loading(self) -> None:
-        self._loading_line.progress = self._loading.progress
-        if self._loading.error is not None:
-            self._fail(self._loading.error)
-        elif self._loading.model is not None:
-            try:
-                session = Session(self._loading.model, self._system, self._options)
-            except LocalrtError as error:
+    def _watch_loading(self) -> None:
+        self.chat.loading_line.progress = self._loading.progress
+        if not self._loading.done:
+            return
+        if self._ticker is not None:
+            self._ticker.stop()
+        self.chat.loading_line.display = False
+        model, error = self._loading.model, self._loading.error
+        try:
+            if model is None:
+                raise error or LocalrtError("the model is not there")
+            session = self.desk.take(model)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
+            if not self.switch.ended(error):
                 self._fail(error)
-            else:
-                await self._open(session)
+        else:
+            self.switch.ended(None)
+            self.chat.opened(session)
+            if self._chat_path is not None:
+                path, self._chat_path = self._chat_path, None
+                self.chat.put(lambda: self.desk.load(path))
+            self.chat.send_next()
 
     def _fail(self, error: Exception) -> None:
         self.failure = explained(error)
-        self._loading_line.display = False
-        self._conversation.add_notice(self.failure, "error")
-        self._conversation.add_notice("Press Enter or Ctrl+Q to leave.")
-        self._composer.placeholder = ""
-        self._update_status(phase=Phase.FAILED)
+        self.chat.view.add_notice(self.failure, "error")
+        another = ", F4 to choose another model" if self.switch.possible else ""
+        self.chat.view.add_notice(f"Press Enter or Ctrl+Q to leave{another}.")
+        self.chat.composer.placeholder = ""
+        self.chat.update_status(phase=Phase.FAILED)
 
-    async def _open(self, session: Session) -> None:
-        info = session.model.info
-        self._loading_line.display = False
-        waiting = self._turns.take_back()  # they come below what the model says of itself
-        if self._chat_path is not None:
-            await self._open_saved(session, self._chat_path)
-        for line in (session.describe(), *info.notes):
-            self._conversation.add_notice(line)
-        for message in waiting:
-            self._turns.add(message, waiting=True)
-        self._update_status(
-            model=_short_name(info.name),
-            engine=f"{info.engine} {info.format}".strip(),
-            phase=Phase.READY,
-            ctx=info.ctx,
+    # -- window ----------------------------------------------------------------------------------
+
+    def on_resize(self, event: Resize) -> None:
+        """A terminal that is too small says so instead of showing half of everything."""
+        self.chat.panel.fit(event.size)
+        small = event.size.width < SMALLEST.width or event.size.height < SMALLEST.height
+        shown = isinstance(self.screen, TooSmall)
+        if small and not shown:
+            self.push_screen(TooSmall())
+        elif shown and not small:
+            self.pop_screen()
+
+    # -- palette and leaving ---------------------------------------------------------------------
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """The keys' table, themes, a picture, leaving."""
+        for key in self.keys:
+            if key.palette:
+                yield SystemCommand(key.does, key.shown, self._doing(key.action))
+        yield SystemCommand("Change the theme", "Colours", self._pick_theme)
+        yield SystemCommand(
+            "Save a picture of the screen",
+            "An SVG file",
+            lambda: self.set_timer(0.1, self.deliver_screenshot),
         )
-        self._composer.placeholder = "Message (/help for commands and keys)"
-        self._session = session
-        self._send_next()
+        yield SystemCommand("Quit", "Ctrl+Q", self.action_quit)
 
-    async def _open_saved(self, session: Session, path: Path) -> None:
-        try:
-            await asyncio.to_thread(session.load, path)
-            session.chat.set(**self._options)
-            if self._system is not None:
-                session.chat.system = self._system
-            await self._show_messages(session)
-        except LocalrtError as error:
-            self._conversation.add_notice(one_line(error), "error")
+    def _pick_theme(self) -> None:
+        from localrt.tui.settings_dialogs import PickTheme
 
-    def _watch_answer(self) -> None:
-        news = self._turns.look()
-        if news is None:
-            return
-        self._show_metrics(news)
-        if news.done:
-            self._update_status(phase=Phase.READY, percent=None)
-            self._give_back(self._turns.end(news, cut_off=self._cut_off()))
-            self._send_next()
-        self._show_hint()
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                self.remember(theme=name)
 
-    def _show_metrics(self, news: News) -> None:
-        metrics = news.metrics
-        if metrics is not None and metrics.completion_tokens:
-            self._update_status(
-                phase=Phase.GENERATING,
-                percent=None,
-                rate=metrics.decode_tok_s,
-                per_pass=metrics.accepted_per_pass,
-                sources=metrics.accepted_by_source,
-                used=metrics.prompt_tokens + metrics.completion_tokens,
-            )
-        elif news.prefill is not None and news.prefill.total:
-            percent = min(100 * news.prefill.done // news.prefill.total, 100)
-            self._update_status(phase=Phase.PREFILL, percent=percent)
+        self.push_screen(PickTheme(), chosen)
 
-    # -- sending ---------------------------------------------------------------------------------
+    def _doing(self, action: str) -> Callable[[], Any]:
+        async def do() -> None:
+            await self.run_action(action, self.chat)
 
-    async def on_composer_submitted(self, event: Composer.Submitted) -> None:
-        """A command runs now, a message when the model is free."""
-        if self.failure is not None:
-            self._leave()
-            return
-        line = read_line(event.text)
-        if isinstance(line, Command):
-            await self._run_command(line)
-        else:
-            self._turns.add(line, waiting=self._busy)
-            self._send_next()
-        self._show_hint()
-
-    def on_composer_enter_on_empty(self) -> None:
-        """After a failure Enter leaves; otherwise there is nothing to send."""
-        if self.failure is not None:
-            self._leave()
-
-    def _send_next(self) -> None:
-        if self._session is not None and self._turns.send_next(self._session.chat):
-            self._update_status(phase=Phase.PREFILL, percent=None, rate=None, sources=None)
-            self._ticker.resume()
-
-    def _cut_off(self) -> str:
-        status = self._footer.status
-        if status.ctx is not None and status.used >= status.ctx - 1:
-            return "cut off: the context is full; /clear begins anew"
-        return "cut off at max_tokens; /set max_tokens changes it"
-
-    def _give_back(self, messages: list[str]) -> None:
-        """Return messages to the composer, as they were typed."""
-        if messages:
-            self._composer.put_back("\n\n".join(map(as_typed, messages)))
-
-    # -- commands --------------------------------------------------------------------------------
-
-    async def _run_command(self, command: Command) -> None:
-        if command.name == "quit":
-            await self.action_quit()
-        elif command.name == "help":
-            self._say(help_text())
-        elif not command.known:
-            self._say(f"No command /{command.name}: /help lists them, // sends a slash", "error")
-        elif self._session is None or self._turns.answering:
-            why = "is still loading" if self._session is None else "is answering: Esc stops it"
-            self._say(f"/{command.name} has to wait: the model {why}", "error")
-        else:
-            try:
-                await self._run_on(self._session, command)
-            except LocalrtError as error:
-                self._say(one_line(error), "error")
-
-    async def _run_on(self, session: Session, command: Command) -> None:
-        match command.name:
-            case "set":
-                self._say(session.set(command.argument))
-            case "system":
-                self._say(session.system(command.argument))
-            case "save":
-                self._say(await asyncio.to_thread(session.save, command.argument))
-            case "load":
-                done = await asyncio.to_thread(session.load, command.argument)
-                await self._show_messages(session)
-                self._say(done)
-            case "clear":
-                session.chat.clear()
-                await self._conversation.clear()
-                self._update_status(used=0, rate=None)
-                self._say("New conversation")
-
-    async def _show_messages(self, session: Session) -> None:
-        await self._conversation.clear()
-        for message in session.chat.messages:
-            content = str(message["content"])
-            if message["role"] == "user":
-                self._conversation.add_user(content)
-            elif message["role"] == "assistant" and content:
-                self._conversation.add_answer(content)
-            elif message["role"] == "assistant":
-                self._conversation.add_notice("stopped", "mark")
-            else:
-                self._say(f"{message['role']}: {content}")
-        used = await asyncio.to_thread(session.tokens)
-        self._update_status(used=used, rate=None)
-
-    # -- keys ------------------------------------------------------------------------------------
-
-    def action_stop(self) -> None:
-        """Stop the answer; messages that wait come back to the composer."""
-        self._turns.cancel()
-        self._give_back(self._turns.take_back())
-        self._show_hint()
-
-    async def action_interrupt(self) -> None:
-        """Ctrl+C: copy what is selected, else stop; the second one in a row quits."""
-        if self._confirming is not None:
-            await self.action_quit()
-            return
-        selected = self._composer.selected_text or self.screen.get_selected_text()
-        if selected:
-            self.copy_to_clipboard(selected)
-            self.screen.clear_selection()
-            return
-        self._turns.cancel()
-        self._confirming = self.set_timer(_CONFIRM_SECONDS, self._stop_confirming)
-        self._show_hint()
-
-    def _stop_confirming(self) -> None:
-        self._confirming = None
-        self._show_hint()
-
-    def action_scroll_conversation(self, where: str) -> None:
-        """Scroll by ``page_up`` or ``page_down``, or to ``home`` or ``end``."""
-        getattr(self._conversation, f"scroll_{where}")(animate=False)
-        self.call_after_refresh(self._show_hint)
+        return do
 
     async def action_quit(self) -> None:
-        """Leave; a running answer is stopped."""
-        self._leave()
-
-    def _leave(self) -> None:
+        """Leave; a running answer is stopped. What cannot be kept is worth a question."""
+        talk = self.desk.talk
+        asked, self._leaving_unsaved = self._leaving_unsaved, True
+        if talk.unsaved and not asked and not self.chat.turns.answering and not talk.save():
+            self.chat.say(
+                "This conversation is not on disk yet: /export PATH saves it elsewhere, "
+                "quitting again leaves it",
+                "error",
+            )
+            return
         if self.failure is None:
             self.exit()
         else:
             self.exit(return_code=1)
-
-    # -- small lines -----------------------------------------------------------------------------
-
-    def on_text_area_changed(self, event: TextArea.Changed) -> None:
-        """Show the commands that fit what is being written."""
-        self._show_hint()
-
-    def _show_hint(self) -> None:
-        text = self._hint_text()
-        if text != self._hint_shown:  # an update lays the whole screen out again
-            self._hint_shown = text
-            self._hint.update(text)
-
-    def _hint_text(self) -> str:
-        if self._confirming is not None:
-            return "Ctrl+C again quits"
-        if command := hint(self._composer.text):
-            return command
-        if self._turns.waiting == 1:
-            return "1 message waits: Esc takes it back"
-        if self._turns.waiting:
-            return f"{self._turns.waiting} messages wait: Esc takes them back"
-        if self._turns.answering and not self._conversation.follows:
-            return "More below: Ctrl+End"
-        return ""
-
-    def _say(self, text: str, kind: Kind = "info") -> None:
-        self._conversation.add_notice(text, kind)
-        self._conversation.follow()
-
-    def _update_status(self, **changes: Any) -> None:
-        self._footer.status = replace(self._footer.status, **changes)
-
-
-def _short_name(name: str) -> str:
-    """The last part of a path or hub id, at most 40 characters."""
-    last = name.replace("\\", "/").rstrip("/").rpartition("/")[2] or name
-    return last if len(last) <= 40 else f"{last[:39]}…"

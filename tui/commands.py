@@ -1,58 +1,95 @@
-"""The slash commands as data: how a line is read, completed and explained.
+"""The slash commands as data: how a line is read, what would complete it, how help shows it.
 
-Pure functions. What a command does is in the app; ``//`` sends a message that begins with a slash.
+Pure functions, but for file names. What a command does is in ``slash.py``; ``//`` sends a message
+that begins with a slash.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = [
     "COMMANDS",
     "OPTIONS",
     "Command",
     "Entry",
+    "Suggestion",
     "as_typed",
     "completion",
-    "help_text",
-    "hint",
     "read_line",
+    "suggestions",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A command's name, its argument as help shows it, and what it does."""
+    """A command's name, its argument as help shows it, and what it does.
+
+    ``idle``: it has to wait while the model loads or answers. ``path``: its argument names a file.
+    """
 
     name: str
     argument: str
     does: str
+    idle: bool = True
+    path: bool = False
 
     @property
     def usage(self) -> str:
         """``/set NAME VALUE``."""
         return f"/{self.name} {self.argument}".rstrip()
 
+    @property
+    def needs_argument(self) -> bool:
+        """Whether it makes no sense alone."""
+        return bool(self.argument) and not self.argument.startswith("[")
+
 
 COMMANDS = (
-    Entry("help", "", "commands and keys"),
-    Entry("clear", "", "new conversation, same settings"),
+    Entry("help", "", "commands and keys", idle=False),
+    Entry("new", "", "new conversation, same settings"),
+    Entry("open", "[WORDS]", "list and search conversations", idle=False),
+    Entry("rename", "TITLE", "name this conversation", idle=False),
+    Entry("delete", "", "delete this conversation"),
+    Entry("edit", "", "change the marked or last message, send again"),
+    Entry("retry", "", "answer the marked or last message again"),
+    Entry("branch", "[prev]", "show the next branch, or the previous one"),
+    Entry("copy", "[code]", "copy the marked or last answer, or its code", idle=False),
+    Entry("fold", "", "show or hide thinking and pasted text", idle=False),
+    Entry("attach", "PATH", "put a text file into the message", idle=False, path=True),
+    Entry("editor", "", "write the message in $VISUAL or $EDITOR", idle=False),
     Entry("system", "[TEXT]", "show or set the system prompt"),
     Entry("set", "[NAME VALUE]", "list or set options; none resets one"),
-    Entry("save", "[PATH]", "save the conversation"),
-    Entry("load", "PATH", "open a saved conversation"),
-    Entry("quit", "", "leave"),
+    Entry("preset", "[NAME]", "use a preset, or list them"),
+    Entry("config", "", "options, presets, theme, keys", idle=False),
+    Entry("models", "[WORDS]", "list, search, download and load models", idle=False),
+    Entry("panel", "", "show or hide memory, disk, why not faster", idle=False),
+    Entry("export", "[PATH]", "save as Markdown, or JSON for a .json", idle=False, path=True),
+    Entry("load", "PATH", "open an exported or saved chat (.json)", path=True),
+    Entry("quit", "", "leave", idle=False),
 )
+_ALIASES = {
+    "clear": "new",
+    "save": "export",
+    "exit": "quit",
+    "settings": "config",
+    "regenerate": "retry",
+}
 
 OPTIONS = (
     "draft",
     "frequency_penalty",
     "ignore_eos",
+    "json_schema",
     "logit_bias",
     "max_tokens",
     "min_p",
     "overflow",
     "presence_penalty",
+    "regex",
     "repetition_penalty",
     "seed",
     "stop",
@@ -64,19 +101,7 @@ OPTIONS = (
     "typical_p",
 )
 
-_REST = (
-    ("//TEXT", "send text that begins with a slash"),
-    ("", ""),
-    ("Enter", "send; while busy it waits in line"),
-    ("Ctrl+J", "new line, as Shift+Enter"),
-    ("Esc", "stop; waiting messages come back"),
-    ("Up, Down", "earlier and later messages"),
-    ("PgUp, PgDn", "scroll; Ctrl+End follows again"),
-    ("Tab", "complete a command"),
-    ("Ctrl+C", "copy selection or stop; twice quits"),
-    ("Ctrl+P", "palette: themes, screenshot"),
-    ("Ctrl+Q", "quit"),
-)
+_MOST_FILES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +112,18 @@ class Command:
     argument: str
 
     @property
-    def known(self) -> bool:
-        """Whether there is such a command."""
-        return any(entry.name == self.name for entry in COMMANDS)
+    def entry(self) -> Entry | None:
+        """What is known of the command."""
+        return next((entry for entry in COMMANDS if entry.name == self.name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """The line that it would become, its name in a menu, and what it does."""
+
+    line: str
+    label: str
+    does: str = ""
 
 
 def read_line(text: str) -> Command | str:
@@ -99,7 +133,8 @@ def read_line(text: str) -> Command | str:
     if not text.startswith("/"):
         return text
     name, *rest = text[1:].split(None, 1) if text[1:].strip() else [""]
-    return Command(name.lower(), rest[0].strip() if rest else "")
+    name = name.lower()
+    return Command(_ALIASES.get(name, name), rest[0].strip() if rest else "")
 
 
 def as_typed(message: str) -> str:
@@ -107,43 +142,53 @@ def as_typed(message: str) -> str:
     return f"/{message}" if message.startswith("/") else message
 
 
-def hint(text: str) -> str:
-    """What may be meant by a command that is being written, in one line; empty for a message."""
+def suggestions(text: str) -> list[Suggestion]:
+    """What may be meant by a command that is being written; empty for a message."""
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
-        return ""
+        return []
     name, space, argument = text[1:].partition(" ")
+    name = name.lower()
     if not space:
-        entries = [entry for entry in COMMANDS if entry.name.startswith(name)]
-        if len(entries) > 1:
-            return "  ".join(entry.usage for entry in entries)
-    else:
-        entries = [entry for entry in COMMANDS if entry.name == name]
-        if name == "set" and argument and len(names := _options(argument)) > 1:
-            return "  ".join(names)
-    return f"{entries[0].usage}  {entries[0].does}" if entries else ""
+        return [
+            Suggestion(f"/{e.name}" + (" " if e.argument else ""), e.usage, e.does)
+            for e in COMMANDS
+            if e.name.startswith(name)
+        ]
+    entry = Command(name, argument).entry
+    if entry is None:
+        return []
+    found: list[Suggestion] = []
+    if name == "set" and " " not in argument:
+        found = [Suggestion(f"/set {o} ", o) for o in OPTIONS if o.startswith(argument)]
+    elif entry.path and argument:
+        found = [Suggestion(f"/{name} {path}", path) for path in _files(argument)]
+    if len(found) == 1 and found[0].line.rstrip() == text.rstrip():
+        found = []
+    return found or [Suggestion(text, entry.usage, entry.does)]
 
 
 def completion(text: str) -> str:
-    """What would complete a command or option that is being written: ``"ear"`` for ``"/cl"``."""
-    name, space, argument = text[1:].partition(" ")
-    if not text.startswith("/") or not name:
+    """What would complete the line that is being written: ``"ear"`` for ``"/cl"``."""
+    if len(text) < 2 or (text.startswith("/set ") and text.endswith(" ")):
         return ""
-    if not space:
-        entries = [entry for entry in COMMANDS if entry.name.startswith(name)]
-        if not entries or entries[0].name == name:
-            return ""
-        return entries[0].name[len(name) :] + (" " if entries[0].argument else "")
-    if name == "set" and argument and (names := _options(argument)) and names[0] != argument:
-        return names[0][len(argument) :] + " "
-    return ""
+    found = suggestions(text)
+    line = found[0].line if found else ""
+    if line.rstrip() == text or not line.startswith(text):
+        return ""
+    return line[len(text) :]
 
 
-def _options(start: str) -> list[str]:
-    return [name for name in OPTIONS if name.startswith(start)]
-
-
-def help_text() -> str:
-    """Commands and keys, aligned, for a terminal of 60 columns and more."""
-    rows = [*((entry.usage, entry.does) for entry in COMMANDS), *_REST]
-    width = max(len(left) for left, _ in rows) + 2
-    return "\n".join(f"{left:<{width}}{right}".rstrip() for left, right in rows)
+def _files(start: str) -> Iterator[str]:
+    """Names of files and folders that begin so, folders with a slash at their end."""
+    folder, slash, name = start.rpartition("/")
+    try:
+        with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
+            names = sorted(
+                entry.name + ("/" if entry.is_dir() else "")
+                for entry in entries
+                if entry.name.startswith(name) and (name or not entry.name.startswith("."))
+            )
+    except OSError:
+        return
+    for found in names[:_MOST_FILES]:
+        yield folder + slash + found

@@ -29,6 +29,7 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     GENERATING = "generating"
     FAILED = "failed"
+    EMPTY = "no model"
 
 
 _KEYS = {
@@ -37,6 +38,7 @@ _KEYS = {
     Phase.PREFILL: "Esc stop",
     Phase.GENERATING: "Esc stop",
     Phase.FAILED: "Enter quit",
+    Phase.EMPTY: "F4 models",
 }
 _COLORS = {
     Phase.LOADING: "$text-warning",
@@ -44,6 +46,7 @@ _COLORS = {
     Phase.PREFILL: "$text-accent",
     Phase.GENERATING: "$text-accent",
     Phase.FAILED: "$text-error",
+    Phase.EMPTY: "$text-warning",
 }
 
 

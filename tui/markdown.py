@@ -28,7 +28,7 @@ from rich.syntax import Syntax
 from rich.theme import Theme
 from textual.strip import Strip
 
-__all__ = ["Look", "MarkdownLines"]
+__all__ = ["Look", "MarkdownLines", "code_blocks"]
 
 _SLICE = 20  # lines of an open code block, or items of an open list, that are closed at once
 
@@ -83,8 +83,8 @@ class MarkdownLines:
 
     def __init__(self, look: Look, width: int) -> None:
         self.width = width
+        self.look = look
         self.lines: list[Strip] = []
-        self._look = look
         self._console = look.console()
         self._options = self._console.options.update(width=max(width, 8))
         self._parser = _parser()
@@ -163,10 +163,19 @@ class MarkdownLines:
     def _add(self, block: Sequence[Token]) -> None:
         if self.lines and not self._sliced:
             self.lines.append(Strip([]))
-        renderable = _Block(block, self._look)
+        renderable = _Block(block, self.look)
         rows = self._console.render_lines(renderable, self._options, pad=False)
         self.lines.extend(Strip(segments) for segments in _trimmed(rows))
         self._sliced = False
+
+
+def code_blocks(source: str) -> list[tuple[str, str]]:
+    """Language and text of the code blocks in Markdown, those inside lists and quotes included."""
+    return [
+        (token.info.split()[0] if token.info.split() else "", token.content)
+        for token in _parser().parse(source)
+        if token.type in ("fence", "code_block")
+    ]
 
 
 def _parser() -> MarkdownIt:
@@ -283,6 +292,10 @@ class _Block(Markdown):
     }
 
     def __init__(self, tokens: Sequence[Token], look: Look) -> None:
-        super().__init__("", code_theme="ansi_dark" if look.dark else "ansi_light")
+        # Not the base's: that makes a parser, which costs more than drawing a paragraph.
+        self.markup = ""
         self.parsed = list(tokens)
+        self.code_theme = "ansi_dark" if look.dark else "ansi_light"
+        self.justify, self.style, self.hyperlinks = None, "none", True
+        self.inline_code_lexer, self.inline_code_theme = None, self.code_theme
         self.look = look

@@ -1,22 +1,21 @@
-"""The conversation's own affairs behind the slash commands: options, system prompt, files.
+"""The model's side of the conversation on screen: the chat, its options and its system prompt.
 
-Every method returns the line to show, or raises a ``LocalrtError`` that is one. Knows the public
-API, no widget. File work is done where it is called from: the app calls it in a thread.
+Methods behind slash commands return the line to show, or raise a ``LocalrtError`` that is one.
+Knows the public API, no widget.
 """
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.errors import OptionError, StorageError
+from localrt.errors import LocalrtError, OptionError
 from localrt.tui.commands import OPTIONS
 from localrt.tui.text import human_count
 
 if TYPE_CHECKING:
     from localrt import ChatSession, Model
+    from localrt.tui.talk import Talk
 
 __all__ = ["Session"]
 
@@ -24,13 +23,26 @@ _NONE = ("none", "default")
 
 
 class Session:
-    """A model, the chat with it, and the file that the chat belongs to, if any."""
+    """A model and its chat of ``talk``.
 
-    def __init__(self, model: Model, system: str | None, options: dict[str, Any]) -> None:
+    Raises:
+        OptionError: ``options`` are not the model's.
+    """
+
+    def __init__(self, model: Model, talk: Talk, options: dict[str, Any]) -> None:
         self.model = model
-        self.chat: ChatSession = model.chat(system=system, **options)
-        self.path: Path | None = None
-        self._asked: Path | None = None  # a file that /save would replace, named once
+        self.talk = talk
+        self.notes: tuple[str, ...] = ()
+        chat = model.chat(system=talk.system, **options)
+        try:
+            chat.set(**{**talk.options, **options})
+        except OptionError as error:  # kept by another version
+            self.notes = (f"Options of this conversation are left out: {error}",)
+        self.chat: ChatSession = chat
+        if talk.model != model.info.name:
+            if talk.model and talk.turns:
+                self.notes += (f"So far with {talk.model}, from here with {model.info.name}",)
+            talk.set(model=model.info.name)
 
     def describe(self) -> str:
         """One line about the model."""
@@ -40,18 +52,37 @@ class Session:
             f"{info.format} on {info.device} ({info.engine}), context {info.ctx:,}"
         )
 
+    def tokens(self) -> int:
+        """Tokens of the conversation as it is sent to the model; slow for a long one."""
+        messages = self.talk.messages()
+        return self.model.count(messages) if messages else 0
+
+    def leave(self) -> None:
+        """Put the KV cache on disk for the next time, and free it; takes a while."""
+        park = getattr(self.chat, "park", None)
+        try:
+            if park is not None and self.talk.kept:
+                park()
+        except LocalrtError:
+            pass  # it is computed again then
+        finally:
+            self.chat.close()
+
     # -- system prompt and options ---------------------------------------------------------------
 
     def system(self, text: str) -> str:
         """``/system``: show, set or remove."""
+        system = self.talk.system
         if not text:
             return (
-                f"System prompt (/system none removes it): {self.chat.system}"
-                if self.chat.system
+                f"System prompt (/system none removes it): {system}"
+                if system
                 else "No system prompt: /system TEXT sets one"
             )
-        self.chat.system = None if text.lower() in _NONE else text
-        return "System prompt set" if self.chat.system else "System prompt removed"
+        system = None if text.lower() in _NONE else text
+        self.talk.set(system=system)
+        self.chat.system = system
+        return "System prompt set" if system else "System prompt removed"
 
     def set(self, argument: str) -> str:
         """``/set``: list the options, or change one."""
@@ -63,6 +94,7 @@ class Session:
             raise OptionError(f"/set {name} needs a value; none takes the model's default again")
         value = _value(name, text.strip())
         self.chat.set(**{name: value})
+        self.talk.set(options=dict(self.chat.options))
         return f"{name} = {_shown(value)}" if value is not None else f"{name} is the default again"
 
     def _options(self) -> str:
@@ -76,34 +108,6 @@ class Session:
                 value = "-" if defaults.get(name) is None else f"{_shown(defaults[name])} (default)"
             lines.append(f"{name:<{width}}  {value}")
         return "\n".join(lines)
-
-    # -- files -----------------------------------------------------------------------------------
-
-    def save(self, argument: str) -> str:
-        """``/save``: to the path, else to the chat's own file, else to a new one here."""
-        path = Path(argument).expanduser() if argument else self.path
-        if path is None:
-            path = Path(f"localrt-chat-{datetime.now():%Y%m%d-%H%M%S}.json")
-        if path.exists() and path not in (self.path, self._asked):
-            self._asked = path
-            raise StorageError(f"{path} exists: enter the same command again to replace it")
-        self.chat.save(path)
-        self.path, self._asked = path, None
-        return f"Saved to {path}"
-
-    def load(self, argument: str | Path) -> str:
-        """``/load``: go on with a saved conversation."""
-        if not str(argument):
-            raise OptionError("/load needs the path of a saved conversation")
-        path = Path(argument).expanduser()
-        chat = self.model.load_chat(path)
-        self.chat.close()
-        self.chat, self.path = chat, path
-        return f"Opened {path}"
-
-    def tokens(self) -> int:
-        """Tokens of the conversation as it is sent to the model; slow for a long one."""
-        return self.model.count(self.chat.messages) if self.chat.messages else 0
 
 
 def _value(name: str, text: str) -> Any:

@@ -6,7 +6,18 @@ reaches the terminal: a control sequence in it must be seen, never obeyed.
 
 from __future__ import annotations
 
-__all__ = ["clean", "human_bytes", "human_count", "human_rate", "one_line"]
+from datetime import datetime
+
+__all__ = [
+    "clean",
+    "human_bytes",
+    "human_count",
+    "human_rate",
+    "human_seconds",
+    "human_when",
+    "one_line",
+    "short_name",
+]
 
 _KEPT = "\n\t"
 _CONTROL = {
@@ -26,6 +37,12 @@ def one_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's type when it has none."""
     lines = clean(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def short_name(model: str) -> str:
+    """The last part of a path or hub id, at most 40 characters."""
+    last = model.replace("\\", "/").rstrip("/").rpartition("/")[2] or model
+    return last if len(last) <= 40 else f"{last[:39]}…"
 
 
 def human_bytes(count: int) -> str:
@@ -56,3 +73,28 @@ def human_rate(rate: float) -> str:
     """A rate with about three digits: ``"1156"``, ``"44.3"``, ``"0.46"``."""
     digits = 0 if rate >= 100 else 1 if rate >= 10 else 2
     return f"{rate:.{digits}f}"
+
+
+def human_seconds(seconds: float) -> str:
+    """``"0.4 s"``, ``"12 s"``, ``"3 min 20 s"``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
+
+
+def human_when(then: float, now: float) -> str:
+    """How long ago, in a few words: ``"now"``, ``"5 min ago"``, ``"3 h ago"``, ``"2 days ago"``,
+    later the date. Both in seconds since the epoch.
+    """
+    ago = max(now - then, 0)
+    if ago < 60:
+        return "now"
+    if ago < 3600:
+        return f"{ago / 60:.0f} min ago"
+    if ago < 86_400:
+        return f"{ago / 3600:.0f} h ago"
+    if ago < 7 * 86_400:
+        days = round(ago / 86_400)
+        return "1 day ago" if days == 1 else f"{days} days ago"
+    return f"{datetime.fromtimestamp(then):%Y-%m-%d}"

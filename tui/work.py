@@ -17,6 +17,7 @@ from localrt.errors import CancelledError
 if TYPE_CHECKING:
     from localrt import ChatSession, Metrics, Model
     from localrt.engine.types import FinishReason, Progress, ProgressCallback
+    from localrt.tui.talk import Writer
 
 __all__ = ["Generation", "Loading", "News"]
 
@@ -57,6 +58,7 @@ class Loading:
             return
         if self._abandoned.is_set():
             model.close()
+            self.error = CancelledError("loading was cancelled")
         else:
             self.model = model
 
@@ -79,11 +81,12 @@ class News:
 
 
 class Generation:
-    """Streams one answer of ``chat`` in a thread."""
+    """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``."""
 
-    def __init__(self, chat: ChatSession, text: str) -> None:
+    def __init__(self, chat: ChatSession, text: str, writer: Writer | None = None) -> None:
         self._chat = chat
         self._text = text
+        self._writer = writer
         self._lock = threading.Lock()
         self._pieces: list[str] = []
         self._metrics: Metrics | None = None
@@ -129,6 +132,8 @@ class Generation:
                     self._pieces.append(chunk.text)
                     self._metrics = chunk.metrics
                     self._finish_reason = chunk.finish_reason
+                if self._writer is not None:
+                    self._writer.write(chunk.text)
                 self._cancel_again()
         except Exception as caught:  # noqa: BLE001 - whatever it is, the app shows it
             error = caught

@@ -1,11 +1,15 @@
-"""``localrt chat [MODEL]``: the terminal app; without a terminal, one plain answer."""
+"""``localrt chat [MODEL]``: the terminal app, or the same chat without a screen.
+
+What comes through a pipe is one prompt, answered plainly.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localrt.cli.model_options import (
     DEMO_MODEL,
@@ -14,6 +18,7 @@ from localrt.cli.model_options import (
     load_options,
     sampling_options,
 )
+from localrt.errors import OptionError
 
 if TYPE_CHECKING:
     from localrt.api import Model
@@ -31,20 +36,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer this on stdout and exit")
+    parser.add_argument(
+        "-c",
+        "--continue",
+        dest="resume",
+        action="store_true",
+        help="go on with the last conversation",
+    )
     parser.add_argument("--load", metavar="PATH", type=Path, help="go on with a saved chat")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="no screen: a prompt and streamed text, for screen readers and simple terminals",
+    )
     parser.set_defaults(json=False, stats=False)
     add_load_arguments(parser)
     add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Open the app, or answer plainly when ``--prompt`` is given or there is no terminal."""
-    if args.prompt is not None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    """Open the app; without a terminal for it, chat or answer plainly."""
+    if args.resume and args.load is not None:
+        raise OptionError("--continue and --load exclude one another: give one of them")
+    if args.prompt is not None or not (args.plain or sys.stdin.isatty()):
         from localrt.cli.run import answer, read_prompt
 
+        if args.resume:
+            raise OptionError("one plain answer goes without --continue: localrt run has its own")
         return answer(args, read_prompt(args.prompt), None)
     from localrt.engine.options import read_options
-    from localrt.tui import run_chat
 
     options = sampling_options(args)
     read_options(options)
@@ -54,10 +74,26 @@ def run(args: argparse.Namespace) -> int:
 
         return localrt.load(args.model, progress=progress, **load_options(args))
 
-    return run_chat(
+    def load_by_name(name: str, progress: ProgressCallback) -> Model:
+        import localrt
+
+        # One that is here: choosing it is no wish to ask the network.
+        others = {**load_options(args), "revision": None, "offline": True}
+        return localrt.load(name, progress=progress, **others)
+
+    more: dict[str, Any] = {}
+    if args.plain or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        from localrt.tui.plain import run_plain as chat
+    else:
+        from localrt.tui import run_chat as chat
+
+        more = {"load_by_name": load_by_name, "load_options": load_options(args)}
+    return chat(
         load,
         model_name=args.model,
         system=args.system,
         options=options,
         chat_path=args.load,
+        resume=args.resume,
+        **more,
     )

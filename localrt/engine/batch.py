@@ -17,9 +17,10 @@ from typing import TypeAlias
 import numpy as np
 
 from localrt.engine.base import Engine
+from localrt.engine.job import Job
 from localrt.engine.loop import generate
 from localrt.engine.request import Request
-from localrt.engine.schedule import MOST_SEQUENCES, BatchEngine, Job, Schedule, Terms
+from localrt.engine.schedule import MOST_SEQUENCES, BatchEngine, Schedule, Terms
 from localrt.engine.types import Chunk, Progress, ProgressCallback
 from localrt.errors import (
     CancelledError,

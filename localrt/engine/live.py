@@ -16,10 +16,11 @@ from typing import Protocol
 from localrt.engine.base import Engine
 from localrt.engine.batch import check_request
 from localrt.engine.fair_queue import FairQueue
+from localrt.engine.job import Items, Job
 from localrt.engine.live_answer import LiveAnswer
 from localrt.engine.one_by_one import OneByOne
 from localrt.engine.request import Request
-from localrt.engine.schedule import MOST_SEQUENCES, BatchEngine, Items, Job, Schedule, Terms
+from localrt.engine.schedule import MOST_SEQUENCES, BatchEngine, Schedule, Terms
 from localrt.engine.types import Chunk
 from localrt.errors import CancelledError, LocalrtError, OptionError
 from localrt.models.tokenizers.base import Tokenizer
@@ -179,6 +180,11 @@ class Live:
         for job in self._all():
             job.request.cancel.set()
         self._wake()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be asked of it any more."""
+        return self._closing
 
     def close(self) -> None:
         """End every answer as cancelled, and free the caches."""

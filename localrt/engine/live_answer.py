@@ -9,8 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from localrt.engine.job import Items
 from localrt.engine.request import Request
-from localrt.engine.schedule import Items
 from localrt.engine.types import Chunk
 from localrt.errors import LocalrtError
 

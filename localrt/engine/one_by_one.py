@@ -7,19 +7,18 @@ one chunk of the sequence that runs. One that pauses keeps its session, and anot
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic
 
 from localrt.engine.base import Engine, EngineSession
+from localrt.engine.job import Items, Job, Owner
 from localrt.engine.loop import generate
 from localrt.engine.pool import SessionPool
-from localrt.engine.schedule import Items, Job, Waiting
+from localrt.engine.schedule import Waiting
 from localrt.engine.types import Chunk
 from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
 
 __all__ = ["OneByOne"]
-
-Owner = TypeVar("Owner")
 
 
 class OneByOne(Generic[Owner]):

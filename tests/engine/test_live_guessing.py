@@ -85,3 +85,15 @@ def test_pausing_and_cancelling_while_guessing(model: localrt.Model) -> None:
         left.cancel()
         assert [chunk.finish_reason for chunk in left][-1] == "cancelled"
         assert live.generate(PROMPTS[0], **OPTIONS).token_ids == expected(model, PROMPTS[0])
+
+
+def test_closing_the_model_ends_its_batches(tiny_folder: Path) -> None:
+    model = localrt.load(tiny_folder, draft="off")
+    live = model.live()
+    answer = live.submit(PROMPTS[0], temperature=0, ignore_eos=True)
+    next(answer)
+    model.close()
+    assert list(answer)[-1].finish_reason == "cancelled"
+    assert live.closed
+    with pytest.raises(localrt.LocalrtError, match="closed"):
+        live.generate("hi")

@@ -14,11 +14,6 @@ from typing import Any
 import pytest
 
 import localrt
-
-pytest.importorskip("starlette", reason="needs the server extra")
-pytest.importorskip("uvicorn", reason="needs the server extra")
-pytest.importorskip("fastjsonschema", reason="needs the server extra")
-
 from localrt.quant.ops.native_abi import find_library
 from localrt.serve import ServeOptions, create_app, open_socket
 from localrt.serve.guard import LogLine

@@ -102,9 +102,6 @@ class FakeChat:
         ]
         yield Chunk("", (), _metrics(prompt, len(pieces)), reason)
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.messages), encoding="utf-8")
-
 
 def _metrics(prompt: int, completion: int) -> Metrics:
     return Metrics(prompt_tokens=prompt, completion_tokens=completion, decode_tok_s=41.2)
@@ -144,11 +141,11 @@ class FakeModel:
 
     def load_chat(self, path: str | Path) -> FakeChat:
         try:
-            messages = json.loads(Path(path).read_text(encoding="utf-8"))
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror}") from error
-        chat = self.chat()
-        chat.messages = messages
+        chat = self.chat(**record.get("options", {}))
+        chat.messages = record["messages"]
         return chat
 
     def count(self, messages: Sequence[dict[str, str]]) -> int:

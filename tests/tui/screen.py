@@ -7,9 +7,11 @@ from textual.widgets import Static
 
 from localrt.tui import ChatApp
 from localrt.tui.answer import Answer
+from localrt.tui.blocks import GUTTER, Block, Notice, UserTurn
 from localrt.tui.composer import Composer
-from localrt.tui.conversation import Conversation, Notice, UserTurn
+from localrt.tui.conversation import Conversation
 from localrt.tui.footer import Footer, Phase
+from localrt.tui.menu import CommandMenu
 
 
 def composer(app: ChatApp) -> Composer:
@@ -20,21 +22,47 @@ def conversation(app: ChatApp) -> Conversation:
     return app.query_one(Conversation)
 
 
+def blocks(app: ChatApp) -> list[Block]:
+    return conversation(app).blocks
+
+
 def answers(app: ChatApp) -> list[str]:
-    return [answer.source for answer in app.query(Answer)]
+    return [block.source for block in blocks(app) if isinstance(block, Answer)]
 
 
 def users(app: ChatApp) -> list[str]:
-    return [turn.message for turn in app.query(UserTurn)]
+    return [block.message for block in blocks(app) if isinstance(block, UserTurn)]
 
 
 def waiting(app: ChatApp) -> list[str]:
-    return [turn.message for turn in app.query(UserTurn) if turn.has_class("waiting")]
+    return [b.message for b in blocks(app) if isinstance(b, UserTurn) and b.waiting]
 
 
 def notices(app: ChatApp, kind: str | None = None) -> list[str]:
-    found = app.query(Notice)
-    return [str(n.render()) for n in found if kind is None or n.has_class(kind)]
+    found = [block for block in blocks(app) if isinstance(block, Notice)]
+    return [notice.text for notice in found if kind is None or notice.kind == kind]
+
+
+def marks(app: ChatApp) -> list[str]:
+    """The small lines below turns."""
+    return [block.note for block in blocks(app) if block.note]
+
+
+def kinds(app: ChatApp) -> list[str]:
+    return [type(block).__name__ for block in blocks(app)]
+
+
+def shown(app: ChatApp) -> str:
+    """The conversation as it is drawn, without the gutter."""
+    view = conversation(app)
+    lines = [view.render_line(y).text[GUTTER:].rstrip() for y in range(view.size.height)]
+    return "\n".join(lines).strip("\n")
+
+
+def menu(app: ChatApp) -> list[str]:
+    """The rows of the command menu; none while it is closed."""
+    widget = app.query_one(CommandMenu)
+    return [item.label for item in widget.items] if widget.is_open else []
 
 
 def footer(app: ChatApp) -> str:

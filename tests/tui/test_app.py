@@ -70,8 +70,7 @@ async def test_model_and_notes_are_shown_above_what_was_written() -> None:
         await screen.say(pilot, "first")
         loader.gate.set()
         await until(pilot, lambda: idle(app))
-        kinds = [type(child).__name__ for child in screen.conversation(app).children]
-        assert kinds[:3] == ["Notice", "Notice", "UserTurn"]
+        assert screen.kinds(app)[:3] == ["Notice", "Notice", "UserTurn"]
         assert "llama 135M, q4_1 on cpu" in screen.notices(app)[0]
         assert screen.notices(app)[1] == "no chat template: plain format"
         assert "native q4_1" in screen.footer(app)
@@ -89,7 +88,7 @@ async def test_escape_stops_and_keeps_the_text(model: FakeModel) -> None:
         await pilot.press("escape")
         await until(pilot, lambda: idle(app))
         assert screen.answers(app) == ["Hello"]
-        assert screen.notices(app, "mark") == ["stopped"]
+        assert screen.marks(app) == ["stopped"]
         assert model.last_chat.messages[-1]["content"] == "Hello"
 
 
@@ -118,8 +117,7 @@ async def test_a_message_sent_during_an_answer_follows_it(model: FakeModel) -> N
         await screen.say(pilot, "two")
         model.allow(100)
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
-        kinds = [type(c).__name__ for c in screen.conversation(app).children]
-        assert kinds == ["Notice", "UserTurn", "Answer", "UserTurn", "Answer"]
+        assert screen.kinds(app) == ["Notice", "UserTurn", "Answer", "UserTurn", "Answer"]
 
 
 async def test_prefill_is_shown_in_percent(model: FakeModel) -> None:
@@ -138,8 +136,8 @@ async def test_an_answer_cut_off_says_so(model: FakeModel) -> None:
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.notices(app, "mark"))
-        assert "max_tokens" in screen.notices(app, "mark")[0]
+        await until(pilot, lambda: screen.marks(app))
+        assert "max_tokens" in screen.marks(app)[0]
 
 
 async def test_an_answer_without_text_says_so(model: FakeModel) -> None:
@@ -148,7 +146,7 @@ async def test_an_answer_without_text_says_so(model: FakeModel) -> None:
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.notices(app, "mark") == ["no answer"])
+        await until(pilot, lambda: screen.marks(app) == ["no answer"])
 
 
 # -- errors ----------------------------------------------------------------------------------------

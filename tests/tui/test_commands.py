@@ -9,8 +9,16 @@ import pytest
 
 from localrt.engine.options import OPTION_NAMES
 from localrt.tui import ChatApp
-from localrt.tui.commands import COMMANDS, OPTIONS, Command, completion, help_text, hint, read_line
+from localrt.tui.commands import (
+    COMMANDS,
+    OPTIONS,
+    Command,
+    completion,
+    read_line,
+    suggestions,
+)
 from localrt.tui.footer import Phase
+from localrt.tui.help_screen import HelpScreen, help_text
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -36,19 +44,28 @@ def test_reading(typed: str, read: Command | str) -> None:
     assert read_line(typed) == read
 
 
-def test_hints() -> None:
-    assert all(entry.usage in hint("/") for entry in COMMANDS)
-    assert hint("/s") == "/system [TEXT]  /set [NAME VALUE]  /save [PATH]"
-    assert hint("/save a/b") == "/save [PATH]  save the conversation"
-    assert hint("/set top") == "top_k  top_p"
-    assert hint("//s") == hint("s") == hint("/x") == hint("/system a\nb") == ""
+def labels(text: str) -> list[str]:
+    return [item.label for item in suggestions(text)]
+
+
+def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert labels("/") == [entry.usage for entry in COMMANDS]
+    assert labels("/ren") == ["/rename TITLE"]
+    assert labels("/rename my") == ["/rename TITLE"]
+    assert labels("/set top") == ["top_k", "top_p"]
+    assert labels("//s") == labels("s") == labels("/x") == labels("/system a\nb") == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "novel").mkdir()
+    assert labels("/attach no") == ["notes.txt", "novel/"]
+    assert labels("/attach nowhere/x") == ["/attach PATH"]
 
 
 def test_completion() -> None:
-    assert completion("/cl") == "ear"
+    assert completion("/ne") == "w"
     assert completion("/lo") == "ad "
     assert completion("/set te") == "mperature "
-    assert completion("/clear") == completion("/") == completion("/set ") == ""
+    assert completion("/new") == completion("/") == completion("/set ") == ""
     assert completion("cl") == completion("") == completion("//cl") == ""
 
 
@@ -56,17 +73,18 @@ def test_every_option_that_a_chat_can_use_is_listed() -> None:
     assert set(OPTIONS) == set(OPTION_NAMES) - {"logprobs"}
 
 
-def test_help_fits_a_terminal_and_names_everything() -> None:
+def test_help_names_everything() -> None:
     text = help_text()
     assert all(entry.usage in text for entry in COMMANDS)
-    assert max(map(len, text.splitlines())) <= 56
+    assert "Ctrl+O" in text
 
 
 async def test_help_and_an_unknown_command(model: FakeModel) -> None:
     app = app_for(FakeLoader(model, held=True))
     async with app.run_test(size=SIZE) as pilot:
         await screen.say(pilot, "/help")
-        assert help_text() in screen.notices(app)
+        assert isinstance(app.screen, HelpScreen)
+        await pilot.press("escape")
         await screen.say(pilot, "/tmp/file is what?")
         assert screen.notices(app, "error")[0].startswith("No command /tmp/file: /help")
         assert screen.users(app) == []
@@ -80,16 +98,17 @@ async def test_a_double_slash_sends_a_slash(model: FakeModel) -> None:
         assert screen.users(app) == ["/etc is what?"]
 
 
-async def test_clear(model: FakeModel) -> None:
+async def test_new(model: FakeModel) -> None:
     app = app_for(FakeLoader(model), system="Be brief.")
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        await screen.say(pilot, "/clear")
+        await screen.say(pilot, "/clear")  # the old name of /new
         await until(pilot, lambda: not screen.users(app))
         assert screen.answers(app) == []
         assert model.last_chat.messages == [{"role": "system", "content": "Be brief."}]
+        await until(pilot, lambda: model.chats[0].closed)
         assert "0/8.2k" in screen.footer(app)
 
 
@@ -139,50 +158,77 @@ async def test_set_refuses_what_makes_no_sense(model: FakeModel, line: str) -> N
         assert model.last_chat.options == {}
 
 
-async def test_save_and_load(model: FakeModel, tmp_path: Path) -> None:
+async def test_export_and_load(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
-    app = app_for(FakeLoader(model))
+    app = app_for(FakeLoader(model), system="Be brief.")
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        await screen.say(pilot, f"/save {path}")
+        await screen.say(pilot, f"/export {path}")
         await until(pilot, path.exists)
-        await screen.say(pilot, "/clear")
+        await screen.say(pilot, "/new")
         await screen.say(pilot, f"/load {path}")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."])
         assert screen.users(app) == ["Hi"]
-        assert "3/8.2k" in screen.footer(app)
+        assert app.desk.talk.system == "Be brief."
         await screen.say(pilot, "again")
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
-        await screen.say(pilot, "/save")  # its own file: no question
-        await until(pilot, lambda: len(json.loads(path.read_text())) == 4)
+        await screen.say(pilot, f"/export {path}")  # its own file: no question
+        await until(pilot, lambda: len(json.loads(path.read_text())["messages"]) == 5)
         assert screen.notices(app, "error") == []
-    assert model.chats[0].closed
 
 
-async def test_save_asks_before_it_replaces_another_file(model: FakeModel, tmp_path: Path) -> None:
+async def test_export_as_markdown(model: FakeModel, tmp_path: Path) -> None:
+    model.answer = ["<think>hm</think>", "# Yes\n"]
+    path = tmp_path / "chat.md"
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Really?")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        await screen.say(pilot, f"/export {path}")
+        await until(pilot, path.exists)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "# Really?"
+    assert lines[2].startswith("*tiny-model, 20")
+    assert [line for line in lines[3:] if line] == [
+        "## You",
+        "Really?",
+        "## Model",
+        "<details><summary>Thinking</summary>",
+        "hm",
+        "</details>",
+        "# Yes",
+    ]
+
+
+async def test_export_asks_before_it_replaces_another_file(
+    model: FakeModel, tmp_path: Path
+) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
     app = app_for(FakeLoader(model))
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
-        await screen.say(pilot, f"/save {path}")
+        await screen.say(pilot, f"/export {path}")
         await until(pilot, lambda: screen.notices(app, "error"))
         assert path.read_text() == "mine"
-        await screen.say(pilot, f"/save {path}")
-        await until(pilot, lambda: path.read_text() == "[]")
+        await screen.say(pilot, f"/export {path}")
+        await until(pilot, lambda: path.read_text().startswith("# "))
 
 
-async def test_save_without_a_path_names_the_file(
+async def test_export_without_a_path_names_the_file(
     model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     app = app_for(FakeLoader(model))
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "/save")
-        await until(pilot, lambda: list(tmp_path.glob("localrt-chat-*.json")))
+        await screen.say(pilot, "How are you?")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        await screen.say(pilot, "/export")
+        await until(pilot, lambda: list(tmp_path.glob("how-are-you-20*.md")))
 
 
 @pytest.mark.parametrize("line", ["/load nowhere/chat.json", "/load"])
@@ -213,16 +259,17 @@ async def test_commands_wait_for_the_model(model: FakeModel) -> None:
 
 async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
-    path.write_text(json.dumps([{"role": "user", "content": "Hi"}]))
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    path.write_text(json.dumps({"messages": said, "options": {"top_k": 3}}))
     loader = FakeLoader(model, held=True)
     app = app_for(loader, chat_path=path, system="Be brief.", options={"seed": 1})
     async with app.run_test(size=SIZE) as pilot:
         await screen.say(pilot, "written while it loads")
         loader.gate.set()
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."])
+        await until(pilot, lambda: screen.answers(app) == ["Yes?", "Hello there."])
         assert screen.users(app) == ["Hi", "written while it loads"]
         assert model.last_chat.system == "Be brief."
-        assert model.last_chat.options == {"seed": 1}
+        assert model.last_chat.options == {"seed": 1, "top_k": 3}
 
 
 async def test_a_saved_chat_that_is_missing_is_a_line(model: FakeModel, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from textual.events import MouseScrollUp, Paste
 
 from localrt.tui import ChatApp
-from localrt.tui.answer import Answer
+from localrt.tui.conversation import Conversation
 from localrt.tui.footer import Phase
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
@@ -74,13 +74,15 @@ async def test_commands_are_completed(model: FakeModel) -> None:
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
         await pilot.press("/")
-        assert "/help" in screen.hint(app)
-        await pilot.press("s", "e")
+        assert "/help" in screen.menu(app)
+        await pilot.press("s")
+        assert {"/system [TEXT]", "/set [NAME VALUE]"} <= set(screen.menu(app))
+        await pilot.press("e")
         assert screen.composer(app).suggestion == "t "
-        assert screen.hint(app).startswith("/set [NAME VALUE]  list or set")
+        assert "/system [TEXT]" not in screen.menu(app)
         await pilot.press("tab")
         assert screen.composer(app).text == "/set "
-        assert screen.hint(app).startswith("/set [NAME VALUE]")
+        assert "temperature" in screen.menu(app)
 
 
 async def test_pasted_lines_are_not_sent(model: FakeModel) -> None:
@@ -150,7 +152,7 @@ async def test_short_conversations_start_at_the_top(model: FakeModel) -> None:
         screen.composer(app).put("")
         await pilot.pause()
         assert screen.conversation(app).scroll_y == 0
-        assert screen.conversation(app).children[0].region.y == 1
+        assert screen.conversation(app).render_line(1).text.strip().startswith("tiny-model")
 
 
 # -- mouse and window ------------------------------------------------------------------------------
@@ -162,10 +164,10 @@ async def test_the_mouse_selects_and_ctrl_c_copies() -> None:
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.answers(app) and idle(app))
-        # Columns count from the answer's edge, which lies two left of its text.
-        await pilot.mouse_down(Answer, offset=(7, 0))
-        await pilot.hover(Answer, offset=(6, 2))
-        await pilot.mouse_up(Answer, offset=(6, 2))
+        # Columns count from the edge of the view, three left of the text; lines from its top.
+        await pilot.mouse_down(Conversation, offset=(8, 5))
+        await pilot.hover(Conversation, offset=(7, 7))
+        await pilot.mouse_up(Conversation, offset=(7, 7))
         await pilot.press("ctrl+c")
         assert app.clipboard == "bold words\n\n雨 ra"
         assert screen.composer(app).has_focus
@@ -193,7 +195,7 @@ async def test_answers_wrap_again_when_the_window_changes() -> None:
         for width in (80, 40, 80):
             await pilot.resize_terminal(width, 24)
             await pilot.pause()
-            heights.append(app.query_one(Answer).size.height)
+            heights.append(screen.conversation(app).virtual_size.height)
         assert heights[0] == heights[2] < heights[1]
 
 

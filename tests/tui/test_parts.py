@@ -94,12 +94,12 @@ def test_safe_text() -> None:
 
 def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
     wall = cpu = 0.0
-    pace = Pace(wall=lambda: wall, cpu=lambda: cpu)
+    pace = Pace(wall=lambda: wall, cpu=lambda: cpu, cores=2)
     assert pace.due()
     cpu += 0.01  # a drawing that took 10 ms ...
-    wall += 0.15
+    wall += 0.2
     assert not pace.due()
-    wall += 0.06  # ... allows the next after 200 ms
+    wall += 0.06  # ... allows the next after 250 ms
     assert pace.due()
     cpu += 30  # however dear, half a second is the longest wait
     wall += 0.51

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.events import Paste
 from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
 
+from localrt import History
 from localrt.engine.types import Progress
 from localrt.errors import ModelNotFoundError
 from localrt.tui import ChatApp
+from localrt.tui.answer import Answer
+from localrt.tui.conversations_screen import ConversationsScreen
+from localrt.tui.dialogs import TooSmall
 from localrt.tui.footer import Phase
 from localrt.tui.loading import LoadingLine
 from tests.tui import screen
@@ -82,13 +89,69 @@ def test_stopped_on_a_narrow_terminal(snap_compare: Compare) -> None:
     assert snap_compare(app_for(FakeLoader(model)), terminal_size=(60, 20), run_before=before)
 
 
-def test_help_and_completion(snap_compare: Compare) -> None:
+def test_command_menu(snap_compare: Compare) -> None:
     async def before(pilot: Pilot[Any]) -> None:
         await ready(pilot)
-        await screen.say(pilot, "/help")
-        await pilot.press(*"/s")
+        await pilot.press(*"/e", "down")
 
-    assert snap_compare(app_for(FakeLoader(FakeModel())), terminal_size=(80, 34), run_before=before)
+    assert snap_compare(app_for(FakeLoader(FakeModel())), terminal_size=(80, 16), run_before=before)
+
+
+def test_branches_thinking_and_a_pasted_text(snap_compare: Compare) -> None:
+    model = FakeModel(["<think>", "Is it? It is.", "</think>", "\n\nYes: `a + b`."])
+
+    async def before(pilot: Pilot[Any]) -> None:
+        app = await ready(pilot)
+        app.post_message(Paste("".join(f"a line of a log, number {n}\n" for n in range(40))))
+        await answered(pilot, "Does it add?")
+        count = len(screen.marks(app))
+        await pilot.press("ctrl+r")
+        await until(
+            pilot, lambda: screen.phase(app) is not Phase.READY or count < len(screen.marks(app))
+        )
+        await until(pilot, lambda: screen.phase(app) is Phase.READY)
+        for block in screen.blocks(app):
+            if isinstance(block, Answer):
+                block.thinking_s = 12.0
+                block.changed()
+                screen.conversation(app).changed(block)
+        await pilot.press("alt+up")
+        await pilot.pause()
+
+    assert snap_compare(app_for(FakeLoader(model)), terminal_size=(80, 18), run_before=before)
+
+
+def test_conversations(snap_compare: Compare, tmp_path: Path) -> None:
+    def opening() -> History:
+        history = History(tmp_path / "history.db")
+        for title in ("Whales and how they sleep", "A cake without eggs"):
+            conversation = history.new(model="org/tiny-model")
+            turn = conversation.add("user", title)
+            with conversation.answer(after=turn.id) as writer:
+                writer.write("They sleep with half of the brain at a time.")
+        return history
+
+    async def before(pilot: Pilot[Any]) -> None:
+        app = await ready(pilot)
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
+        app.screen.query_one(Input).cursor_blink = False
+        await pilot.press(*"sleep")
+        await until(pilot, lambda: "half of" in str(first_option(app)))
+
+    app = app_for(FakeLoader(FakeModel()), history=opening)
+    assert snap_compare(app, terminal_size=(80, 20), run_before=before)
+
+
+def first_option(app: ChatApp) -> object:
+    return app.screen.query_one(OptionList).get_option_at_index(0).prompt
+
+
+def test_too_small(snap_compare: Compare) -> None:
+    async def before(pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: isinstance(pilot.app.screen, TooSmall))
+
+    assert snap_compare(app_for(FakeLoader(FakeModel())), terminal_size=(26, 5), run_before=before)
 
 
 def test_load_error(snap_compare: Compare) -> None:

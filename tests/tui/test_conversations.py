@@ -1,0 +1,347 @@
+"""Conversations that are kept: list, resume, rename, delete, branches, crashes, full disks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
+
+from localrt import History
+from localrt.errors import StorageError
+from localrt.tui import ChatApp
+from localrt.tui.conversations_screen import ConversationsScreen
+from localrt.tui.dialogs import Confirm
+from localrt.tui.footer import Phase
+from tests.tui import screen
+from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.fakes import FakeLoader, FakeModel
+
+Opening = Callable[[], History]
+
+
+@pytest.fixture
+def opening(tmp_path: Path) -> Opening:
+    return lambda: History(tmp_path / "history.db")
+
+
+def idle(app: ChatApp) -> bool:
+    return screen.phase(app) is Phase.READY and not screen.waiting(app)
+
+
+async def asked(pilot: Pilot[None], text: str) -> None:
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    await until(pilot, lambda: idle(app))
+    count = len(screen.answers(app))
+    await screen.say(pilot, text)
+    await until(pilot, lambda: len(screen.answers(app)) > count and idle(app))
+
+
+async def listed(pilot: Pilot[None]) -> OptionList:
+    await pilot.press("ctrl+o")
+    await until(pilot, lambda: isinstance(pilot.app.screen, ConversationsScreen))
+    return pilot.app.screen.query_one(OptionList)
+
+
+def kept(opening: Opening) -> list[tuple[str, str, str]]:
+    """Role, text and state of the turns of the conversation used last."""
+    with opening() as history:
+        found = history.list()
+        turns = history.open(found[0].id).turns if found else ()
+        return [(turn.role, turn.content, turn.state) for turn in turns]
+
+
+async def test_what_is_said_is_kept_and_resumed(model: FakeModel, opening: Opening) -> None:
+    app = app_for(FakeLoader(model), history=opening, system="Be brief.", options={"seed": 3})
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "Hi")
+    assert kept(opening) == [("user", "Hi", "done"), ("assistant", "Hello there.", "done")]
+
+    app = app_for(FakeLoader(model), history=opening, resume=True)
+    async with app.run_test(size=SIZE) as pilot:
+        assert screen.users(app) == ["Hi"], "before the model is there"
+        await asked(pilot, "again")
+        sent = model.last_chat.messages
+        assert [m["content"] for m in sent][:4] == ["Be brief.", "Hi", "Hello there.", "again"]
+        assert model.last_chat.options == {"seed": 3}
+        await pilot.press("up", "up")
+        assert screen.composer(app).text == "Hi", "earlier messages are in the prompt history"
+
+
+async def test_list_search_open_new(model: FakeModel, opening: Opening) -> None:
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "About whales")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: not screen.users(app))
+        await asked(pilot, "About bread")
+        options = await listed(pilot)
+        assert options.option_count == 2
+        await pilot.press(*"whale")
+        await until(pilot, lambda: options.option_count == 1)
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.users(app) == ["About whales"])
+        await until(pilot, lambda: model.chats[1].closed)
+        await asked(pilot, "More")
+        assert [m["content"] for m in model.last_chat.messages if m["role"] == "user"] == [
+            "About whales",
+            "More",
+        ]
+
+
+async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "First")
+        await screen.say(pilot, "/rename My talk")
+        await screen.say(pilot, "/new")
+        await asked(pilot, "Second")
+        options = await listed(pilot)
+        await pilot.press("down", "f2")
+        await until(pilot, lambda: bool(pilot.app.screen.query(Input)))
+        assert pilot.app.screen.query_one(Input).value == "My talk"
+        await pilot.press("x", "enter")
+        await until(pilot, lambda: "x" in str(options.get_option_at_index(1).prompt))
+        await pilot.press("ctrl+d")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Confirm))
+        await pilot.press("n")
+        assert options.option_count == 2
+        await pilot.press("ctrl+d")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Confirm))
+        await pilot.press("y")
+        await until(pilot, lambda: options.option_count == 1)
+        await pilot.press("escape")
+        await screen.say(pilot, "/delete")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Confirm))
+        await pilot.press("y")
+        await until(pilot, lambda: not screen.users(app))
+    assert kept(opening) == []
+
+
+# -- branches --------------------------------------------------------------------------------------
+
+
+async def test_regenerate_and_edit_make_branches(model: FakeModel, opening: Opening) -> None:
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "One")
+        await asked(pilot, "Two")
+        model.answer = ["Another."]
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there.", "Another."])
+        await until(pilot, lambda: idle(app))
+        assert screen.marks(app) == ["2/2"]
+        assert [m["content"] for m in model.last_chat.messages] == [
+            *("One", "Hello there.", "Two", "Another.")
+        ]
+        await pilot.press("alt+left")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there.", "Hello there."])
+        assert screen.marks(app) == ["1/2"]
+
+        await pilot.press("escape", "alt+up", "alt+up", "alt+up", "alt+up", "alt+e")
+        assert screen.composer(app).text == "One"
+        assert "Editing" in screen.hint(app)
+        await pilot.press("!", "enter")
+        await until(pilot, lambda: screen.answers(app) == ["Another."] and idle(app))
+        assert screen.users(app) == ["One!"]
+        assert screen.marks(app) == ["2/2"]
+        assert [m["content"] for m in model.last_chat.messages] == ["One!", "Another."]
+        await pilot.press("alt+right")  # from the last back to the first
+        await until(pilot, lambda: screen.users(app) == ["One", "Two"])
+    app = app_for(FakeLoader(model), history=opening, resume=True)
+    async with app.run_test(size=SIZE) as pilot:
+        assert screen.users(app) == ["One", "Two"]
+        assert screen.marks(app) == ["1/2", "1/2"]
+
+
+async def test_escape_leaves_editing(model: FakeModel, opening: Opening) -> None:
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "One")
+        await pilot.press("alt+e", "x", "escape")
+        assert screen.composer(app).text == ""
+        await asked(pilot, "Two")
+        assert screen.users(app) == ["One", "Two"]
+        assert screen.marks(app) == []
+
+
+async def test_a_refused_message_does_not_stay_in_the_way(
+    model: FakeModel, opening: Opening
+) -> None:
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "One")
+        model.answer, model.error = [], StorageError("too long")
+        await screen.say(pilot, "a novel")
+        await until(pilot, lambda: screen.composer(app).text == "a novel")
+        assert screen.users(app) == ["One"]
+        model.answer, model.error = ["Yes."], None
+        screen.composer(app).put("")
+        await asked(pilot, "Two")
+        assert [m["content"] for m in model.last_chat.messages] == [
+            *("One", "Hello there.", "Two", "Yes.")
+        ]
+
+
+async def test_a_refused_retry_shows_the_old_answer(model: FakeModel, opening: Opening) -> None:
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "One")
+        model.answer, model.error = [], StorageError("no memory")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: bool(screen.notices(app, "error")) and idle(app))
+        assert screen.users(app) == ["One"]
+        assert screen.answers(app) == ["Hello there."]
+
+
+# -- when things go wrong --------------------------------------------------------------------------
+
+
+async def test_a_stopped_answer_is_kept_as_stopped(model: FakeModel, opening: Opening) -> None:
+    model.hold()
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        model.allow(1)
+        await until(pilot, lambda: screen.answers(app) == ["Hello"])
+        await pilot.press("ctrl+q")
+    assert kept(opening) == [("user", "Hi", "done"), ("assistant", "Hello", "cancelled")]
+    app = app_for(FakeLoader(model), history=opening, resume=True)
+    async with app.run_test(size=SIZE):
+        assert screen.marks(app) == ["stopped"]
+
+
+_WRITER = """
+    import sys, time
+    from localrt import History
+    conversation = History(sys.argv[1]).new(model="m")
+    user = conversation.add("user", "Tell me")
+    writer = conversation.answer(after=user.id)
+    writer.write("A whole sentence. And a ha")
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs kill -9")
+async def test_text_of_a_killed_app_is_shown_as_cut(
+    model: FakeModel, tmp_path: Path, opening: Opening
+) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_WRITER), str(tmp_path / "history.db")],
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline().strip() == b"written"
+    app = app_for(FakeLoader(model), history=opening, resume=True)
+    async with app.run_test(size=SIZE):  # the other app still runs
+        assert screen.marks(app) == ["being written by another window"]
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    app = app_for(FakeLoader(model), history=opening, resume=True)
+    async with app.run_test(size=SIZE) as pilot:
+        assert screen.answers(app)[0].startswith("A whole sentence.")
+        assert "cut off" in screen.marks(app)[0]
+        await asked(pilot, "Go on")
+        assert len(screen.answers(app)) == 2
+
+
+async def test_a_full_disk_loses_nothing(model: FakeModel, opening: Opening) -> None:
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "One")
+        history = app.desk.history
+        assert history is not None
+        connection = history._database._connection
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages}")  # as full as a disk gets
+        model.answer = ["A long answer. " * 4000]
+        await asked(pilot, "Two")
+        await asked(pilot, "Three")
+        model.answer = ["Short."]
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen.answers(app)[-1:] == ["Short."] and idle(app))
+        problems = [line for line in screen.notices(app, "error") if "Not kept on disk" in line]
+        assert len(problems) == 1
+        assert "full" in problems[0]
+        assert screen.users(app) == ["One", "Two", "Three"]
+        assert [m["content"] for m in model.last_chat.messages if m["role"] == "user"] == [
+            *("One", "Two", "Three")
+        ]
+        await pilot.press("ctrl+q")
+        await pilot.pause()
+        assert app.is_running, "leaving would lose it"
+        connection.execute("PRAGMA max_page_count = 1000000")
+        await asked(pilot, "Four")
+        assert any("kept again" in line for line in screen.notices(app, "error"))
+        await pilot.press("alt+left")
+        await until(pilot, lambda: screen.answers(app)[-1].startswith("A long answer."))
+    with opening() as history:
+        conversation = history.open(history.list()[0].id)
+        assert [t.content for t in conversation.turns if t.role == "user"] == [
+            *("One", "Two", "Three")
+        ]
+        assert conversation.turns[-1].branches == 2
+
+
+async def test_without_a_history_the_app_says_so(model: FakeModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    app = app_for(FakeLoader(model), history=lambda: History(tmp_path / "file" / "h.db"))
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "Hi")
+        assert any("not kept" in line for line in screen.notices(app, "error"))
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen.marks(app) == ["2/2"] and idle(app))
+        await listed(pilot)
+
+
+async def test_a_damaged_history_is_kept_aside_and_told(model: FakeModel, tmp_path: Path) -> None:
+    (tmp_path / "history.db").write_bytes(b"not a database" * 1000)
+    app = app_for(FakeLoader(model), history=lambda: History(tmp_path / "history.db"))
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "Hi")
+        assert "is damaged" in screen.notices(app, "error")[0]
+    assert list(tmp_path.glob("history.db.damaged*"))
+
+
+async def test_two_apps_share_a_history(model: FakeModel, opening: Opening) -> None:
+    first = app_for(FakeLoader(FakeModel()), history=opening)
+    second = app_for(FakeLoader(FakeModel(["From the second."])), history=opening)
+    async with first.run_test(size=SIZE) as one:
+        await asked(one, "First")
+        async with second.run_test(size=SIZE) as two:
+            await asked(two, "Second")
+            options = await listed(two)
+            assert options.option_count == 2
+        await asked(one, "More")
+    with opening() as history:
+        assert sorted(info.title for info in history.list()) == ["First", "Second"]
+
+
+async def test_leaving_parks_the_cache(
+    model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parked: list[Any] = []
+
+    def park(chat: Any) -> None:
+        parked.append(chat)
+
+    monkeypatch.setattr("tests.tui.fakes.FakeChat.park", park, raising=False)
+    app = app_for(FakeLoader(model), history=opening)
+    async with app.run_test(size=SIZE) as pilot:
+        await asked(pilot, "Hi")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: parked == [model.chats[0]])
+        await asked(pilot, "Hi")
+    assert parked == model.chats

@@ -1,0 +1,297 @@
+"""The models screen: what is listed, what is asked for, and that no network is touched unasked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from textual.app import App
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList, Static
+
+from localrt import FoundModel, LocalModel, Preview, Variant
+from localrt.engine.types import Progress, ProgressCallback
+from localrt.errors import CancelledError, LocalrtError, OfflineError, StorageError
+from localrt.tui.dialogs import Choose, Confirm
+from localrt.tui.loading import LoadingLine
+from localrt.tui.models_library import Library, Room
+from localrt.tui.models_screen import ModelsScreen
+
+NOW = time.time()
+MODELS = [
+    LocalModel("smollm2", Path("/m/a"), 98_000_000, "gguf", "Q4_1", NOW),
+    LocalModel("org/chat:Q4_K_M", Path("/m/b"), 4_100_000_000, "gguf", "Q4_K_M", NOW),
+    LocalModel("org/huge", Path("/m/c"), 90_000_000_000, "safetensors", None, NOW),
+]
+PREVIEWS = {
+    "smollm2": Preview(fits=True, weight_bytes=98_000_000, tok_s=45.0),
+    "org/chat:Q4_K_M": Preview(
+        fits=False, weight_bytes=4_100_000_000, read_bytes=410_000_000, tok_s=6.04
+    ),
+    "org/huge": Preview(fits=False, weight_bytes=90_000_000_000, problem="does not fit: too large"),
+}
+
+
+class FakeLibrary(Library):
+    """``asked`` is what would have reached the network; a pull waits for ``gate``."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.here = list(MODELS)
+        self.asked: list[str] = []
+        self.planned: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: LocalrtError | None = None
+
+    def models(self) -> list[LocalModel]:
+        return list(self.here)
+
+    def uses(self) -> dict[str, float]:
+        return {"org/chat:Q4_K_M": NOW - 7200}
+
+    def room(self, models: list[LocalModel]) -> Room:
+        return Room(sum(model.bytes for model in models), 81_000_000_000)
+
+    def preview(self, name: str) -> Preview:
+        self.planned.append(name)
+        return PREVIEWS[name]
+
+    def preview_size(self, nbytes: int) -> Preview:
+        return Preview(fits=nbytes < 10**9, weight_bytes=nbytes, read_bytes=nbytes // 2)
+
+    def search(self, words: str) -> list[FoundModel]:
+        self.asked.append(f"search {words}")
+        if self.error is not None:
+            raise self.error
+        return [
+            FoundModel("org/new-GGUF", 12_000, 3, ("gguf",), False, "2026-02-17"),
+            FoundModel("org/chat", 900, 3, ("gguf",), True, ""),
+        ]
+
+    def variants(self, repo: str) -> list[Variant]:
+        self.asked.append(f"variants {repo}")
+        return [Variant(f"{repo}:Q4_0", "Q4_0", 500_000_000), Variant(repo, "f16", 2 * 10**9)]
+
+    def pull(self, name: str, progress: ProgressCallback, cancel: threading.Event) -> str:
+        self.asked.append(f"pull {name}")
+        progress(Progress("download", 50, 100, "bytes", "new.gguf"))
+        while not self.gate.wait(0.005):
+            if cancel.is_set():
+                raise CancelledError("the download was cancelled")
+        if self.error is not None:
+            raise self.error
+        self.here.append(LocalModel(name, Path("/m/new"), 100, "gguf", "Q4_0", NOW))
+        return name
+
+    def delete(self, name: str) -> int:
+        if self.error is not None:
+            raise self.error
+        freed = next(model.bytes for model in self.here if model.name == name)
+        self.here = [model for model in self.here if model.name != name]
+        return freed
+
+
+class Bare(App[None]):
+    CSS_PATH = Path(__file__).parents[2] / "tui" / "app.tcss"
+
+    def __init__(self, library: FakeLibrary) -> None:
+        super().__init__()
+        self.library = library
+        self.models = ModelsScreen(library, current="smollm2")
+        self.chosen: list[str | None] = []
+
+    def on_mount(self) -> None:
+        self.push_screen(self.models, self.chosen.append)
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "the screen did not get there in time"
+        await pilot.pause(0.01)
+    await pilot.pause()
+
+
+def rows(app: Bare) -> list[str]:
+    options = app.models.query_one(OptionList)
+    return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
+
+
+def about(app: Bare) -> str:
+    return str(app.models.query_one("#about", Static).render())
+
+
+async def opened(pilot: Pilot[None], app: Bare) -> None:
+    await until(pilot, lambda: len(rows(app)) == 3 and "smollm2" in "".join(rows(app)))
+
+
+async def test_what_is_here() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        shown = rows(app)
+        assert "org/chat:Q4_K_M" in shown[0]  # the one used last
+        assert "4.1 GB · gguf Q4_K_M · used 2 h ago" in shown[0]
+        assert shown[1].startswith("● smollm2")
+        assert "not used yet" in shown[1]
+        room = str(app.models.query_one("#room", Static).render())
+        assert room == "3 models take 94 GB, 81 GB free"
+        await until(pilot, lambda: "fits in RAM, about 45 tok/s" in about(app))
+        await until(pilot, lambda: "· in RAM" in rows(app)[1])
+        assert app.library.asked == []  # nothing but the disk was looked at
+
+
+async def test_a_preview_before_loading() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await pilot.press("up")
+        await until(pilot, lambda: "streams 410 MB per token, about 6 tok/s" in about(app))
+        await pilot.press("enter")
+        await pilot.pause()
+        assert app.chosen == ["org/chat:Q4_K_M"]
+        assert app.library.asked == []
+
+
+async def test_a_row_passed_quickly_is_not_planned_for() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await until(pilot, lambda: app.library.planned == ["smollm2"])
+        await pilot.press("up", "down", "down", "up", "up")
+        await until(pilot, lambda: len(app.library.planned) == 2)
+        assert app.library.planned == ["smollm2", "org/chat:Q4_K_M"]
+
+
+async def test_what_does_not_fit_is_asked_about() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await pilot.press("down")
+        await until(pilot, lambda: "does not fit" in about(app))
+        await pilot.press("enter")
+        await pilot.pause()
+        assert isinstance(app.screen, Confirm)
+        await pilot.press("n")
+        await pilot.pause()
+        assert app.chosen == []
+        await pilot.press("enter", "y")
+        await pilot.pause()
+        assert app.chosen == ["org/huge"]
+
+
+async def test_typing_narrows_and_the_hub_is_asked_when_told_to() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await pilot.press(*"chat")
+        await pilot.pause()
+        assert len(rows(app)) == 2
+        assert "Search the hub for “chat”" in rows(app)[1]
+        assert app.library.asked == []
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: len(rows(app)) == 2 and "org/new-GGUF" in rows(app)[1])
+        assert app.library.asked == ["search chat"]
+        assert "12k downloads · gguf · 2026-02-17" in rows(app)[1]
+
+
+async def found(pilot: Pilot[None], app: Bare) -> None:
+    """The variants of a hub model are offered."""
+    await opened(pilot, app)
+    await pilot.press(*"new", "enter")
+    await until(pilot, lambda: "org/new-GGUF" in "".join(rows(app)))
+    await pilot.press("enter")
+    await until(pilot, lambda: isinstance(app.screen, Choose))
+
+
+async def test_search_choose_pull() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await found(pilot, app)
+        offered = app.screen.query_one(OptionList)
+        first = str(offered.get_option_at_index(0).prompt)
+        assert first == "Q4_0  500 MB  fits in RAM"
+        app.library.gate.clear()
+        await pilot.press("enter")
+        line = app.models.query_one(LoadingLine)
+        await until(pilot, lambda: line.display and "50%" in str(line.render()))
+        app.library.gate.set()
+        await until(pilot, lambda: "org/new-GGUF:Q4_0 is here" in about(app) or len(rows(app)) == 4)
+        await until(pilot, lambda: len(rows(app)) == 4)
+        place = app.models.query_one(OptionList).highlighted
+        assert place is not None
+        assert "org/new-GGUF:Q4_0" in rows(app)[place]
+        assert not line.display
+
+
+async def test_esc_stops_a_pull_and_then_closes() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await found(pilot, app)
+        app.library.gate.clear()
+        await pilot.press("enter")
+        await until(pilot, lambda: app.models.query_one(LoadingLine).display)
+        await pilot.press("escape")
+        await until(pilot, lambda: "goes on from here" in about(app))
+        assert app.chosen == []
+        await pilot.press("escape", "escape")  # the search, then the screen
+        await pilot.pause()
+        assert app.chosen == [None]
+
+
+async def test_an_error_of_the_hub_is_a_line() -> None:
+    app = Bare(FakeLibrary())
+    app.library.error = OfflineError("offline mode is on: switch it off")
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await pilot.press(*"new", "enter")
+        await until(pilot, lambda: "offline mode is on" in about(app))
+
+
+async def test_deleting_asks_first() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await pilot.press("ctrl+d")  # the loaded one
+        await pilot.pause()
+        assert app.screen is app.models
+        await pilot.press("up", "ctrl+d")
+        await pilot.pause()
+        assert isinstance(app.screen, Confirm)
+        await pilot.press("n")
+        assert len(app.library.here) == 3
+        await pilot.press("ctrl+d", "y")
+        await until(pilot, lambda: len(rows(app)) == 2)
+        assert [model.name for model in app.library.here] == ["smollm2", "org/huge"]
+
+
+async def test_what_cannot_be_deleted_stays() -> None:
+    app = Bare(FakeLibrary())
+    app.library.error = StorageError("cannot delete x: Permission denied")
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await pilot.press("up", "ctrl+d", "y")
+        await until(pilot, lambda: len(app._notifications) == 1)
+        assert len(rows(app)) == 3
+
+
+async def test_it_fits_a_narrow_terminal() -> None:
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(60, 20)) as pilot:
+        await opened(pilot, app)
+        await until(pilot, lambda: "45 tok/s" in about(app))
+        assert app.models.query_one(Input).region.width <= 60
+        assert all(widget.region.bottom <= 20 for widget in app.models.query(Static))
+
+
+def test_the_library_passes_the_budgets_on(monkeypatch: Any) -> None:
+    import localrt
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(localrt, "preview", lambda name, **options: seen.update(options))
+    Library({"ram": "4GB", "ctx": None, "revision": "x"}).preview("smollm2")
+    assert seen == {"ram": "4GB"}

@@ -1,0 +1,187 @@
+"""Another model in the place of the present one, in the app."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from localrt.engine.types import Progress, ProgressCallback
+from localrt.errors import CancelledError, CheckpointError
+from localrt.tui import ChatApp
+from localrt.tui.dialogs import Confirm
+from localrt.tui.footer import Phase
+from localrt.tui.models_screen import ModelsScreen
+from tests.tui import screen
+from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.fakes import FakeLoader
+from tests.tui.panel_fakes import WatchedModel
+from tests.tui.test_models_screen import FakeLibrary
+
+
+class Shelf:
+    """``load_by_name`` of the app: models by name; waits for ``gate``."""
+
+    def __init__(self) -> None:
+        self.first = WatchedModel(name="smollm2")
+        self.models: dict[str, Any] = {"org/chat:Q4_K_M": WatchedModel(name="org/chat:Q4_K_M")}
+        self.asked: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.unloaded_first: bool | None = None
+
+    def __call__(self, name: str, progress: ProgressCallback) -> Any:
+        self.asked.append(name)
+        self.unloaded_first = self.first.unloaded
+        while not self.gate.wait(0.005):
+            progress(Progress("load", 1, 2, "bytes"))
+        found = self.models[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def app(self, **arguments: Any) -> ChatApp:
+        app = app_for(FakeLoader(self.first), load_by_name=self, **arguments)
+        app.library = FakeLibrary()
+        return app
+
+
+def ready(app: ChatApp) -> bool:
+    return screen.phase(app) is Phase.READY
+
+
+async def test_from_the_models_screen_to_another_model() -> None:
+    shelf = Shelf()
+    app = shelf.app()
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and ready(app))
+        await pilot.press("f4")
+        await until(pilot, lambda: isinstance(app.screen, ModelsScreen))
+        await until(pilot, lambda: app.screen.query("#room").first().render().plain)  # type: ignore[union-attr]
+        await pilot.press("up", "enter")
+        await until(pilot, lambda: ready(app) and shelf.asked == ["org/chat:Q4_K_M"])
+        assert shelf.unloaded_first is True  # never two models in memory
+        assert shelf.first.chats[-1].closed
+        assert screen.answers(app) == ["Hello there."]  # the conversation is still there
+        assert any("So far with smollm2" in line for line in screen.notices(app))
+        await screen.say(pilot, "And you?")
+        await until(pilot, lambda: len(screen.answers(app)) == 2 and ready(app))
+        other = shelf.models["org/chat:Q4_K_M"]
+        sent = [message["content"] for message in other.last_chat.messages]
+        assert sent[:3] == ["Hi", "Hello there.", "And you?"]
+    assert shelf.models["org/chat:Q4_K_M"].closed
+
+
+async def test_what_is_written_meanwhile_is_sent_to_the_new_one() -> None:
+    shelf = Shelf()
+    shelf.gate.clear()
+    app = shelf.app()
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        app.switch.to("org/chat:Q4_K_M")
+        await until(pilot, lambda: shelf.asked)
+        await screen.say(pilot, "Hi")
+        assert screen.waiting(app) == ["Hi"]
+        assert screen.phase(app) is Phase.LOADING
+        shelf.gate.set()
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and ready(app))
+
+
+async def test_a_failure_says_why_and_offers_the_old_one() -> None:
+    shelf = Shelf()
+    shelf.models = {"broken": CheckpointError("broken.gguf is truncated"), "smollm2": shelf.first}
+    app = shelf.app()
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        app.switch.to("broken")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert screen.notices(app, "error") == ["broken was not loaded: broken.gguf is truncated"]
+        assert screen.phase(app) is Phase.EMPTY
+        assert app.failure is None
+        await pilot.press("y")
+        await until(pilot, lambda: ready(app))
+        assert shelf.asked == ["broken", "smollm2"]
+
+
+async def test_a_failure_without_the_old_one_leaves_an_app_that_works() -> None:
+    shelf = Shelf()
+    shelf.models["broken"] = CheckpointError("broken.gguf is truncated")
+    app = shelf.app()
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        app.switch.to("broken")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("n")
+        await screen.say(pilot, "Hi")  # waits in line
+        assert screen.waiting(app) == ["Hi"]
+        app.switch.to("org/chat:Q4_K_M")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."])
+
+
+async def test_esc_stops_loading() -> None:
+    shelf = Shelf()
+    shelf.gate.clear()
+    app = shelf.app()
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        app.switch.to("org/chat:Q4_K_M")
+        await until(pilot, lambda: shelf.asked)
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert any("stopped" in line for line in screen.notices(app))
+        assert not app.switch.cancel()  # nothing is left to stop
+
+
+async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
+    shelf = Shelf()
+    late = shelf.models["org/chat:Q4_K_M"]
+    app = shelf.app()
+
+    def load(name: str, progress: ProgressCallback) -> Any:
+        assert app.switch._running is not None
+        app.switch._running.abandon()  # no progress is made after it
+        return late
+
+    app.switch._load = load
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        app.switch.to("org/chat:Q4_K_M")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert late.closed
+
+
+async def test_an_answer_is_not_interrupted() -> None:
+    shelf = Shelf()
+    shelf.first.hold()
+    app = shelf.app()
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        await screen.say(pilot, "Hi")
+        app.switch.to("org/chat:Q4_K_M")
+        await pilot.pause()
+        assert shelf.asked == []
+        assert "is answering" in screen.notices(app, "error")[0]
+        await pilot.press("escape")
+
+
+async def test_after_a_failed_start_another_can_be_chosen() -> None:
+    shelf = Shelf()
+    loader = FakeLoader(shelf.first, error=CancelledError("no"))
+    app = app_for(loader, load_by_name=shelf)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
+        assert "F4" in screen.notices(app)[-1]
+        app.switch.to("org/chat:Q4_K_M")
+        await until(pilot, lambda: ready(app))
+        assert app.failure is None
+    assert app.return_code in (0, None)
+
+
+async def test_without_a_way_to_load_by_name_it_says_so() -> None:
+    app = app_for(FakeLoader(WatchedModel()))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app))
+        await pilot.press("f4")
+        await pilot.pause()
+        assert "localrt chat MODEL" in screen.notices(app, "error")[0]

@@ -1,0 +1,197 @@
+"""The live panel: what it says, when it looks, and that it fits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.app import App, ComposeResult
+
+from localrt.status import LaneUse, MemoryUse
+from localrt.tui.panel import LivePanel
+from localrt.tui.panel_parts import View, lane, of, spark
+from localrt.tui.panel_text import side_lines, strip_lines
+from tests.tui.panel_fakes import BEFORE, STREAMED, VIEW, WatchedModel
+
+
+class Bare(App[None]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.panel = LivePanel(hide="F3")
+
+    def compose(self) -> ComposeResult:
+        yield self.panel
+
+    def on_resize(self, event: Any) -> None:
+        self.panel.fit(event.size)
+
+
+def text(view: View, width: int = 38, height: int = 30) -> str:
+    return "\n".join(line.plain for line in side_lines(view, width, height))
+
+
+def test_everything_that_was_asked_for_is_there() -> None:
+    shown = text(VIEW)
+    for part in (
+        "40.0 tok/s",
+        "% of the 119 possible here",
+        "138/145 MB",
+        "3.2/189 MB",
+        "1.8 GB/s",
+        "44 MB a pass",
+        "1.80 tokens a pass",
+        "ngram 41 %",
+        "waited 14 ms, 70 %",
+        "95 %",
+        "The disk sets the pace, busy 97 % of",
+        "110 MB more RAM",
+        "3.8x",
+        "F3 hides",
+    ):
+        assert part in shown, part
+    assert "speculation" not in shown  # it is at work already
+
+
+def test_a_resident_model_has_no_lanes() -> None:
+    resident = replace(STREAMED, streamed=False, last_pass=None, passes=None, ssd_read_bytes=None)
+    resident = replace(resident, token_bytes=97_000_000)
+    before = replace(resident, clock_s=9.0, tokens=0)
+    shown = text(View(status=resident, flow=resident.since(before)))
+    assert "Last pass" not in shown
+    assert "SSD" not in shown
+    assert "a pass reads 97 MB of them, 2.2 GB/s" in shown.replace("\n", " ")
+
+
+def test_before_the_first_answer_and_while_loading() -> None:
+    idle = replace(BEFORE, generating=False, metrics=None, last_pass=None)
+    assert "Nothing generated yet" in text(View(status=idle))
+    assert "At most 66.0 tok/s" in text(View(status=idle))
+    assert "loading" in text(View())
+    assert "loading" in strip_lines(View(), 60)[0].plain
+
+
+@given(st.integers(20, 60), st.integers(3, 40))
+def test_it_fits_beside(width: int, height: int) -> None:
+    lines = side_lines(VIEW, width, height)
+    assert len(lines) <= height
+    assert all(line.cell_length <= width for line in lines)
+
+
+@given(st.integers(40, 100))
+def test_it_fits_above(width: int) -> None:
+    lines = strip_lines(VIEW, width)
+    assert len(lines) <= 6
+    assert all(line.cell_length <= width for line in lines)
+
+
+def test_the_narrow_one_says_the_most_important() -> None:
+    shown = "\n".join(line.plain for line in strip_lines(VIEW, 60))
+    for part in ("40.0 tok/s", "138/145 MB", "waited 70 %", "1.8 GB/s", "The disk sets the pace"):
+        assert part in shown, part
+    assert "110 MB more RAM: 3.8x" in shown
+
+
+def test_small_drawings() -> None:
+    assert spark([0, 1, 2, 4], 3) == "▃▅█"
+    assert spark([], 5) == ""
+    assert spark([0, 0], 5) == "▁▁"
+    assert spark([1], 0) == ""
+    assert lane(LaneUse("cpu", ((0.0, 0.5),)), 1.0, 4) == "██  "
+    assert lane(LaneUse("cpu", ()), 0.0, 3) == "   "
+    assert of(MemoryUse(170_000_000, 18_000_000_000)) == "0.2/18 GB"
+    assert of(MemoryUse(5)) == "5 B"
+
+
+async def test_it_looks_only_while_open_and_generating() -> None:
+    app, model = Bare(), WatchedModel()
+    async with app.run_test(size=(100, 30)) as pilot:
+        panel = app.panel
+        panel.take(model)  # type: ignore[arg-type]
+        panel.begin()
+        await asyncio.sleep(0.6)
+        assert model.looks == []  # hidden
+        panel.show(True)
+        await asyncio.sleep(0.7)
+        count = len(model.looks)
+        assert 2 <= count <= 4
+        assert all(model.looks)
+        panel.end()
+        await pilot.pause()
+        count = len(model.looks)
+        await asyncio.sleep(0.6)
+        assert len(model.looks) <= count + 1  # idle: one more for what would help
+        panel.show(False)
+        assert model.looks[-1] is False  # lanes are not recorded for nobody
+
+
+async def test_advice_is_asked_for_once_and_never_beside_an_answer() -> None:
+    app, model = Bare(), WatchedModel()
+    async with app.run_test(size=(100, 30)) as pilot:
+        panel = app.panel
+        panel.take(model)  # type: ignore[arg-type]
+        panel.begin()
+        panel.show(True)
+        await asyncio.sleep(0.3)
+        assert model.advised == 0
+        model.now = STREAMED
+        panel.end()
+        for _ in range(100):
+            if panel.view.outlook is not None:
+                break
+            await pilot.pause(0.02)
+        panel.begin()
+        panel.end()
+        await pilot.pause(0.1)
+        assert model.advised == 1
+        assert "110 MB more RAM" in str(panel.render())
+
+
+async def test_rates_come_from_two_looks() -> None:
+    app, model = Bare(), WatchedModel()
+    async with app.run_test(size=(100, 30)) as pilot:
+        panel = app.panel
+        panel.take(model)  # type: ignore[arg-type]
+        panel.show(True)
+        await pilot.pause()
+        panel.begin()
+        panel._look()
+        assert "tok/s  " not in str(panel.render())
+        model.now = STREAMED
+        panel._look()
+        assert panel.view.flow is not None
+        assert panel.view.flow.tok_s == 40
+        assert list(panel.view.rates) == [40]
+        assert "1.8 GB/s" in str(panel.render())
+
+
+@pytest.mark.parametrize(
+    ("size", "side"), [((100, 30), True), ((80, 30), False), ((60, 24), False)]
+)
+async def test_the_place_follows_the_terminal(size: tuple[int, int], side: bool) -> None:
+    app, model = Bare(), WatchedModel()
+    model.now = STREAMED
+    async with app.run_test(size=size) as pilot:
+        app.panel.take(model)  # type: ignore[arg-type]
+        app.panel.show(True)
+        await pilot.pause()
+        await pilot.pause()
+        assert app.panel.has_class("-side") is side
+        assert (app.panel.region.height == size[1]) is side
+        if not side:
+            assert app.panel.region.width == size[0]
+            assert app.panel.region.height <= 8
+
+
+async def test_a_model_without_a_status_shows_nothing_and_breaks_nothing() -> None:
+    app = Bare()
+    async with app.run_test(size=(100, 30)) as pilot:
+        app.panel.show(True)
+        app.panel.take(object())  # type: ignore[arg-type]
+        app.panel.begin()
+        app.panel.end()
+        await pilot.pause()
+        assert "loading" in str(app.panel.render())

@@ -1,0 +1,246 @@
+"""Preferences, presets and keys: read, checked, changed, and never lost."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.errors import OptionError, StorageError
+from localrt.tui.key_choices import chosen_keys, read_key
+from localrt.tui.preferences import PreferencesFile
+from localrt.tui.presets import Preset, Presets
+from localrt.tui.toml_file import TomlFile
+
+DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
+
+
+def config(folder: Path, text: str) -> PreferencesFile:
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+    return PreferencesFile(folder)
+
+
+# -- preferences -----------------------------------------------------------------------------------
+
+
+def test_nothing_there_is_nothing_said(tmp_path: Path) -> None:
+    file = PreferencesFile(tmp_path / "none")
+    found = file.load()
+    assert (found.theme, found.panel, dict(found.options), file.notes) == (None, False, {}, ())
+
+
+def test_what_a_person_wrote(tmp_path: Path) -> None:
+    file = config(
+        tmp_path,
+        'theme = "nord"\npanel = true\nsystem = "Be brief."\n'
+        '[generation]\ntemperature = 0.2\nstop = ["a"]\n[keys]\nnew = "ctrl+l"\n',
+    )
+    found = file.load()
+    assert (found.theme, found.panel, found.system) == ("nord", True, "Be brief.")
+    assert dict(found.options) == {"temperature": 0.2, "stop": ["a"]}
+    assert dict(found.keys) == {"new": "ctrl+l"}
+    assert file.notes == ()
+
+
+def test_what_cannot_be_used_is_said_and_the_rest_is_kept(tmp_path: Path) -> None:
+    file = config(
+        tmp_path,
+        'them = "nord"\npanel = 3\ntheme = "nord"\n'
+        "[generation]\ntemperatur = 1\ntop_p = 7\nseed = 3",
+    )
+    found = file.load()
+    assert (found.theme, found.panel, dict(found.options)) == ("nord", False, {"seed": 3})
+    assert len(file.notes) == 4
+    assert any("did you mean theme?" in note for note in file.notes)
+    assert any("temperatur" in note for note in file.notes)
+    assert any("top_p" in note for note in file.notes)
+
+
+@pytest.mark.parametrize("text", ["theme = ", "\x00", "a = 1\na = 2"])
+def test_a_bad_file_is_told_once_and_left_alone(tmp_path: Path, text: str) -> None:
+    file = config(tmp_path, text)
+    assert file.load().theme is None
+    assert len(file.notes) == 1
+    assert "is not TOML" in file.notes[0]
+    with pytest.raises(StorageError, match="is not TOML"):
+        file.remember(theme="nord")
+    assert file.path.read_text() == text
+
+
+def test_bytes_that_are_no_text_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
+    file = PreferencesFile(tmp_path)
+    file.load()
+    assert len(file.notes) == 1
+
+
+def test_changes_keep_comments_and_order(tmp_path: Path) -> None:
+    file = config(tmp_path, '# mine\ntheme = "nord"  # blue\n\n[keys]\n# twice\nnew = "ctrl+l"\n')
+    file.remember(theme="localrt-light", panel=True)
+    file.remember_options({"temperature": 0.5})
+    text = file.path.read_text()
+    for part in ("# mine", "# blue", "# twice", 'new = "ctrl+l"', 'theme = "localrt-light"'):
+        assert part in text
+    assert file.load().panel
+    assert dict(file.load().options) == {"temperature": 0.5}
+    file.remember_options({})
+    file.remember(panel=None)
+    assert dict(file.load().options) == {}
+    assert "generation" not in file.path.read_text()
+    assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
+
+
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    file = PreferencesFile(tmp_path / "a" / "b")
+    file.remember(theme="nord")
+    assert file.load().theme == "nord"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        PreferencesFile(tmp_path / "file" / "sub").remember(theme="nord")
+
+
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-(2**60), 2**60),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(codec="utf-8", exclude_characters="\r")),
+    st.lists(st.text(st.characters(codec="utf-8"), max_size=5), max_size=3),
+)
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=10), VALUES, max_size=4
+    )
+)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, values: Any) -> None:
+    file = TomlFile(tmp_path_factory.mktemp("toml") / "x.toml")
+    file.replace_table("t", values)
+    assert file.read().get("t", {}) == values
+    assert tomllib.loads(file.path.read_text(encoding="utf-8")) == file.read()
+
+
+# -- presets ---------------------------------------------------------------------------------------
+
+
+def test_presets_come_and_go(tmp_path: Path) -> None:
+    presets = Presets(tmp_path)
+    assert presets.list() == []
+    presets.save(Preset("Review", "You review code.\nBe brief.", {"temperature": 0.2}))
+    presets.save(Preset("Ähnlich", None, {"seed": 3}))
+    presets.save(Preset("Review", "Other.", {}))
+    assert [preset.name for preset in presets.list()] == ["Review", "Ähnlich"]
+    assert presets.find("review") == Preset("Review", "Other.", {})
+    presets.delete("Review")
+    assert [preset.name for preset in presets.list()] == ["Ähnlich"]
+    with pytest.raises(OptionError, match="there: Ähnlich"):
+        presets.find("Review")
+
+
+def test_a_preset_of_several_lines_reads_well(tmp_path: Path) -> None:
+    presets = Presets(tmp_path)
+    presets.save(Preset("Review", 'Be "brief".\nSay \\ why.', {"temperature": 0.2}))
+    assert '"""' in presets.path.read_text()
+    assert presets.find("Review").system == 'Be "brief".\nSay \\ why.'
+
+
+def test_presets_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "presets.toml").write_text("good = {seed = 1}\nbad = {sed = 1}\nworse = 3\n")
+    presets = Presets(tmp_path)
+    assert [preset.name for preset in presets.list()] == ["good"]
+    assert len(presets.notes) == 2
+    presets.save(Preset("new", "x"))
+    assert "bad" in presets.path.read_text()  # somebody's work
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        Preset("", "x"),
+        Preset("a" * 80, "x"),
+        Preset("a\nb", "x"),
+        Preset("x"),
+        Preset("x", "", {"k": 1}),
+    ],
+)
+def test_presets_that_cannot_be_saved(tmp_path: Path, preset: Preset) -> None:
+    with pytest.raises(OptionError):
+        Presets(tmp_path).save(preset)
+    assert not (tmp_path / "presets.toml").exists()
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("Ctrl+L", "ctrl+l"),
+        ("alt + PgUp", "alt+pageup"),
+        ("F6", "f6"),
+        ("Esc", "escape"),
+        ("shift+ctrl+x", "ctrl+shift+x"),
+        ("?", "?"),
+        ("ctrl+", None),
+        ("foo+l", None),
+        ("f99", None),
+        ("nonsense", None),
+        ("", None),
+    ],
+)
+def test_keys_as_people_write_them(said: str, key: str | None) -> None:
+    assert read_key(said) == key
+
+
+def test_keys_are_given_to_actions() -> None:
+    keymap, notes = chosen_keys({"new": "Ctrl+L, F6", "mark": ["alt+k"]}, DEFAULTS)
+    assert keymap == {"new": "ctrl+l,f6", "mark": "alt+k"}
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"nwe": "ctrl+l"}, "did you mean new?"),
+        ({"xyz": "ctrl+l"}, "there are new, conversations, mark"),
+        ({"new": "ctrl+nonsense"}, "is not a key"),
+        ({"new": "x"}, "for typing"),
+        ({"new": "ctrl+q"}, "cannot be given away"),
+        ({"new": 3}, "is not a key"),
+        ({"new": []}, "is not a key"),
+        ({"new": "ctrl+o"}, "ctrl+o is conversations's: new keeps ctrl+n"),
+    ],
+)
+def test_keys_that_cannot_be(chosen: dict[str, Any], said: str) -> None:
+    keymap, notes = chosen_keys(chosen, DEFAULTS)
+    assert keymap == {}
+    (note,) = notes
+    assert said in note
+
+
+def test_two_actions_may_change_places() -> None:
+    chosen = {"new": "ctrl+o", "conversations": "ctrl+n"}
+    assert chosen_keys(chosen, DEFAULTS) == (chosen, [])
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*DEFAULTS, "other"]),
+        st.lists(
+            st.sampled_from(["ctrl+n", "ctrl+o", "alt+up", "ctrl+up", "f6", "x", "bad"]), max_size=3
+        ),
+    )
+)
+def test_no_two_actions_share_a_key(chosen: dict[str, Any]) -> None:
+    keymap, _ = chosen_keys(chosen, DEFAULTS)
+    keys: dict[str, str] = {}
+    for action, default in DEFAULTS.items():
+        for key in keymap.get(action, default).split(","):
+            assert keys.setdefault(key, action) == action

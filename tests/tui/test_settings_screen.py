@@ -1,0 +1,235 @@
+"""The settings screen: what it shows, what it changes, and how it says no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.app import App
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList, Static, TextArea
+
+from localrt.tui.desk import Desk, Usual
+from localrt.tui.preferences import PreferencesFile
+from localrt.tui.presets import Preset, Presets
+from localrt.tui.settings_dialogs import Edit, PickTheme
+from localrt.tui.settings_screen import SettingsScreen
+from localrt.tui.settings_work import OPTION_HELP, SettingsWork
+from localrt.tui.themes import offered, register
+from tests.tui.fakes import FakeModel
+
+
+class Bare(App[None]):
+    CSS_PATH = Path(__file__).parents[2] / "tui" / "app.tcss"
+
+    def __init__(self, folder: Path, *, model: bool = True) -> None:
+        super().__init__()
+        self.desk = Desk(
+            None,
+            model="tiny",
+            system=None,
+            options={},
+            on_problem=print,
+            on_moved=lambda numbers: None,
+        )
+        if model:
+            self.desk.take(FakeModel())  # type: ignore[arg-type]
+        self.work = SettingsWork(self.desk, PreferencesFile(folder), Presets(folder))
+        self.panel: list[bool] = []
+        self.settings = SettingsScreen(
+            self.work, keys={"New conversation": "Ctrl+N"}, show_panel=self.panel.append
+        )
+
+    def on_mount(self) -> None:
+        register(self)
+        self.push_screen(self.settings)
+
+
+def rows(app: Bare) -> list[str]:
+    options = app.settings.query_one(OptionList)
+    return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
+
+
+def row(app: Bare, name: str) -> str:
+    return next(row for row in rows(app) if row.strip().startswith(name))
+
+
+async def choose(pilot: Pilot[None], app: Bare, name: str, key: str = "enter") -> None:
+    """Go to the row and press a key."""
+    place = next(i for i, row in enumerate(rows(app)) if row.strip().startswith(name))
+    app.settings.query_one(OptionList).highlighted = place
+    await pilot.pause()
+    await pilot.press(key)
+    await pilot.pause()
+
+
+async def typed(pilot: Pilot[None], text: str) -> None:
+    pilot.app.screen.query_one(Input).value = text
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+def told(app: Bare) -> list[str]:
+    return [note.message for note in app._notifications]
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Bare:
+    return Bare(tmp_path)
+
+
+async def test_every_option_is_there_with_its_help(app: Bare) -> None:
+    from localrt.tui.commands import OPTIONS
+
+    assert set(OPTION_HELP) == set(OPTIONS)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await pilot.pause()
+        for name in OPTION_HELP:
+            assert row(app, name)
+        assert "0.2 (default)" in row(app, "temperature")
+        assert "40 (default)" in row(app, "top_k")  # the library's own
+        await choose(pilot, app, "Theme", "home")
+        assert "Colours" in str(app.settings.query_one("#help", Static).render())
+
+
+async def test_an_option_is_changed_and_taken_back(app: Bare) -> None:
+    async with app.run_test(size=(100, 40)) as pilot:
+        await choose(pilot, app, "temperature")
+        assert isinstance(app.screen, Edit)
+        await typed(pilot, "0.7")
+        assert app.work.options == {"temperature": 0.7}
+        assert "0.7" in row(app, "temperature")
+        assert "default" not in row(app, "temperature")
+        await choose(pilot, app, "temperature", "delete")
+        assert app.work.options == {}
+        assert "0.2 (default)" in row(app, "temperature")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("top_p", "7"), ("seed", "-1")]
+)
+async def test_what_is_wrong_is_said_where_it_was_typed(app: Bare, name: str, value: str) -> None:
+    async with app.run_test(size=(100, 40)) as pilot:
+        await choose(pilot, app, name)
+        await typed(pilot, value)
+        assert isinstance(app.screen, Edit)  # asked again
+        assert name in str(app.screen.query_one("#problem", Static).render())
+        assert app.work.options == {}
+        await pilot.press("escape")
+        assert app.screen is app.settings
+
+
+async def test_system_prompt_of_several_lines(app: Bare) -> None:
+    async with app.run_test(size=(100, 40)) as pilot:
+        await choose(pilot, app, "System prompt")
+        app.screen.query_one(TextArea).text = "Be brief.\nBe kind."
+        await pilot.press("ctrl+s")
+        await pilot.pause()
+        assert app.work.system == "Be brief.\nBe kind."
+        assert "Be brief. Be kind." in row(app, "System prompt")
+        await choose(pilot, app, "System prompt", "delete")
+        assert app.work.system == ""
+
+
+async def test_presets_are_saved_used_and_deleted(app: Bare) -> None:
+    async with app.run_test(size=(100, 44)) as pilot:
+        await pilot.pause()
+        app.work.set("temperature", "0.3")
+        app.work.set_system("You review code.")
+        await choose(pilot, app, "Save as a preset")
+        await typed(pilot, "")
+        assert "1 to 60 characters" in str(app.screen.query_one("#problem", Static).render())
+        await typed(pilot, "Review")
+        assert app.work.presets.find("Review") == Preset(
+            "Review", "You review code.", {"temperature": 0.3}
+        )
+        app.work.set("temperature", "0.9")
+        app.work.set("seed", "3")
+        await choose(pilot, app, "Review")
+        await pilot.press("enter")  # use it
+        await pilot.pause()
+        assert app.work.options == {"temperature": 0.3}
+        await choose(pilot, app, "Review")
+        await pilot.press("down", "down", "enter")
+        await pilot.pause()
+        await pilot.press("y")
+        await pilot.pause()
+        assert app.work.presets.list() == []
+
+
+async def test_new_conversations_begin_with_these(app: Bare) -> None:
+    async with app.run_test(size=(100, 44)) as pilot:
+        await pilot.pause()
+        app.work.set("temperature", "0.3")
+        app.work.set_system("Be brief.")
+        await choose(pilot, app, "Begin with these")
+        loaded = app.work.file.load()
+        assert (dict(loaded.options), loaded.system) == ({"temperature": 0.3}, "Be brief.")
+        assert app.desk.usual == Usual("Be brief.", {"temperature": 0.3})
+        app.desk.new()
+        assert app.desk.talk.system == "Be brief."
+        assert dict(app.desk.talk.options) == {"temperature": 0.3}
+        await choose(pilot, app, "Begin plainly")
+        assert dict(app.work.file.load().options) == {}
+        assert app.desk.usual == Usual()
+
+
+async def test_a_theme_is_shown_while_walking_and_kept_with_enter(app: Bare) -> None:
+    async with app.run_test(size=(100, 44)) as pilot:
+        await pilot.pause()
+        before = app.theme
+        await choose(pilot, app, "Theme")
+        assert isinstance(app.screen, PickTheme)
+        await pilot.press("home")
+        await pilot.pause()
+        assert app.theme == "localrt-dark"
+        await pilot.press("escape")
+        await pilot.pause()
+        assert app.theme == before
+        await choose(pilot, app, "Theme")
+        await pilot.press("home", "down", "enter")
+        await pilot.pause()
+        assert app.theme == app.work.file.load().theme == "localrt-light"
+
+
+async def test_the_panel_and_the_keys(app: Bare) -> None:
+    async with app.run_test(size=(100, 50)) as pilot:
+        await choose(pilot, app, "Live panel")
+        assert app.panel == [True]
+        assert "open" in row(app, "Live panel")
+        assert "Ctrl+N" in row(app, "New conversation  ")
+        assert any("config.toml" in row for row in rows(app))
+
+
+async def test_while_the_model_loads_options_wait(tmp_path: Path) -> None:
+    app = Bare(tmp_path, model=False)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await choose(pilot, app, "temperature")
+        await typed(pilot, "0.5")
+        assert "still loading" in str(app.screen.query_one("#problem", Static).render())
+
+
+async def test_a_file_that_cannot_be_written_is_told(app: Bare, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("theme = ")
+    async with app.run_test(size=(100, 50)) as pilot:
+        await choose(pilot, app, "Begin with these")
+        assert any("is not TOML" in line for line in told(app))
+        assert (tmp_path / "config.toml").read_text() == "theme = "
+
+
+async def test_it_fits_a_narrow_terminal(app: Bare) -> None:
+    async with app.run_test(size=(60, 20)) as pilot:
+        await pilot.pause()
+        assert app.settings.query_one(OptionList).region.width <= 60
+        for widget in app.settings.query(Static):
+            assert widget.region.bottom <= 20
+
+
+async def test_sixteen_colors_offer_the_terminals_own(tmp_path: Path, monkeypatch: Any) -> None:
+    app = Bare(tmp_path)
+    async with app.run_test():
+        everything = offered(app)
+        assert everything[:2] == ["localrt-dark", "localrt-light"]
+        monkeypatch.setattr(type(app.console), "color_system", property(lambda self: "standard"))
+        assert offered(app) == ["ansi-dark", "ansi-light"]  # type: ignore[arg-type]

@@ -1,0 +1,236 @@
+"""The conversation on screen: thinking, marks, copying, and that long ones stay cheap."""
+
+from __future__ import annotations
+
+import pytest
+
+from localrt.tui import ChatApp
+from localrt.tui.answer import Answer
+from localrt.tui.blocks import Block, UserTurn
+from localrt.tui.conversation import Conversation
+from localrt.tui.dialogs import Choose, TooSmall
+from localrt.tui.footer import Phase
+from localrt.tui.markdown import code_blocks
+from localrt.tui.thinking import split_thinking
+from tests.tui import screen
+from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.fakes import FakeLoader, FakeModel
+
+CODE = "Do:\n\n```python\na = 1\n```\n\nor\n\n- so:\n\n  ```sh\n  ls\n  ```\n"
+
+
+def idle(app: ChatApp) -> bool:
+    return screen.phase(app) is Phase.READY
+
+
+# -- thinking --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer", "open"),
+    [
+        ("Hello", "", "Hello", False),
+        ("<think>so</think>\n\nYes", "so", "Yes", False),
+        ("\n<think>\nso\n</think>Yes", "so", "Yes", False),
+        ("<think>so far</thi", "so far", "", True),
+        ("<thi", "", "", True),
+        ("<thing> is", "", "<thing> is", False),
+        ("so</think>Yes", "so", "Yes", False),
+        ("The tag `<think>` opens and `</think>` closes", None, None, False),
+        ("```\n</think>\n```", "", "```\n</think>\n```", False),
+        ("<think></think>Yes", "", "Yes", False),
+    ],
+)
+def test_where_thinking_ends(
+    text: str, thinking: str | None, answer: str | None, open: bool
+) -> None:
+    thought = split_thinking(text)
+    assert thought.thinking == (thinking or "")
+    assert thought.answer == (text if answer is None else answer)
+    assert thought.open is open
+
+
+async def test_thinking_is_folded_with_its_duration() -> None:
+    model = FakeModel(["<think>", "Hmm.", " Aha.", "</think>", "\n\nYes."])
+    model.hold()
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        model.allow(3)
+        await until(pilot, lambda: "Hmm. Aha." in screen.shown(app))
+        assert "▾ Thinking ..." in screen.shown(app)
+        model.allow(9)
+        await until(pilot, lambda: idle(app))
+        assert "▸ Thought for 0." in screen.shown(app)
+        assert "Hmm." not in screen.shown(app)
+        assert "Yes." in screen.shown(app)
+        await pilot.press("ctrl+t")
+        assert "Hmm." in screen.shown(app)
+        await pilot.press("alt+c")
+        assert app.clipboard == "Yes."
+
+
+# -- marking and copying ---------------------------------------------------------------------------
+
+
+def test_code_blocks_are_found() -> None:
+    assert code_blocks(CODE) == [("python", "a = 1\n"), ("sh", "ls\n")]
+
+
+async def test_copying(model: FakeModel) -> None:
+    model.answer = [CODE]
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press("alt+c")
+        assert "nothing to copy" in screen.hint(app)
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        await pilot.press("alt+c")
+        assert app.clipboard == CODE
+        await pilot.press("alt+y")
+        assert app.clipboard == "ls\n"
+        assert "code block 2 of 2: sh" in screen.hint(app)
+        await pilot.press("alt+y")
+        assert app.clipboard == "a = 1\n"
+        await pilot.press("alt+up", "alt+up", "alt+c")
+        assert app.clipboard == "Hi"
+
+
+async def test_a_click_marks_and_enter_opens_the_menu(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        await pilot.click(Conversation, offset=(6, 5))
+        view = screen.conversation(app)
+        assert isinstance(view.marked, Answer)
+        assert screen.composer(app).has_focus
+        await pilot.press("enter")
+        assert isinstance(app.screen, Choose)
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: screen.marks(app) == ["2/2"] and idle(app))
+
+
+# -- long conversations ----------------------------------------------------------------------------
+
+
+class Counted(UserTurn):
+    """Counts how often it is laid out."""
+
+    laid = 0
+
+    def lay_out(self, width: int, looks: object) -> list:  # type: ignore[type-arg, override]
+        Counted.laid += 1
+        return super().lay_out(width, looks)  # type: ignore[arg-type]
+
+
+async def test_only_what_is_in_sight_is_laid_out(model: FakeModel) -> None:
+    Counted.laid = 0
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        blocks: list[Block] = [Counted(f"turn {n}\n" + "x" * (n % 200)) for n in range(3000)]
+        screen.conversation(app).add(*blocks)
+        await pilot.pause()
+        assert "turn 2999" in screen.shown(app)
+        assert Counted.laid < 60
+        for _ in range(20):
+            await pilot.press("pageup")
+        assert Counted.laid < 400
+
+
+async def test_estimates_never_move_what_is_read(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        view = screen.conversation(app)
+        # Markdown whose height is hard to guess.
+        text = "# {0}\n- a\n- b\n\n\n\n| a |\n|-|\n| {0} |"
+        blocks: list[Block] = [Answer(text.format(n)) for n in range(80)]
+        view.add(*blocks)
+        await pilot.pause()
+        for _ in range(60):
+            before = screen.shown(app).splitlines()
+            view.scroll_up(animate=False, immediate=True)
+            await pilot.pause()
+            after = screen.shown(app).splitlines()
+            same = [line for line in before[: SIZE[1] - 8] if line]
+            assert [line for line in after if line][-len(same) :][:3] == same[:3] or any(
+                after[k : k + 6] == before[:6] for k in range(4)
+            )
+        await pilot.press("ctrl+home")
+        await pilot.pause()
+        assert view.scroll_y == 0
+        assert "0" in screen.shown(app).splitlines()[2]
+        await pilot.press("ctrl+end")
+        await pilot.pause()
+        assert "79" in screen.shown(app)
+        assert view.follows
+
+
+async def test_a_resize_keeps_the_place(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        view = screen.conversation(app)
+        view.add(*(UserTurn(f"turn {n} " + "word " * 40) for n in range(300)))
+        await pilot.pause()
+        view.mark(view.blocks[150])
+        await pilot.pause()
+        top = screen.shown(app).splitlines()[0]
+        await pilot.resize_terminal(60, 24)
+        await pilot.pause()
+        assert top.split()[:2] == screen.shown(app).splitlines()[0].split()[:2]
+
+
+# -- the window ------------------------------------------------------------------------------------
+
+
+async def test_a_terminal_that_is_too_small_says_so(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press(*"draft", "ctrl+o")
+        await pilot.resize_terminal(20, 5)
+        await until(pilot, lambda: isinstance(app.screen, TooSmall))
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: not isinstance(app.screen, TooSmall))
+        await pilot.press("escape")
+        assert screen.composer(app).text == "draft"
+
+
+@pytest.mark.parametrize("size", [(30, 8), (60, 12), (200, 60)])
+async def test_layouts(model: FakeModel, size: tuple[int, int]) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi " * 30)
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        assert "Hello there." in screen.shown(app)
+        await pilot.press("f1")
+        await pilot.press("escape", "ctrl+o", "escape", "/")
+        assert screen.menu(app)
+
+
+async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, "Hi")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+
+
+async def test_every_action_is_in_the_palette(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        commands = {command.title: command for command in app.get_system_commands(app.screen)}
+        assert "New conversation" in commands
+        await pilot.press(*"x")
+        await commands["List, search and open conversations"].callback()
+        await pilot.pause()
+        assert app.screen is not app.chat

@@ -1,0 +1,232 @@
+"""What helps with writing: chips for long texts, attached files, the editor, the command menu."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.events import Key, Paste
+
+from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.tui import ChatApp
+from localrt.tui.blocks import Fold, UserTurn, read_folds
+from localrt.tui.chips import LARGEST_FILE, Chips, Draft, read_attachment
+from localrt.tui.editor import edited
+from localrt.tui.footer import Phase
+from tests.tui import screen
+from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.fakes import FakeLoader, FakeModel
+
+LONG = "".join(f"line {n}\n" for n in range(30))
+
+
+def idle(app: ChatApp) -> bool:
+    return screen.phase(app) is Phase.READY
+
+
+# -- chips -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.text(max_size=20), st.text(min_size=1, max_size=40)), max_size=4))
+def test_chips_expand_and_fold_again(parts: list[tuple[str, str]]) -> None:
+    chips = Chips()
+    typed = sent = ""
+    for written, pasted in parts:
+        written = written.replace("[", "(")
+        typed += written + chips.add("pasted", pasted)
+        sent += written + pasted
+    draft = chips.expanded(typed)
+    assert draft.text == sent
+    assert [sent[fold.start : fold.end] for fold in draft.folds] == [text for _, text in parts]
+    again = Chips()
+    assert again.expanded(again.folded(draft)).text == sent
+
+
+def test_folds_that_make_no_sense_are_left_out() -> None:
+    assert read_folds([[0, 5, "a"], [7, 9, "b"]], 9) == (Fold(0, 5, "a"), Fold(7, 9, "b"))
+    assert read_folds([[3, 1, "a"], [0, 99, "b"], "x", [1, 2], None], 9) == ()
+    assert read_folds("no list", 9) == ()
+
+
+async def test_a_long_paste_is_a_chip_that_expands(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press(*"See")
+        app.post_message(Paste(LONG))
+        await pilot.pause()
+        composer = screen.composer(app)
+        assert composer.text == "See [pasted, 30 lines] "
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        assert model.last_chat.messages[0]["content"] == "See " + LONG.rstrip("\n") + "\n"
+        assert "▸ pasted, 30 lines" in screen.shown(app)
+        assert "line 29" not in screen.shown(app)
+        await pilot.press("up")
+        assert composer.text == "See [pasted, 30 lines]"
+        await pilot.press("down", "ctrl+t")
+        assert "line 29" in screen.shown(app)
+
+
+async def test_backspace_takes_a_chip_and_tab_unfolds_it(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        composer = screen.composer(app)
+        app.post_message(Paste(LONG))
+        await pilot.pause()
+        await pilot.press("backspace", "backspace")
+        assert composer.text == ""
+        app.post_message(Paste(LONG))
+        await pilot.pause()
+        await pilot.press("backspace", "tab")
+        assert composer.text == LONG
+
+
+async def test_attached_files_go_with_the_message(model: FakeModel, tmp_path: Path) -> None:
+    path = tmp_path / "notes.py"
+    path.write_text("print('```')\n")
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await screen.say(pilot, f"/attach {path}")
+        await until(pilot, lambda: "[notes.py" in screen.composer(app).text)
+        await pilot.press(*"What?", "enter")
+        await until(pilot, lambda: screen.answers(app) and idle(app))
+        sent = model.last_chat.messages[0]["content"]
+        assert sent == "notes.py:\n````py\nprint('```')\n````\n What?"
+
+
+def test_what_cannot_be_attached(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\x7fELF\x00\x01")
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    (tmp_path / "large").write_bytes(b"a" * (LARGEST_FILE + 1))
+    for name in ("binary", "latin", "large", "."):
+        with pytest.raises(OptionError):
+            read_attachment(str(tmp_path / name))
+    with pytest.raises(OptionError):
+        read_attachment("")
+    with pytest.raises(StorageError, match="cannot read"):
+        read_attachment(str(tmp_path / "nowhere"))
+    if Path("/dev/zero").exists():
+        with pytest.raises(OptionError, match="regular"):
+            read_attachment("/dev/zero")
+
+
+async def test_refused_messages_come_back_with_their_chips(model: FakeModel) -> None:
+    model.answer, model.error = [], StorageError("too long")
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        app.post_message(Paste(LONG))
+        await pilot.pause()
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert screen.composer(app).text == "[pasted, 30 lines]"
+
+
+def test_a_fold_is_wrapped_with_its_text() -> None:
+    turn = UserTurn("a" * 50, folds=Draft("", (Fold(10, 40, "middle"),)).folds)
+    assert turn.shown().plain == "a" * 10 + "▸ middle" + "a" * 10
+    turn.toggle()
+    assert turn.shown().plain == "a" * 50
+
+
+# -- the editor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script as the editor")
+def test_text_is_what_the_editor_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "editor"
+    script.write_text('#!/bin/sh\nprintf " more\\n" >> "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("VISUAL", f"{script} --wait")
+    assert edited("some") == "some more"
+    script.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(LocalrtError, match="status 3"):
+        edited("some")
+    monkeypatch.setenv("VISUAL", "no-such-editor-anywhere")
+    with pytest.raises(OptionError, match="no-such-editor"):
+        edited("some")
+
+
+@pytest.mark.parametrize("keys", [["ctrl+g"], ["ctrl+x", "ctrl+e"]])
+async def test_the_editor_gets_the_terminal(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch, keys: list[str]
+) -> None:
+    suspended = []
+
+    @contextmanager
+    def suspend(app: ChatApp) -> Iterator[None]:
+        suspended.append(app)
+        yield
+
+    monkeypatch.setattr(ChatApp, "suspend", suspend)
+    monkeypatch.setattr("localrt.tui.chat_keys.edited", lambda text: text + " and more")
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press(*"Hi", *keys)
+        await until(pilot, lambda: screen.composer(app).text == "Hi and more")
+        assert suspended == [app]
+
+
+async def test_without_a_terminal_the_editor_is_refused(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press("ctrl+g")
+        await until(pilot, lambda: bool(screen.notices(app, "error")))
+
+
+# -- the menu --------------------------------------------------------------------------------------
+
+
+async def test_the_menu_is_walked_and_chosen_from(model: FakeModel) -> None:
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press("/", "e")
+        assert screen.menu(app) == ["/edit", "/editor", "/export [PATH]"]
+        await pilot.press("down", "down", "tab")
+        assert screen.composer(app).text == "/export "
+        await pilot.press("escape")
+        assert screen.menu(app) == []
+        screen.composer(app).put("/att")
+        await pilot.pause()
+        await pilot.press("enter")
+        assert screen.composer(app).text == "/attach ", "it needs a path"
+        screen.composer(app).put("/syst")
+        await pilot.pause()
+        await pilot.press("enter")
+        assert "No system prompt" in screen.notices(app)[-1]
+
+
+async def test_a_path_is_completed(
+    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await pilot.press(*"/attach", "space", *"re", "tab")
+        assert screen.composer(app).text == "/attach report.txt"
+
+
+async def test_keys_may_come_in_a_burst(
+    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        for key in ("/", "a", "t", "t", "tab", "r", "e", "tab", "enter"):
+            app.post_message(Key(key, key if len(key) == 1 else None))
+        await until(pilot, lambda: "[report.txt" in screen.composer(app).text)

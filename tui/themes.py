@@ -1,0 +1,58 @@
+"""The app's own pair of themes, and which themes a terminal can show.
+
+Colours only: every style of the app is written in a theme's variables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from textual.app import App
+from textual.theme import Theme
+
+__all__ = ["DARK", "LIGHT", "offered", "register"]
+
+DARK = Theme(
+    name="localrt-dark",
+    primary="#7aa2c9",
+    secondary="#9d86c0",
+    accent="#d9a05b",
+    success="#85b27a",
+    warning="#d9b45b",
+    error="#d9726b",
+    foreground="#d8dbe0",
+    background="#14171c",
+    surface="#1c2027",
+    panel="#2a303a",
+    dark=True,
+)
+LIGHT = Theme(
+    name="localrt-light",
+    primary="#2f5d8a",
+    secondary="#6a4f94",
+    accent="#96590f",
+    success="#3d7032",
+    warning="#8a6410",
+    error="#a8362f",
+    foreground="#24282e",
+    background="#faf9f6",
+    surface="#f0eee8",
+    panel="#dedad0",
+    dark=False,
+)
+_FIRST = (DARK.name, LIGHT.name, "textual-dark", "textual-light", "ansi-dark", "ansi-light")
+
+
+def register(app: App[Any]) -> None:
+    """Make the pair known to the app."""
+    app.register_theme(DARK)
+    app.register_theme(LIGHT)
+
+
+def offered(app: App[Any]) -> list[str]:
+    """Names, ours first; a terminal with 16 colours has its own palette to go by."""
+    names = list(app.available_themes)
+    if app.console.color_system == "standard":
+        names = [name for name in names if app.available_themes[name].ansi]
+    first = [name for name in _FIRST if name in names]
+    return first + sorted(name for name in names if name not in first and name != "textual-ansi")
