@@ -60,8 +60,15 @@ def _app(record: dict[str, Any]) -> Iterator[Row]:
 
 
 def _serve(record: dict[str, Any]) -> Iterator[Row]:
-    what = f"8 chats at once on {record['model'].removesuffix('.gguf')} within {record['ram']}"
-    yield f"{what}, against one after another", f"{record['ratio']:.1f}x tokens per second"
+    words = record["command"].split()
+    ram, chats = (words[words.index(flag) + 1] for flag in ("--ram", "--chats"))
+    what = f"{chats} chats at once on {record['model'].removesuffix('.gguf')} within {ram}"
+    for row in record["results"]:
+        alone = "without guessing" if row["draft"] == "off" else "which guess ahead"
+        yield (
+            f"{what}, against one after another, {alone}",
+            f"{row['ratio']:.1f}x tokens per second",
+        )
 
 
 def _leaks(record: dict[str, Any]) -> Iterator[Row]:

@@ -100,6 +100,7 @@ def test_what_cannot_be_embedded(tiny: localrt.Model) -> None:
 @pytest.mark.llamacpp
 @pytest.mark.real
 def test_both_engines_agree_on_a_real_model_and_streaming_changes_nothing() -> None:
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     path = real_model("smollm2")
     texts = ["A cat sleeps.", "A kitten is asleep.", "The stock market fell by two percent. " * 40]
     with localrt.load(path, engine="native", ctx=1024) as model:

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from localrt.engine.base import Check, EngineSession, Logits
-from localrt.errors import CancelledError, LocalrtError
+from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.speculative.meanwhile import Meanwhile, Work
 from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan, Policy
 from localrt.speculative.said import Archive
@@ -137,6 +137,7 @@ class Stepper:
             for name, source in sources.items()
             if isinstance(source, AheadSource) and source.prepares
         }
+        self._cramped = False  # guesses need more memory than there is
         self._rest = 0  # steps before guesses are looked for again
         self._looking_s = 0.0  # what looking for them takes where there are none, in the mean
         self.passes = 0
@@ -209,16 +210,22 @@ class Stepper:
         # A tree's rows, and what each of its tokens is worth: no more than may still be emitted.
         room = session.capacity - len(session.tokens) - 1
         self._plan = None
-        tree = self._draft(room, left - 1, check) if left > 1 else TokenTree.empty()
+        guess = left > 1 and not self._cramped
+        tree = self._draft(room, left - 1, check) if guess else TokenTree.empty()
         self._path = []
         order = self._policy.ahead(self._plan, tree)
         work = None if order is None or left <= 1 else self._work(order)
         started = self._now()
         with Meanwhile(check, work) as meanwhile:
             if len(tree):
-                logits = session.extend_tree(token, tree, check=meanwhile)
-                self._tree, self._logits = tree, logits
-            else:
+                try:
+                    logits = session.extend_tree(token, tree, check=meanwhile)
+                    self._tree, self._logits = tree, logits
+                except MemoryBudgetError:
+                    # Its rows and logits need more than the budget leaves: one row may still fit.
+                    self._cramped, self._plan, tree = True, None, TokenTree.empty()
+                    self._note = "no more guesses: they need memory that the budget does not have"
+            if not len(tree):
                 logits = session.extend([token], check=meanwhile)[None]
             seconds = self._now() - started
             self._seconds = seconds

@@ -19,7 +19,7 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
-from localrt.errors import LocalrtError
+from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.native_abi import find_library
@@ -286,6 +286,25 @@ def test_a_target_without_numbers_is_an_error(
     with pytest.raises(LocalrtError, match="computes no numbers"):
         run(engine, fixed(drafting(engine)), session=session)
     assert len(session.tokens) == len(PROMPT) + 1
+
+
+def test_guesses_without_room_are_left_out(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = engine.session(CAPACITY)
+    extend, passes = session.extend_tree, []
+
+    def cramped(*args: Any, **options: Any) -> Any:
+        passes.append(len(session.tokens))
+        if len(passes) == 2:
+            raise MemoryBudgetError("the context has grown")
+        return extend(*args, **options)
+
+    monkeypatch.setattr(session, "extend_tree", cramped)
+    chunks = run(engine, fixed(drafting(engine)), session=session)
+    assert ids(chunks) == ids(run(engine, None))
+    assert len(passes) == 2
+    assert "need memory" in (chunks[-1].metrics.speculation or "")
 
 
 def test_what_was_said_before_is_guessed_again(engine: NativeEngine) -> None:

@@ -24,6 +24,7 @@ def environment(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", settings.hub_endpoint)
     monkeypatch.setenv("HF_HUB_CACHE", str(settings.hub_cache))
     monkeypatch.setenv("LOCALRT_CACHE", str(settings.cache_dir))
+    monkeypatch.setenv("XDG_DATA_HOME", str(settings.data_dir.parent))
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "LOCALRT_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
