@@ -455,9 +455,8 @@ class Model(BatchMethods):
         request = self._requests.make(
             messages, options, tools=tools, cancel=cancel, on_progress=on_progress
         )
-        request = self._guessing(request, options)
-        chunks = self._watch.over(generate(session, self._parts.tokenizer, request))
-        return self._parking.resumed(session, request, chunks)
+        request = replace(self._guessing(request, options), restore=self._parking.restore)
+        return self._watch.over(generate(session, self._parts.tokenizer, request))
 
     @property
     def keeper(self) -> KvKeeper:

@@ -7,12 +7,10 @@ when (``engine/waiting.py``), by the budgets of the model that is loaded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from localrt.engine.base import EngineSession
 from localrt.engine.prompt_cache import PromptCache, model_key
-from localrt.engine.request import Request
-from localrt.engine.types import Chunk
 from localrt.engine.waiting import KvKeeper, Tier
 from localrt.errors import MemoryBudgetError
 from localrt.loading import LoadedModel
@@ -62,19 +60,17 @@ class Parking:
             return self._prompts.settle() if to == "disk" else 0
         return self._prompts.save(session) if to == "disk" else self._prompts.hold(session)
 
-    def resumed(
-        self, session: EngineSession, request: Request, chunks: Iterator[Chunk]
-    ) -> Iterator[Chunk]:
-        """The chunks, on a session that has got back what the disk has of the prompt."""
-        if self._prompts is not None:
-            began = time.perf_counter()
-            try:
-                got = self._prompts.restore(session, request.prompt)
-            except MemoryBudgetError:
-                got = 0  # computed anew, as far as there is room
-            if got:
-                self.keeper.restored(session.nbytes, time.perf_counter() - began)
-        yield from chunks
+    def restore(self, session: EngineSession, prompt: Sequence[int]) -> None:
+        """Give ``session`` what the disk has of ``prompt``, where that is more than it holds."""
+        if self._prompts is None:
+            return
+        began = time.perf_counter()
+        try:
+            got = self._prompts.restore(session, prompt)
+        except MemoryBudgetError:
+            return  # computed anew, as far as there is room
+        if got:
+            self.keeper.restored(session.nbytes, time.perf_counter() - began)
 
     def room(self) -> int:
         """Bytes that are left for caches."""

@@ -102,7 +102,7 @@ class ChatScreen(WindowKeys):
             model=short_name(info.name),
             engine=f"{info.engine} {info.format}".strip(),
             phase=Phase.READY,
-            ctx=info.ctx,
+            ctx=info.ctx or None,  # a server may not tell
         )
         self.composer.placeholder = "Message (/ for commands, F1 for help)"
         self.panel.take(session.model)

@@ -59,6 +59,9 @@ def loading_line(progress: Progress | None, width: int) -> Content:
 
 
 def _amounts(progress: Progress) -> str:
+    if not progress.unit:
+        return ""
+
     def say(count: int) -> str:
         return human_bytes(count) if progress.unit == "bytes" else human_count(count)
 

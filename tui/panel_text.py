@@ -35,6 +35,7 @@ __all__ = ["side_lines", "strip_lines"]
 _HEADING = "$text-primary bold"
 _COLORS = {"ssd": "$warning", "link": "$secondary", "cpu": "$primary", "gpu": "$success"}
 _NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "Card"}
+_NO_NUMBERS = "The model is loading, or runs elsewhere"
 _FULL = 0.9  # of a budget: said in another colour
 
 
@@ -46,7 +47,7 @@ def side_lines(view: View, width: int, height: int) -> list[Content]:
     status = view.status
     sections = [[_title(view, width)]]
     if status is None:
-        sections.append([Content.styled("The model is loading", FAINT)])
+        sections.append([Content.styled(_NO_NUMBERS, FAINT)])
     else:
         sections += [
             _rate(view, width),
@@ -198,7 +199,7 @@ def strip_lines(view: View, width: int) -> list[Content]:
     """The panel as three to five lines over the whole width."""
     status = view.status
     if status is None:
-        return [ends(Content.styled("The model is loading", FAINT), "", width)]
+        return [ends(Content.styled(_NO_NUMBERS, FAINT), "", width)]
     tok_s, share = view.tok_s, status.share_of_ceiling(view.tok_s)
     possible = ""
     if share is not None and status.ceiling_tok_s:

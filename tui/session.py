@@ -47,6 +47,8 @@ class Session:
     def describe(self) -> str:
         """One line about the model."""
         info = self.model.info
+        if info.engine == "remote":
+            return f"{info.name} at {info.device}" + (f", context {info.ctx:,}" if info.ctx else "")
         return (
             f"{info.name}: {info.architecture} {human_count(info.parameters)}, "
             f"{info.format} on {info.device} ({info.engine}), context {info.ctx:,}"

@@ -43,6 +43,8 @@ def generate(
 
 def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) -> Iterator[Chunk]:
     answer = Answer(request, session, tokenizer)
+    if request.restore is not None:
+        request.restore(session, request.prompt)
     room = session.capacity - len(request.prompt)
     limit = room if request.max_tokens is None else min(request.max_tokens, room)
     speculation = request.speculation

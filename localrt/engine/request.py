@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from localrt.engine.base import EngineSession
 from localrt.engine.constraint import MakeConstraint
 from localrt.engine.reader import MakeReader
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import ProgressCallback
 
-__all__ = ["Request"]
+__all__ = ["Request", "Restore"]
+
+Restore = Callable[[EngineSession, Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,5 +32,6 @@ class Request:
     speculation: Speculation | None = None
     constraint: MakeConstraint | None = None  # makes what binds the answer
     reader: MakeReader | None = None  # makes what finds calls of tools in it
+    restore: Restore | None = None  # gives the session what is kept of the prompt elsewhere
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
