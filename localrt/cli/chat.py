@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localrt.cli.endpoint import add_endpoint_arguments, choose_model, connect_endpoint, model_title
 from localrt.cli.model_options import (
     DEMO_MODEL,
     add_load_arguments,
@@ -31,9 +32,7 @@ HELP = "chat in the terminal"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
-    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"default: {DEMO_MODEL}")
     parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer this on stdout and exit")
     parser.add_argument(
@@ -50,12 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="no screen: a prompt and streamed text, for screen readers and simple terminals",
     )
     parser.set_defaults(json=False, stats=False)
+    add_endpoint_arguments(parser)
     add_load_arguments(parser)
     add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Open the app; without a terminal for it, chat or answer plainly."""
+    choose_model(args)
     if args.resume and args.load is not None:
         raise OptionError("--continue and --load exclude one another: give one of them")
     if args.prompt is not None or not (args.plain or sys.stdin.isatty()):
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     read_options(options)
 
     def load(progress: ProgressCallback) -> Model:
+        if args.endpoint is not None:
+            return connect_endpoint(args, progress)
         import localrt
 
         return localrt.load(args.model, progress=progress, **load_options(args))
@@ -87,10 +90,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         from localrt.tui import run_chat as chat
 
-        more = {"load_by_name": load_by_name, "load_options": load_options(args)}
+        more = {"load_options": load_options(args)}
+        if args.endpoint is None:
+            more["load_by_name"] = load_by_name
     return chat(
         load,
-        model_name=args.model,
+        model_name=model_title(args),
         system=args.system,
         options=options,
         chat_path=args.load,

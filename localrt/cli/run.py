@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localrt.cli.endpoint import add_endpoint_arguments, choose_model, connect_endpoint
 from localrt.cli.model_options import (
     DEMO_MODEL,
     add_constraint_arguments,
@@ -36,9 +37,7 @@ HELP = "answer one prompt, or a file of prompts, on stdout"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
-    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"default: {DEMO_MODEL}")
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="text on stdin is added below it"
     )
@@ -57,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="complete the text: no chat template")
     parser.add_argument("--json", action="store_true", help="print text and metrics as JSON")
     parser.add_argument("--stats", action="store_true", help="print timings on stderr")
+    add_endpoint_arguments(parser)
     add_load_arguments(parser)
     add_sampling_arguments(parser)
     add_constraint_arguments(parser)
@@ -64,9 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, answer, remember the conversation for ``-c``."""
+    choose_model(args)
     constraint_options(args)  # what is wrong with them is said before a model is loaded
     if args.raw and (args.resume or args.system):
         raise OptionError("--raw completes a text: it goes without --continue and --system")
+    if args.endpoint is not None and (args.raw or args.batch is not None):
+        raise OptionError("--raw and --batch are for models on this machine: not with --endpoint")
     if args.batch is not None:
         from localrt.cli.run_batch import run_batch
 
@@ -84,14 +87,17 @@ def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
 
 def load_model(args: argparse.Namespace) -> Model:
     """The model that the arguments ask for; progress and its notes go to stderr."""
-    import localrt
-    from localrt.cli.pull import ProgressLine
+    if getattr(args, "endpoint", None) is not None:
+        model = connect_endpoint(args)
+    else:
+        import localrt
+        from localrt.cli.pull import ProgressLine
 
-    line = ProgressLine(sys.stderr)
-    try:
-        model = localrt.load(args.model, progress=line, **load_options(args))
-    finally:
-        line.close()
+        line = ProgressLine(sys.stderr)
+        try:
+            model = localrt.load(args.model, progress=line, **load_options(args))
+        finally:
+            line.close()
     for note in model.info.notes:
         print(f"localrt: {note}", file=sys.stderr)
     return model

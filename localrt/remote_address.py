@@ -1,0 +1,127 @@
+"""Where a server of OpenAI's protocol is, and the key for it.
+
+One address is one origin: scheme, host and port, and the path that its own begin with. The key goes
+there and nowhere else, and is never shown. It opens no connection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import urljoin, urlsplit
+
+from localrt.errors import OptionError
+
+__all__ = ["Address", "read_address", "shown"]
+
+_PORTS = {"http": 80, "https": 443}
+_CALLS = ("/chat/completions", "/completions", "/models")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """``base`` is the path before ``/chat/completions``, such as ``/v1``."""
+
+    scheme: str
+    host: str
+    port: int
+    base: str
+    key: str | None = field(default=None, repr=False)
+
+    @property
+    def place(self) -> str:
+        """Host and port, as people write them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+
+    @property
+    def origin(self) -> str:
+        """Scheme, host and port."""
+        return f"{self.scheme}://{self.place}"
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody on the way can read along: TLS, or this machine."""
+        return self.scheme == "https" or self.host == "localhost" or _is_loopback(self.host)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        found = {"User-Agent": "localrt", "Content-Type": "application/json"}
+        if self.key is not None:
+            found["Authorization"] = f"Bearer {self.key}"
+        return found
+
+    def moved(self, path: str, location: str) -> str | None:
+        """The path that a redirection of ``path`` names; None where it leads to another origin."""
+        try:
+            target = urlsplit(urljoin(self.origin + path, location))
+            port = target.port or _PORTS.get(target.scheme)
+        except ValueError:
+            return None
+        if (target.scheme, target.hostname, port) != (self.scheme, self.host, self.port):
+            return None
+        moved = target.path + (f"?{target.query}" if target.query else "")
+        return moved if moved.isascii() and moved.isprintable() and " " not in moved else None
+
+    def hide(self, text: str) -> str:
+        """``text`` without the key."""
+        return text if self.key is None else text.replace(self.key, "...")
+
+
+def read_address(url: str, key: str | None = None) -> Address:
+    """The address that ``url`` names: ``http://localhost:8000`` and ``.../v1`` are the same.
+
+    Raises:
+        OptionError: it is no such address, or ``key`` cannot be a key.
+    """
+    url = url.strip()
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        host = parts.hostname or ""
+        host = host if ":" in host else host.encode("idna").decode()
+    except ValueError as error:  # UnicodeError is one
+        raise OptionError(f"the endpoint {shown(url)!r} is not a URL: {shown(error)}") from error
+    if parts.scheme not in _PORTS or not host:
+        raise OptionError(
+            f"the endpoint must be a URL such as http://localhost:8000/v1, is {shown(url)!r}"
+        )
+    if parts.username is not None or parts.password is not None:
+        raise OptionError("the endpoint must not contain a name or a password: give an API key")
+    if parts.query or parts.fragment:
+        raise OptionError("the endpoint must end with its path, such as /v1: leave out ? and #")
+    path = parts.path.rstrip("/")
+    if not (path.isascii() and path.isprintable()) or " " in path or " " in host:
+        raise OptionError(f"the endpoint {shown(url)!r} has characters that no URL has")
+    for call in _CALLS:
+        path = path.removesuffix(call)
+    return Address(
+        parts.scheme,
+        host,
+        _PORTS[parts.scheme] if port is None else port,
+        path or "/v1",
+        _checked_key(key),
+    )
+
+
+def shown(text: object, limit: int = 200) -> str:
+    """Foreign text as a piece of one line: printable, folded, cut at ``limit`` characters."""
+    line = " ".join(str(text).split())
+    line = "".join(each for each in line if each.isprintable())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _checked_key(key: str | None) -> str | None:
+    key = (key or "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise OptionError("an API key must be printable ASCII text without spaces")
+    return key or None
+
+
+def _is_loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,134 @@
+"""A server on this machine that answers exactly what a test says, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+__all__ = ["DONE", "HEAD", "Asked", "Fake", "delta", "event", "fake", "listed", "saying", "whole"]
+
+
+class Asked:
+    """A request that came."""
+
+    def __init__(self, head: str, body: bytes) -> None:
+        self.line, *lines = head.split("\r\n")
+        self.path = self.line.split(" ")[1]
+        self.headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+        self.body = json.loads(body) if body else None
+
+
+class Fake:
+    """``answer`` gets the request and the connection; what it returns is sent, if anything."""
+
+    def __init__(self, answer: Callable[[Asked, socket.socket], bytes | None]) -> None:
+        self.asked: list[Asked] = []
+        self.context: ssl.SSLContext | None = None
+        self._answer = answer
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self.over = threading.Event()
+        self._threads[0].start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self.over.set()
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        while not self.over.is_set():
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(20)
+            if self.context is not None:
+                connection = self.context.wrap_socket(connection, server_side=True)
+            with connection.makefile("rb") as reader:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    line = reader.readline()
+                    if not line:
+                        return
+                    head += line
+                text = head.decode().removesuffix("\r\n\r\n")
+                size = next(
+                    (
+                        int(line.split(":")[1])
+                        for line in text.split("\r\n")
+                        if line.lower().startswith("content-length:")
+                    ),
+                    0,
+                )
+                asked = Asked(text, reader.read(size))
+            self.asked.append(asked)
+            reply = self._answer(asked, connection)
+            if reply is not None:
+                connection.sendall(reply)
+        except OSError:
+            pass
+        finally:
+            connection.close()
+
+
+@contextmanager
+def fake(answer: Callable[[Asked, socket.socket], bytes | None]) -> Iterator[Fake]:
+    running = Fake(answer)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def whole(status: int, body: Any = b"", kind: str = "application/json", **headers: str) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} Said", f"Content-Type: {kind}", f"Content-Length: {len(data)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def listed(*names: str, **more: Any) -> bytes:
+    return whole(200, {"object": "list", "data": [{"id": name, **more} for name in names]})
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields, ensure_ascii=False).encode() + b"\n\n"
+
+
+def delta(reason: str | None = None, **fields: Any) -> bytes:
+    return event(choices=[{"index": 0, "delta": fields, "finish_reason": reason}])
+
+
+def saying(
+    reply: bytes | Callable[[Asked, socket.socket], bytes | None],
+) -> AbstractContextManager[Fake]:
+    """Lists one model and answers chats with ``reply``."""
+
+    def answer(asked: Asked, connection: socket.socket) -> bytes | None:
+        if asked.path.endswith("/models"):
+            return listed("m")
+        return reply(asked, connection) if callable(reply) else reply
+
+    return fake(answer)
