@@ -1,4 +1,4 @@
-"""How often the screen may show new text: 20 times a second, at half a percent of the processor.
+"""How often the screen may show new text: 20 times a second, at 1 % of the processor.
 
 The engine computes on the same machine. When drawing gets dear (a slow terminal, a huge paragraph),
 the app draws less often instead of slowing the model. Knows two clocks and nothing else.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 __all__ = ["FRAME_SECONDS", "Pace", "spare_collector"]
 
 FRAME_SECONDS = 0.05
-_SHARE = 0.005  # of the processor, for drawing: decoding waits for that and as much again
+_SHARE = 0.01  # of the processor, for drawing: decoding waits for that and as much again
 _CORES = 8  # at most, that are counted: drawing needs no more
 _LONGEST = 0.5  # seconds between two drawings, whatever they cost
 

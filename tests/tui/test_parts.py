@@ -96,7 +96,7 @@ def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
     wall = cpu = 0.0
     pace = Pace(wall=lambda: wall, cpu=lambda: cpu, cores=2)
     assert pace.due()
-    cpu += 0.01  # a drawing that took 10 ms ...
+    cpu += 0.005  # a drawing that took 5 ms ...
     wall += 0.2
     assert not pace.due()
     wall += 0.06  # ... allows the next after 250 ms
