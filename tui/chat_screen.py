@@ -64,6 +64,7 @@ class ChatScreen(WindowKeys):
         self.hints = Hints(self)
         self._hint = Static(id="hint", markup=False)
         self._hint_shown = ""
+        self._memory_said: str | None = None
         self._ticker: Timer | None = None
         self._starting = True
         self._leaving: set[asyncio.Task[None]] = set()
@@ -215,6 +216,7 @@ class ChatScreen(WindowKeys):
             full = status.ctx is not None and status.used >= status.ctx - 1
             self.update_status(phase=Phase.READY, percent=None)
             back = self.turns.end(news, full=full)
+            self._say_memory(news)
             if back:
                 self.composer.put_back(back)
             self.send_next()
@@ -222,6 +224,14 @@ class ChatScreen(WindowKeys):
                 self._ticker.pause()
                 self.panel.end()
         self.show_hint()
+
+    def _say_memory(self, news: News) -> None:
+        """Weights had to leave memory, or came back: why it is slower now, once."""
+        said = news.metrics.memory if news.metrics is not None else None
+        if said != self._memory_said:
+            self._memory_said = said
+            if said:
+                self.view.add_notice(said)
 
     def _show_metrics(self, news: News) -> None:
         metrics = news.metrics

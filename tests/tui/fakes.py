@@ -93,18 +93,20 @@ class FakeChat:
                 reason = "cancelled"
                 break
             pieces.append(piece)
-            yield Chunk(piece, (0,), _metrics(prompt, len(pieces)))
+            yield Chunk(piece, (0,), _metrics(prompt, len(pieces), model.memory))
         if model.error is not None and reason != "cancelled":
             raise model.error
         self.messages += [
             {"role": "user", "content": text},
             {"role": "assistant", "content": "".join(pieces)},
         ]
-        yield Chunk("", (), _metrics(prompt, len(pieces)), reason)
+        yield Chunk("", (), _metrics(prompt, len(pieces), model.memory), reason)
 
 
-def _metrics(prompt: int, completion: int) -> Metrics:
-    return Metrics(prompt_tokens=prompt, completion_tokens=completion, decode_tok_s=41.2)
+def _metrics(prompt: int, completion: int, memory: str | None) -> Metrics:
+    return Metrics(
+        prompt_tokens=prompt, completion_tokens=completion, decode_tok_s=41.2, memory=memory
+    )
 
 
 class FakeModel:
@@ -115,6 +117,7 @@ class FakeModel:
 
         self.info = replace(INFO, **info)
         self.name = self.info.name
+        self.memory: str | None = None
         self.defaults: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
         self.answer = list(answer)
         self.error: Exception | None = None

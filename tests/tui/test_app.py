@@ -140,6 +140,17 @@ async def test_an_answer_cut_off_says_so(model: FakeModel) -> None:
         assert "max_tokens" in screen.marks(app)[0]
 
 
+async def test_it_says_once_why_memory_made_it_slower(model: FakeModel) -> None:
+    model.memory = "40 MB of weights are read for each token: the budget was lowered"
+    app = app_for(FakeLoader(model))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        for count in (1, 2):
+            await screen.say(pilot, "Hi")
+            await until(pilot, lambda n=count: len(screen.answers(app)) == n and idle(app))  # type: ignore[misc]
+        assert screen.notices(app).count(model.memory) == 1
+
+
 async def test_an_answer_without_text_says_so(model: FakeModel) -> None:
     model.answer = []
     app = app_for(FakeLoader(model))
