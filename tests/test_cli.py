@@ -70,6 +70,19 @@ def test_run_continues_the_last_conversation(tiny_folder: Path, home: dict[str, 
     assert two > one + 10
 
 
+def test_a_conversation_that_goes_on_is_not_computed_again(
+    tiny_folder: Path, home: dict[str, str]
+) -> None:
+    env = {name: value for name, value in home.items() if name != "LOCALRT_KV_DISK"}
+    cached = []
+    for more in ([], ["-c"], ["-c"]):
+        prompt = "a long question, said at length. " * 4
+        result = localrt("run", tiny_folder, *more, prompt, *FAST, "--json", env=env)
+        cached.append(json.loads(result.stdout)["metrics"]["cached_tokens"])
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 200
+
+
 def test_chat_without_a_terminal_answers_plainly(tiny_folder: Path, home: dict[str, str]) -> None:
     piped = localrt("chat", tiny_folder, *FAST, env=home, stdin=b"hello")
     asked = localrt("chat", tiny_folder, "--prompt", "hello", *FAST, env=home)

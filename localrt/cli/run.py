@@ -118,6 +118,8 @@ def _answer(args: argparse.Namespace, model: Model, prompt: str, remember: Path 
     finally:
         if remember is not None and chat.messages:
             _remember(chat.save, remember)
+            if resume:  # who has gone on once may do so again
+                chat.try_park()
 
 
 def _print(args: argparse.Namespace, model: Model, stream: Iterator[Chunk]) -> int:
