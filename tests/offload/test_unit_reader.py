@@ -49,7 +49,9 @@ def use(reader: UnitReader, unit: StoredUnit) -> None:
 
 
 def reader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("localrt-")]
+    others = ("localrt-kv-keeper", "localrt-live", "localrt-serve")  # of models of other tests
+    found = [thread for thread in threading.enumerate() if thread.name.startswith("localrt-")]
+    return [thread for thread in found if not thread.name.startswith(others)]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:

@@ -235,7 +235,7 @@ async def test_control_characters_never_reach_the_terminal() -> None:
 
 
 def answering_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("localrt-")]
+    return [t for t in threading.enumerate() if t.name == "localrt-answer"]
 
 
 async def test_quitting_during_an_answer_ends_its_thread(model: FakeModel) -> None:
