@@ -10,11 +10,11 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from localrt.batching import BatchMethods
+from localrt.closing import Closing
 from localrt.drafts.choice import Drafts
 from localrt.drafts.loading import draft_loader, load_beside
 from localrt.engine.loop import generate
@@ -161,7 +161,7 @@ def load(
     )
 
 
-class Model(BatchMethods):
+class Model(BatchMethods, Closing):
     """A loaded model. Use ``localrt.load``; close it, or use it as a context manager."""
 
     def __init__(
@@ -423,17 +423,6 @@ class Model(BatchMethods):
         if self._drafts is not None:
             self._drafts.close()
         self._parts.engine.close()
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- for ChatSession ------------------------------------------------------------------------
 

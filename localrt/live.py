@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from localrt.closing import Closing
 from localrt.engine.live import Live, LiveLimits, LiveStats
 from localrt.engine.live_answer import LiveAnswer
 from localrt.engine.options import read_options
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncAnswer", "LiveModel", "open_live"]
 
 
-class LiveModel:
+class LiveModel(Closing):
     """Made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, model: Model, live: Live) -> None:
@@ -129,17 +129,6 @@ class LiveModel:
     def close(self) -> None:
         """End every answer as cancelled, and free the caches; the model stays loaded."""
         self._live.close()
-
-    def __enter__(self) -> LiveModel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class AsyncAnswer(AsyncIterator[Chunk]):

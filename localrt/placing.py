@@ -6,7 +6,6 @@ knows neither kernels nor schedules.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from localrt.cards import open_card
 from localrt.engine.base import Forecast, Forecaster, Rates
 from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import StorageError
-from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.pressure import MemoryPressure
 from localrt.offload.process_memory import current_rss, ram_budget
 from localrt.offload.trace import Trace
@@ -123,8 +121,6 @@ def open_placed(
     config = read_config(checkpoint, context=ctx)
     stores = settings.data_dir / "stores"
     store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
-    gc.collect()
-    return_free_memory()  # what packing took is wanted for the weights
     shape = shape_from_checkpoint(store)
     disk, machine = machine_profile(
         store.path, settings, formats={unit.format for unit in shape.units}

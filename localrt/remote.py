@@ -11,10 +11,10 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from localrt.chat import ChatSession, Message
+from localrt.closing import Closing
 from localrt.engine.options import Options
 from localrt.engine.types import Chunk, Progress, ProgressCallback
 from localrt.errors import CancelledError, LocalrtError, OptionError
@@ -107,7 +107,7 @@ def _chosen(
     return found or ListedModel(name, 0), tuple(notes)
 
 
-class RemoteModel:
+class RemoteModel(Closing):
     """One model of a server. Use ``connect``; close it, or use it as a context manager.
 
     ``info.ctx`` is 0 where the server does not tell, ``info.device`` its host and port. Options
@@ -173,17 +173,6 @@ class RemoteModel:
     def close(self) -> None:
         """Answers on their way end as cancelled."""
         self._closed.set()
-
-    def __enter__(self) -> RemoteModel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- for ChatSession -------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
+from localrt.closing import Closing
 from localrt.errors import LocalrtError
 from localrt.remote_address import Address, shown
 
@@ -38,7 +38,7 @@ class Head:
     headers: Mapping[str, str]
 
 
-class Exchange:
+class Exchange(Closing):
     """A request on its way: ``head`` once, then ``pieces``. A context manager.
 
     ``look`` is called before every wait and at least every 50 ms while waiting; what it raises ends
@@ -106,17 +106,6 @@ class Exchange:
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
                 except OSError:  # it is closed already
                     pass
-
-    def __enter__(self) -> Exchange:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- the side that waits ---------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Settings"]
+__all__ = ["ENDPOINT_KEY", "SERVE_KEY", "Settings"]
+
+ENDPOINT_KEY, SERVE_KEY = "OPENAI_API_KEY", "LOCALRT_API_KEY"  # for help texts too
 
 _TRUE = frozenset({"1", "on", "yes", "true"})
 
@@ -24,6 +26,7 @@ class Settings:
     ``hub_cache`` is the folder shared by all tools of the hub, ``cache_dir`` localrt's own (it may
     be deleted at any time), ``data_dir`` holds chats and stores, ``config_dir`` preferences.
     ``kv_disk`` is a size, or ``"off"``: what KV caches of conversations may take in ``cache_dir``.
+    ``endpoint_key`` goes to the server of ``--endpoint``, ``serve_key`` is what our own asks for.
     """
 
     hub_endpoint: str
@@ -35,6 +38,8 @@ class Settings:
     config_dir: Path
     hub_token: str | None = field(default=None, repr=False)
     kv_disk: str = "8GB"
+    endpoint_key: str | None = field(default=None, repr=False)
+    serve_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -58,6 +63,8 @@ class Settings:
             config_dir=xdg_config / "localrt",
             hub_token=_first(env, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if implicit_token else None,
             kv_disk=_first(env, "LOCALRT_KV_DISK") or "8GB",
+            endpoint_key=_first(env, ENDPOINT_KEY),
+            serve_key=_first(env, SERVE_KEY),
         )
 
     def read_hub_token(self) -> str | None:

@@ -11,6 +11,10 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localrt.models.decoder import DecoderConfig
 
 __all__ = ["DraftCost", "GapWorth", "Mixture", "PassCost"]
 
@@ -40,6 +44,21 @@ class Mixture:
     count: int
     used: int
     share: float
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> Mixture | None:
+        """That of a model, by the weights that a token meets; None of a dense one."""
+        sparse = [mixture for mixture in config.mixtures if mixture is not None]
+        if not sparse:
+            return None
+        hidden = config.hidden_size
+        experts = sum(3 * m.inner * hidden * m.router.used for m in sparse)
+        dense = config.layers - len(sparse)
+        rest = 3 * dense * config.intermediate_size * hidden + config.vocab_size * hidden
+        rest += sum(3 * m.shared * hidden for m in sparse)
+        rest += sum((2 * a.heads + 2 * a.kv_heads) * a.head_dim * hidden for a in config.attention)
+        first = sparse[0].router
+        return cls(count=first.count, used=first.used, share=experts / (experts + rest))
 
     def growth(self, rows: float) -> float:
         """What the experts of a pass of ``rows`` cost of a plain pass, were they all different.

@@ -12,11 +12,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from localrt.bench.memory_limit import MemoryLimit
 from localrt.bench.peers import peer_python
+from localrt.closing import Closing
 from localrt.errors import LocalrtError
 
 __all__ = ["ChildError", "ChildProcess", "child_command"]
@@ -42,7 +42,7 @@ def child_command(engine: str = "native") -> list[str]:
     return [str(peer_python(engine) or sys.executable), "-c", start, root]
 
 
-class ChildProcess:
+class ChildProcess(Closing):
     """A running child. As a context manager it is gone at the end, whatever happened."""
 
     def __init__(self, command: Sequence[str], limit: MemoryLimit | None = None) -> None:
@@ -109,14 +109,3 @@ class ChildProcess:
         self._stderr.seek(0)
         lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
         return f"the process died with code {code}" + (f": {lines[-1].strip()}" if lines else "")
-
-    def __enter__(self) -> ChildProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -1,25 +1,22 @@
 """The flags of a model that runs elsewhere, behind OpenAI's protocol: ``--endpoint URL``.
 
-The key's environment variable is read here and nowhere else. What only makes sense for a model on
-this machine is refused beside them.
+What only makes sense for a model on this machine is refused beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, cast
 
 from localrt.cli.model_options import DEMO_MODEL, load_options
 from localrt.errors import OptionError
+from localrt.settings import ENDPOINT_KEY, Settings
 
 if TYPE_CHECKING:
     from localrt.api import Model
     from localrt.engine.types import ProgressCallback
 
 __all__ = ["add_endpoint_arguments", "choose_model", "connect_endpoint", "model_title"]
-
-_KEY = "OPENAI_API_KEY"
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +29,7 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "its name there, by default the first that the server lists",
     )
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"for the server; better in ${_KEY}, '' sends none"
+        "--api-key", metavar="KEY", help=f"for the server; better in ${ENDPOINT_KEY}, '' sends none"
     )
 
 
@@ -74,4 +71,4 @@ def model_title(args: argparse.Namespace) -> str:
 
 def _key(args: argparse.Namespace) -> str | None:
     key: str | None = args.api_key
-    return os.environ.get(_KEY) if key is None else key
+    return Settings.from_environment().endpoint_key if key is None else key

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from contextlib import closing
@@ -21,6 +20,7 @@ from localrt.cli.model_options import (
     sampling_options,
 )
 from localrt.errors import MissingExtraError
+from localrt.settings import SERVE_KEY, Settings
 
 if TYPE_CHECKING:
     from localrt.serve.guard import LogLine
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "answer other programs, over OpenAI's HTTP protocol"
-
-_KEY = "LOCALRT_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8080, help="0 takes any that is free")
     group.add_argument("--name", help="what requests call the model; default: its own name")
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"what requests must bring; better in ${_KEY}"
+        "--api-key", metavar="KEY", help=f"what requests must bring; better in ${SERVE_KEY}"
     )
     group.add_argument(
         "--cors",
@@ -82,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     with closing(open_socket(options)) as bound:
         if not is_loopback(options.host) and options.api_key is None:
             print(
-                f"localrt: whoever reaches {options.host} may use the model: set a key in ${_KEY}",
+                f"localrt: whoever reaches {options.host} may use the model: "
+                f"set a key in ${SERVE_KEY}",
                 file=sys.stderr,
             )
         with load_model(args) as model:
@@ -119,7 +118,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         host=args.host,
         port=args.port,
         name=args.name,
-        api_key=args.api_key or os.environ.get(_KEY, "").strip() or None,
+        api_key=args.api_key or Settings.from_environment().serve_key,
         origins=tuple(args.cors),
         max_running=args.max_running,
         max_queued=args.max_queued,

@@ -126,18 +126,7 @@ class NativeEngine:
     @property
     def mixture(self) -> Mixture | None:
         """What the experts of a mixture are of a token's work; None of a dense model."""
-        config = self._loaded().config
-        sparse = [mixture for mixture in config.mixtures if mixture is not None]
-        if not sparse:
-            return None
-        hidden = config.hidden_size
-        experts = sum(3 * m.inner * hidden * m.router.used for m in sparse)
-        dense = config.layers - len(sparse)
-        rest = 3 * dense * config.intermediate_size * hidden + config.vocab_size * hidden
-        rest += sum(3 * m.shared * hidden for m in sparse)
-        rest += sum((2 * a.heads + 2 * a.kv_heads) * a.head_dim * hidden for a in config.attention)
-        first = sparse[0].router
-        return Mixture(count=first.count, used=first.used, share=experts / (experts + rest))
+        return Mixture.of(self._loaded().config)
 
     def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
         """Tell ``watch`` of every choice of experts, with the layer's number among the sparse."""

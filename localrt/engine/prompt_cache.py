@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
 from localrt.engine.base import EngineSession
-from localrt.models.prefix import common_prefix
+from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
 
@@ -88,7 +90,7 @@ class PromptCache:
         """
         if not isinstance(session, BlockSession) or not session.kv_layout:
             return 0
-        tokens = list(session.tokens)
+        tokens = np.array(session.tokens, np.int64)
         if len(tokens) < _LEAST_TOKENS:
             return 0
         blocks = session.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
@@ -117,12 +119,15 @@ class PromptCache:
         """
         if not isinstance(session, BlockSession) or not session.kv_layout:
             return 0
-        held = common_prefix(session.tokens, prompt)
+        wanted = np.asarray(prompt, np.int64)
+        held = common_prefix(session.tokens, wanted)
+        if len(wanted) < held + _LEAST_TOKENS:
+            return 0
         with self._lock:
             self._look()
             known: list[BlockFile | _RamCopy] = [*self._in_ram, *self._files.values()]
             shared = [
-                (common_prefix(kept.tokens, prompt), kept)
+                (common_prefix(kept.tokens, wanted), kept)
                 for kept in known
                 if kept.layout == session.kv_layout
             ]
@@ -154,7 +159,7 @@ class PromptCache:
 
     def _write(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | Tokens,
         layout: str,
         block_bytes: int,
         take: Callable[[int, int], Bytes],
@@ -162,6 +167,7 @@ class PromptCache:
         nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
         if len(tokens) < _LEAST_TOKENS or nbytes > self.limit:
             return 0
+        tokens = np.asarray(tokens, np.int64)
         self._look()
         same = [file for file in self._files.values() if file.layout == layout]
         file = max(
@@ -189,7 +195,7 @@ class PromptCache:
             del self._files[path]
         for path in found - self._files.keys():
             file = BlockFile(path)
-            if file.tokens:
+            if len(file.tokens):
                 self._files[path] = file
 
     def _make_room(self, nbytes: int, *, spare: BlockFile) -> None:
@@ -212,7 +218,7 @@ class PromptCache:
 class _RamCopy:
     """A sequence as ``BlockFile`` gives it, in RAM: blocks (count, block_bytes)."""
 
-    tokens: list[int]
+    tokens: Tokens
     layout: str
     blocks: Bytes
 
@@ -242,7 +248,7 @@ def model_key(path: Path, *facts: object) -> str:
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
 
 
-def _goes_on(held: Sequence[int], tokens: Sequence[int]) -> bool:
+def _goes_on(held: Tokens, tokens: Tokens) -> bool:
     """Whether one of the two begins with the other, or nearly: a last word may be another."""
     same = common_prefix(held, tokens)
     return same >= min(len(held), len(tokens)) - BLOCK_TOKENS and 2 * same > len(held)

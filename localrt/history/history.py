@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from localrt.closing import Closing
 from localrt.errors import StorageError
 from localrt.history.conversation import Conversation
 from localrt.history.database import Database
@@ -59,7 +59,7 @@ class ConversationInfo:
     snippet: str
 
 
-class History:
+class History(Closing):
     """Conversations in one file, by default in the user's data folder. Thread-safe.
 
     Several apps may use one file at the same time. ``notes`` are lines that a user should see.
@@ -142,17 +142,6 @@ class History:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
-
-    def __enter__(self) -> History:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _match(search: str) -> str:

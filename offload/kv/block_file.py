@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from localrt.errors import StorageError
-from localrt.models.prefix import common_prefix
+from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
 
 __all__ = ["BlockFile"]
@@ -29,6 +29,7 @@ __all__ = ["BlockFile"]
 _VERSION = 1
 _PIECE = 16 << 20  # bytes read or written at once
 _DATA, _ABOUT = "blocks.bin", "tokens.json"
+_NO_TOKENS: Tokens = np.empty(0, np.int64)
 
 
 class BlockFile:
@@ -36,7 +37,7 @@ class BlockFile:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tokens: list[int] = []
+        self.tokens: Tokens = _NO_TOKENS
         self.layout = ""
         self._block_bytes = 0
         self._sums: list[int] = []
@@ -64,7 +65,7 @@ class BlockFile:
 
     def write(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | Tokens,
         layout: str,
         block_bytes: int,
         take: Callable[[int, int], Bytes],
@@ -76,6 +77,7 @@ class BlockFile:
         Raises:
             StorageError: the disk is full or fails; the folder is gone then.
         """
+        tokens = np.array(tokens, np.int64)
         count = -(-len(tokens) // BLOCK_TOKENS)
         kept = 0
         if (layout, block_bytes) == (self.layout, self._block_bytes):
@@ -93,7 +95,7 @@ class BlockFile:
                     blocks = take(first, min(step, count - first))
                     sums += [zlib.crc32(block) for block in blocks]
                     _write_all(file, blocks)
-            self._replace_about(list(tokens), layout, block_bytes, sums)
+            self._replace_about(tokens, layout, block_bytes, sums)
         except OSError as error:
             self.delete()
             reason = error.strerror or error
@@ -130,7 +132,7 @@ class BlockFile:
     def delete(self) -> None:
         """Remove it; nothing happens where it is gone."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.tokens, self._sums, self._block_bytes = [], [], 0
+        self.tokens, self._sums, self._block_bytes = _NO_TOKENS, [], 0
 
     def _whole(self, first: int, blocks: Bytes) -> int:
         """How many of ``blocks`` are what was written, up to the first that is not."""
@@ -140,13 +142,13 @@ class BlockFile:
         return len(blocks)
 
     def _replace_about(
-        self, tokens: list[int], layout: str, block_bytes: int, sums: list[int]
+        self, tokens: Tokens, layout: str, block_bytes: int, sums: list[int]
     ) -> None:
         about = {
             "version": _VERSION,
             "layout": layout,
             "block_bytes": block_bytes,
-            "tokens": tokens,
+            "tokens": tokens.tolist(),
             "sums": sums,
         }
         aside = self.folder / (_ABOUT + ".new")
@@ -165,7 +167,9 @@ def _read_about(path: Path) -> dict[str, Any] | None:
             and len(about["sums"]) == -(-len(about["tokens"]) // BLOCK_TOKENS)
             and all(isinstance(n, int) for n in (about["block_bytes"], *about["tokens"]))
         )
-    except (OSError, ValueError, KeyError, TypeError):
+        if whole:
+            about["tokens"] = np.array(about["tokens"], np.int64)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return about if whole else None
 

@@ -6,6 +6,7 @@ of the same name gets another store. Two processes that want the same one make i
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import threading
@@ -18,6 +19,7 @@ from localrt.errors import CancelledError, CheckpointError, StorageError, Unsupp
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import MANIFEST_NAME
+from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.store.pack import fingerprint, pack_store
 from localrt.offload.store.tiling import Tiler
 from localrt.offload.store.writer import ProgressFunction
@@ -66,6 +68,8 @@ def cached_store(
         elif folder.exists():  # discarded
             shutil.rmtree(folder, ignore_errors=True)
         pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
+    gc.collect()
+    return_free_memory()  # what packing took is wanted for the weights
     return StoreCheckpoint(folder, verify=False)  # the bytes were summed a moment ago
 
 

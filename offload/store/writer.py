@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TypeAlias
 
+from localrt.closing import Closing
 from localrt.errors import CancelledError, LocalrtError, OptionError, StorageError
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
@@ -51,7 +51,7 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-class StoreWriter:
+class StoreWriter(Closing):
     """One store in the making: ``write`` all of ``pending``, then ``finish``. Use it with ``with``.
 
     ``manifest`` is without units; ``files`` are the whole store's. A partial store that describes
@@ -91,17 +91,6 @@ class StoreWriter:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> StoreWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let others write the folder. What is finished stays."""
