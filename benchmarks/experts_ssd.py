@@ -81,7 +81,7 @@ def _decode(model: localrt.Model, tokens: Sequence[int]) -> dict[str, Any]:
     try:
         session.extend(tokens[:PROMPT])
         before, read, seconds = session.counts(), disk_bytes_read() or 0, list[float]()
-        forecast = session.forecast
+        forecast = session.forecast()
         for token in tokens[PROMPT:]:
             began = time.perf_counter()
             session.extend([token])

@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/serve.py [MODEL] [--ram 350MB] [--chats 8] [--tokens 64]
 
-The server is ``localrt serve`` in a process of its own, the clients are threads that read streams.
-At once and in sequence take turns, with the same questions: texts must be the same, token for
-token. An answer that is alone guesses ahead, which those at once do not: measured without and
-with that. The result is written to ``benchmarks/results/serve.json``.
+The servers are ``localrt serve`` in processes of their own, the clients are threads that read
+streams. At once and in sequence take turns, with the same questions: texts must be the same, token
+for token. Each has a server, for what guesses ahead remembers what has been said; measured without
+and with that. The result is written to ``benchmarks/results/serve.json``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -47,6 +47,7 @@ QUESTIONS = (
     "Which mistakes do people make with {}?",
     "Compare {} with its closest alternative.",
 )
+FOLLOW_UPS = ("Go on.", "Give an example.", "What is the most important point, and why?")
 TOPICS = (
     "a bicycle",
     "a hash table",
@@ -73,7 +74,7 @@ def questions(run: int, chats: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a chat got. Seconds from the request to the first token, and to the end."""
+    """What a turn got. Seconds from the request to the first token, and to the end."""
 
     text: str
     tokens: int
@@ -88,10 +89,20 @@ class Client:
         self._port = port
         self._tokens = tokens
 
-    def chat(self, question: str) -> Answer:
+    def chat(self, question: str, turns: int) -> list[Answer]:
+        """The answers of a conversation that begins with ``question``."""
+        messages = [{"role": "user", "content": question}]
+        answers = [self._turn(messages)]
+        for turn in range(turns - 1):
+            messages.append({"role": "assistant", "content": answers[-1].text})
+            messages.append({"role": "user", "content": FOLLOW_UPS[turn % len(FOLLOW_UPS)]})
+            answers.append(self._turn(messages))
+        return answers
+
+    def _turn(self, messages: Sequence[Mapping[str, str]]) -> Answer:
         """One streamed answer of exactly so many tokens."""
         body = {
-            "messages": [{"role": "user", "content": question}],
+            "messages": messages,
             "temperature": 0,
             "max_tokens": self._tokens,
             "ignore_eos": True,
@@ -129,7 +140,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All chats once."""
+    """All chats once. Medians are over turns."""
 
     seconds: float
     tokens: int
@@ -137,16 +148,18 @@ class Round:
     ssd_read_bytes: int
     ttft_s: float  # median
     tok_s: float  # all chats together
-    chat_tok_s: float  # median of a chat, from its first token on
+    chat_tok_s: float  # median, from the first token on
 
 
-def play(client: Client, asked: Sequence[str], *, at_once: bool) -> tuple[Round, list[str]]:
-    """Ask everything, at once or in sequence; the texts in order."""
+def play(
+    client: Client, asked: Sequence[str], turns: int, *, at_once: bool
+) -> tuple[Round, list[str]]:
+    """Hold all chats, at once or in sequence; the texts in order."""
     before = client.metrics()
-    answers: list[Answer | None] = [None] * len(asked)
+    chats: list[list[Answer]] = [[] for _ in asked]
 
     def ask(index: int) -> None:
-        answers[index] = client.chat(asked[index])
+        chats[index] = client.chat(asked[index], turns)
 
     began = time.perf_counter()
     if at_once:
@@ -160,8 +173,8 @@ def play(client: Client, asked: Sequence[str], *, at_once: bool) -> tuple[Round,
             ask(index)
     seconds = time.perf_counter() - began
     after = client.metrics()
-    got = [answer for answer in answers if answer is not None]
-    if len(got) < len(asked):
+    got = [answer for chat in chats for answer in chat]
+    if len(got) < turns * len(asked):
         raise RuntimeError("a chat failed: see above")
     tokens = sum(answer.tokens for answer in got)
 
@@ -203,11 +216,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="chats at once against chats in sequence")
     parser.add_argument("model", type=Path, nargs="?", default=MODEL)
     parser.add_argument("--ram", default="350MB", help="the server's budget; 'all' for none")
-    parser.add_argument(
-        "--drafts", default="off,auto", help="what guesses ahead for an answer that is alone"
-    )
+    parser.add_argument("--drafts", default="off,auto", help="what guesses ahead")
     parser.add_argument("--chats", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3, help="of each chat")
+    parser.add_argument("--tokens", type=int, default=64, help="of each turn's answer")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -216,8 +228,8 @@ def main() -> int:
     record = {
         "machine": hardware.probe().to_dict(),
         "command": f"benchmarks/serve.py {args.model.name} --ram {args.ram} "
-        f"--drafts {args.drafts} --chats {args.chats} --tokens {args.tokens} --runs {args.runs} "
-        f"--ctx {args.ctx}",
+        f"--drafts {args.drafts} --chats {args.chats} --turns {args.turns} "
+        f"--tokens {args.tokens} --runs {args.runs} --ctx {args.ctx}",
         "model": args.model.name,
         "versions": {name: version(name) for name in ("starlette", "uvicorn")}
         | {"localrt": localrt.__version__},
@@ -233,14 +245,17 @@ def measure(args: argparse.Namespace, draft: str) -> dict[str, Any]:
     ram = None if args.ram == "all" else args.ram
     rounds: dict[str, list[Round]] = {"in sequence": [], "at once": []}
     same = True
-    with server(args.model, ram, draft, args.ctx, args.chats) as port:
-        client = Client(port, args.tokens)
-        client.chat("Hello.")  # what is packed or measured once, is
+    with ExitStack() as stack:
+        clients: dict[str, Client] = {}
+        for name in rounds:
+            port = stack.enter_context(server(args.model, ram, draft, args.ctx, args.chats))
+            clients[name] = Client(port, args.tokens)
+            clients[name].chat("Hello.", 1)  # what is packed or measured once, is
         for run in range(args.runs):
             asked = questions(run, args.chats)
             texts = []
             for name in sorted(rounds, reverse=bool(run % 2)):
-                done, said = play(client, asked, at_once=name == "at once")
+                done, said = play(clients[name], asked, args.turns, at_once=name == "at once")
                 rounds[name].append(done)
                 texts.append(said)
             same = same and texts[0] == texts[1]

@@ -64,8 +64,9 @@ class BatchMethods:
 
         Each prompt is what ``stream`` takes, and its chunks are those that ``stream`` would yield
         (bit for bit on the CPU kernels), with ``seed + index`` as its seed where one is given. The
-        prompts share passes: up to ``batch_size`` at a time, by default as many of 64 as memory
-        holds KV caches for, which ``max_tokens`` bounds; others join as soon as one has finished.
+        prompts share passes, with guesses ahead that are worth it: up to ``batch_size`` at a time,
+        by default as many of 64 as memory holds KV caches for, which ``max_tokens`` bounds; others
+        join as soon as one has finished.
 
         With ``errors="raise"`` a prompt that cannot be run (longer than the context) raises before
         any work; with ``"return"`` its error is yielded in place of its chunks, and the others run.
@@ -93,7 +94,7 @@ class BatchMethods:
                     prompt, own, token_ids=ids, raw=raw, tools=tools, cancel=cancel
                 )
                 check_request(request, ctx=limits.ctx, vocab_size=model.info.vocab_size)
-                requests.append((index, request))
+                requests.append((index, model._guessing(request, own)))
             except LocalrtError as error:
                 if errors == "raise":
                     raise _named(error, index) from error
@@ -173,7 +174,7 @@ class BatchMethods:
                     print(chunk.text, end="")
 
         All answers that are on their way share each pass over the weights, up to ``most`` of them,
-        fewer where memory is short; one that is alone guesses ahead. What each says is what
+        fewer where memory is short, and guesses ahead that are worth it. What each says is what
         ``stream`` would yield (bit for bit on the CPU kernels). ``client=`` of a request says whose
         it is: clients take turns. An answer pauses while its reader is ``buffer`` chunks behind,
         and is cancelled when that lasts ``patience_s``. An engine that cannot join sequences runs

@@ -7,7 +7,7 @@ knows neither kernels nor schedules.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from localrt.models.decoder import DecoderConfig
     from localrt.offload.decoder import PlacedDecoder
     from localrt.offload.kv.tier import KvTier
+    from localrt.offload.placement import Where
     from localrt.offload.planner import Budgets, Plan
     from localrt.quant.ops.protocol import Ops
 
@@ -195,10 +196,17 @@ def _forecaster(plan: Plan, decoder: PlacedDecoder) -> Forecaster:
     """The plan's prediction for the rates, and the places of weights, that there are now."""
     from localrt.offload.planner.simulate import simulate
 
+    last: list[tuple[object, Forecast]] = []
+
     def forecast(rates: Rates) -> Forecast:
+        now = {stage.name: stage.where for stage in decoder.stages}
+        if not last or last[0][0] != (rates, now):
+            last[:] = [((rates, now), predict(rates, now))]
+        return last[0][1]
+
+    def predict(rates: Rates, now: Mapping[str, Where]) -> Forecast:
         machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
         costs = replace(plan.request, machine=machine).costs(expert_hits=rates.expert_hits)
-        now = {stage.name: stage.where for stage in decoder.stages}
         placement = replace(plan.placement, where={**plan.placement.where, **now})
         steady = simulate(costs, placement)
         planned = steady.busy["cpu"] - costs.per_pass()  # what no stage does was not measured

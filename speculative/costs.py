@@ -124,9 +124,9 @@ class PassCost:
         """How many such passes were measured, up to those kept."""
         return len(self._seen.get(1, ()))
 
-    def measured(self, rows: int) -> bool:
-        """Whether a pass of about that size was measured."""
-        return _bucket(rows) in self._seen
+    def covers(self, rows: int) -> bool:
+        """Whether a pass of so many rows, or of more, was measured."""
+        return any(at >= rows for at, _ in self._points())
 
     def seconds(self, rows: int, *, hopeful: bool = False) -> float:
         """Of a pass of ``rows``, never less than of a smaller one.
@@ -135,21 +135,23 @@ class PassCost:
         may: else larger ones would never be tried.
 
         Raises:
-            ValueError: no plain pass was measured yet.
+            ValueError: nothing was measured yet.
         """
-        plain = self.plain
-        if plain is None:
-            raise ValueError("a plain pass must be measured first")
-        below, low = 1.0, plain
-        for at, value in self._points():
+        points = self._points()
+        if not points:
+            raise ValueError("a pass must be measured first")
+        below, low = points[0]
+        plain = low  # of the fewest rows where a single one was never measured
+        for at, value in points:
             if at >= rows:
                 return value if at <= below else low + (value - low) * (rows - below) / (at - below)
             below, low = at, value
+        first = points[0][0]
         row = self._most * plain
         if self._row is not None:
             row = min(plain, _LOGITS * self._row)
-        if hopeful and below > 1:
-            row = min(row, (low - plain) / (below - 1))
+        if hopeful and below > first:
+            row = min(row, (low - plain) / (below - first))
         elif hopeful:
             row *= _HOPED_UNKNOWN if self._row is None else _HOPED
         more = (rows - below) * row

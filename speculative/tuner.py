@@ -21,7 +21,7 @@ from localrt.speculative.mixed import MixedTree
 from localrt.speculative.policy import AHEAD_S, Ahead, Gaps, Plan
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["TOLERANCE", "Run", "Tuner"]
+__all__ = ["MARGIN", "REFRESH", "TOLERANCE", "Run", "Tuner", "node_counts"]
 
 # The share of plain decoding's time that attempts may lose in a generation.
 TOLERANCE = 0.015
@@ -30,10 +30,10 @@ _ASSUMED = 96
 _BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _DEPTHS = (1, 2, 4, 8, 16)
 _PLAIN_FIRST = 2  # plain steps before the first attempt
-_REFRESH = 128  # passes after which a plain step is measured again
+REFRESH = 128  # passes after which a plain step is measured again
 _FIRST_WAIT, _LONGEST_WAIT = 4, 512  # steps between attempts that are not expected to pay
 _LOOKUP_NODES = 64
-_MARGIN = 1.02  # what is expected must be better than plain by this much
+MARGIN = 1.02  # what is expected must be better than plain by this much
 _MARGIN_RESIDENT = 1.08  # where a draft takes the processor and its caches from the target
 _FEW = 8  # tokens that a draft may have to catch up with at no cost worth counting
 _BLEND = 0.2  # of a new measurement in a running mean
@@ -169,7 +169,7 @@ class Run:
             self._judge_gaps()
             if plain is None or self._tuner.cost.plain_count < _PLAIN_FIRST or room < 1:
                 return None
-            if self._since_plain >= _REFRESH:
+            if self._since_plain >= REFRESH:
                 return None
             for name in self._usable():
                 # Drafting is free: what to verify is decided on the tree itself.
@@ -310,7 +310,7 @@ class Run:
         """The best plan that costs a draft, with its tokens per second, or an attempt at one."""
         plain = self._tuner.cost.plain
         assert plain is not None, "a plan needs a plain step"
-        margin = _MARGIN if self._tuner.streamed else _MARGIN_RESIDENT
+        margin = MARGIN if self._tuner.streamed else _MARGIN_RESIDENT
         best, best_rate = None, margin / plain
         for name in self._usable():
             source = self._tuner.sources[name]
@@ -403,16 +403,16 @@ class Run:
         order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.scores))
         sums = np.cumsum(chances[order])
         best, best_value = 0, 0.0
-        for count in _counts(len(tree)):
+        for count in node_counts(len(tree)):
             if not self._affordable(cost.seconds(1 + count) + self._draft_s, plain):
                 break
             seconds = cost.seconds(1 + count, hopeful=True)
             # Time is worth plain decoding's tokens, and a little more: guesses must pay.
-            value = float(sums[count - 1]) - _MARGIN * (seconds - plain) / plain
+            value = float(sums[count - 1]) - MARGIN * (seconds - plain) / plain
             if value > best_value:
                 best, best_value = count, value
         if not best and self._may_try(source):
-            best = next((n for n in _counts(min(8, len(tree))) if sums[n - 1] > 0), 0)
+            best = next((n for n in node_counts(min(8, len(tree))) if sums[n - 1] > 0), 0)
             if not self._affordable(cost.seconds(1 + best) + self._draft_s, plain):
                 best = 0
         gain = float(sums[best - 1]) if best else 0.0
@@ -469,7 +469,7 @@ def _chance(gain: float, levels: int) -> float:
     return (low + high) / 2
 
 
-def _counts(most: int) -> list[int]:
+def node_counts(most: int) -> list[int]:
     """Numbers of nodes to consider: all of few, then in steps."""
     counts, count = [], 1
     while count < most:

@@ -7,7 +7,7 @@ memory. What a guess is worth is the tuner's to find out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from localrt.drafts.head import DraftHead, is_draft_head
 from localrt.drafts.placement import source_of
-from localrt.engine.speculation import Speculation
+from localrt.engine.speculation import MakeSource, Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.speculative.draft_model import DraftDecoder, DraftModelSource
 from localrt.speculative.merged import MergedSource
@@ -151,17 +151,16 @@ class Drafts:
         explicit = options.draft != "auto" and options.tree_budget is not None
         lookup = not guesser or name != model or not explicit
 
-        def make(session: EngineSession) -> Mapping[str, DraftSource]:
-            sources: dict[str, DraftSource] = {}
-            if lookup:
-                sources[_LOOKUP] = MergedSource([NgramSource(), SaidSource(self._archive)])
-            if head is not None:
-                sources[_HEAD] = head.source(session, options)
-            elif draft.parts is not None:
-                sources[_MODEL] = self._model_source(draft, session, options)
-            if len(sources) > 1 and explicit:
-                return {name: MergedSource(list(sources.values()))}
-            return sources
+        makers: dict[str, MakeSource] = {}
+        if lookup:
+            makers[_LOOKUP] = lambda _: MergedSource([NgramSource(), SaidSource(self._archive)])
+        if head is not None:
+            makers[_HEAD] = lambda session: head.source(session, options)
+        elif draft.parts is not None:
+            makers[_MODEL] = lambda session: self._model_source(draft, session, options)
+        if len(makers) > 1 and explicit:
+            parts = list(makers.values())
+            makers = {name: lambda session: MergedSource([make(session) for make in parts])}
 
         levels = {_LOOKUP: 0.0}
         if guesser:
@@ -182,7 +181,7 @@ class Drafts:
                 source = name if lookup else guesser
             fixed = Plan(source, options.tree_budget, options.tree_depth or DEPTH)
         return Speculation(
-            make,
+            makers,
             tuner,
             fixed=fixed,
             archive=self._archive if lookup else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from localrt.engine.constraint import allowed_ids, constrained
 from localrt.engine.reader import Reader
 from localrt.engine.request import Request
 from localrt.engine.sampling import adjust_logits, distribution, draw, log_probabilities
-from localrt.engine.speculation import Stepper
 from localrt.engine.stops import StopMatcher
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.errors import LocalrtError
@@ -28,7 +27,21 @@ from localrt.offload.memory import peak_rss
 if TYPE_CHECKING:
     from localrt.tools import ToolCall
 
-__all__ = ["Answer", "Meter"]
+__all__ = ["Answer", "Guessing", "Meter"]
+
+
+class Guessing(Protocol):
+    """What is told of guessing ahead: ``passes`` have brought ``emitted`` tokens."""
+
+    passes: int
+    emitted: int
+
+    @property
+    def reason(self) -> str:
+        """How it went, in one sentence."""
+
+    def acceptance(self) -> dict[str, float]:
+        """The share of the passes' tokens that each source guessed right."""
 
 
 class Answer:
@@ -155,10 +168,10 @@ class Meter:
         self._session = session
         self._start = self._now()
         self._first: float | None = None
-        self.steps: Stepper | None = None
+        self.steps: Guessing | None = None
         self.cached = 0
         self._before = self._decoding = session.counts()
-        self._forecast = session.forecast  # made before what it is compared with
+        self._forecast = session.forecast()  # made before what it is compared with
         self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
 
     def _now(self) -> float:

@@ -109,9 +109,8 @@ class EngineSession(Protocol):
     def counts(self) -> PipelineCounts | None:
         """What the engine's pipeline has done so far; None where there is none."""
 
-    @property
     def forecast(self) -> Forecast | None:
-        """What was planned; None where nothing was."""
+        """What was planned; None where nothing was. Takes milliseconds."""
 
     def trim(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -10,6 +10,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from localrt.engine.answer import Answer
 from localrt.engine.base import Check, EngineSession, Logits
+from localrt.engine.companion import Companion
 from localrt.engine.loop import common_prefix
 from localrt.engine.request import Request
 from localrt.engine.speculation import Stepper
@@ -43,7 +44,8 @@ class Job(Generic[Owner]):
         self._answer: Answer | None = None
         self._held = 0
         self._speculation = request.speculation
-        self._steps: Stepper | None = None
+        self._steps: Stepper | None = None  # while it is alone
+        self._mate: Companion | None = None  # while it is not
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -56,6 +58,12 @@ class Job(Generic[Owner]):
         """The number of ``tokens``."""
         said = 0 if self._answer is None else len(self._answer.generated)
         return len(self.request.prompt) + said
+
+    @property
+    def left(self) -> int:
+        """The tokens that may still be said."""
+        said = 0 if self._answer is None else len(self._answer.generated)
+        return self._limit - said
 
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
         """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
@@ -71,8 +79,8 @@ class Job(Generic[Owner]):
         """What guesses ahead on ``session`` while it is alone; None where nothing does."""
         if self._steps is None and self._speculation is not None and len(self.pending) == 1:
             assert self._answer is not None, "it has started"
-            left = self._limit - len(self._answer.generated)
-            self._steps = self._speculation.start(session, self.tokens[:-1], left)
+            self.settle()
+            self._steps = self._speculation.start(session, self.tokens[:-1], self.left)
             self._answer.meter.steps = self._steps
             if self._steps is None:
                 self._speculation = None
@@ -80,20 +88,34 @@ class Job(Generic[Owner]):
 
     def guessed(self, steps: Stepper, check: Check) -> Items:
         """What follows from its pending token, and from guesses behind it."""
-        assert self._answer is not None, "it has started"
         (token,) = self.pending
-        left = self._limit - len(self._answer.generated)
-        return self.accept(steps.advance(token, left, check))
+        return self.accept(steps.advance(token, self.left, check))
+
+    def beside(self, session: EngineSession) -> Companion | None:
+        """What guesses on ``session`` while others share its passes; None where nothing does."""
+        if self._mate is None and self._speculation is not None and len(self.pending) == 1:
+            assert self._answer is not None, "it has started"
+            self._mate = self._speculation.join(session, self.tokens[:-1])
+            self._answer.meter.steps = self._mate
+        return self._mate
 
     def guess_no_more(self) -> None:
         """It is to be computed token by token."""
+        self.settle()
         self._speculation = None
 
-    def settle(self) -> None:
-        """Nothing guesses for it any more; its session keeps what was accepted."""
+    def not_alone(self) -> None:
+        """Others share its passes: what has guessed for it as long as it was alone is over."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.finish()
+
+    def settle(self) -> None:
+        """Nothing guesses for it any more; its session keeps what was accepted."""
+        self.not_alone()
+        mate, self._mate = self._mate, None
+        if mate is not None:
+            mate.finish()
 
     def accept(self, logits: Logits) -> Items:
         """What follows from the logits (vocab,) after all pending tokens."""

@@ -125,7 +125,6 @@ class LlamaCppSession:
     def counts(self) -> None:
         """llama.cpp's own pipeline, if any, is not seen."""
 
-    @property
     def forecast(self) -> None:
         """Nothing is planned."""
 

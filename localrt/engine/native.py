@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,17 +24,15 @@ from localrt.engine.base import (
     Forecaster,
     Logits,
 )
-from localrt.engine.features import FeatureRows
-from localrt.engine.prompt_cache import PutBlocks
+from localrt.engine.native_session import NativeSession
 from localrt.engine.rates import RecentRates
-from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
+from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.budget import format_bytes
 from localrt.offload.trace import PipelineCounts, Task
 from localrt.placement_choice import for_weights_and_caches
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.host_array import vector_to_host
-from localrt.quant.ops.kv_blocks import BlockCache, Bytes
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree
@@ -109,7 +108,6 @@ class NativeEngine:
         pipeline = self._pipeline
         return pipeline.clock if pipeline is not None and pipeline.simulated else None
 
-    @property
     def forecast(self) -> Forecast | None:
         """What was planned, for the disk as it has been lately; None where all is resident."""
         counts = self.counts()
@@ -189,7 +187,7 @@ class NativeEngine:
         """An empty KV cache, for whoever makes passes of his own."""
         return self._loaded().cache(capacity)
 
-    @property
+    @cached_property
     def attention_key(self) -> str:
         """Names windows, rotary frequencies and the like: some follow the context's length."""
         specs = repr(self._loaded().config.attention)
@@ -290,26 +288,49 @@ class NativeEngine:
         check: Check | None = None,
     ) -> Logits:
         """See the ``BatchEngine`` protocol."""
-        sequences = []
-        for session, tokens in parts:
-            assert isinstance(session, NativeSession), "sessions belong to one engine"
-            assert session._cache is not None, "the session is open"
-            sequences.append((session._cache, tokens))
+        sessions = _own(session for session, _ in parts)
         ends = list(accumulate(len(tokens) for _, tokens in parts))
-        features: Logits | None = None
-        if any(isinstance(s, NativeSession) and s._features is not None for s, _ in parts):
-            features = np.empty((ends[-1], self.hidden_size), np.float32)
+        features = self._feature_rows(sessions, ends[-1])
         with self._turn:
+            caches = [session.cache for session in sessions]
+            batch = Batch.extend(list(zip(caches, (tokens for _, tokens in parts), strict=True)))
             rows = [ends[part] - 1 for part in wanted]
-            batch = Batch.extend(sequences)
             logits = self._pass(batch, rows=rows, check=check, features=features)
-        for (session, tokens), end in zip(parts, ends, strict=True):
-            assert isinstance(session, NativeSession)
-            session._tokens += tokens
-            if session._features is not None and features is not None:
-                session._features.room(len(tokens))[:] = features[end - len(tokens) : end]
-                session._features.advance(len(tokens))
+        for session, (_, tokens), end in zip(sessions, parts, ends, strict=True):
+            own = None if features is None else features[end - len(tokens) : end]
+            session.appended(tokens, own)
         return logits
+
+    def extend_trees(
+        self,
+        parts: Sequence[tuple[EngineSession, int, TokenTree]],
+        *,
+        check: Check | None = None,
+    ) -> list[Logits]:
+        """See the ``TreeBatchEngine`` protocol."""
+        sessions = _own(session for session, _, _ in parts)
+        ends = list(accumulate(1 + len(tree) for _, _, tree in parts))
+        features = self._feature_rows(sessions, ends[-1])
+        tokens = [np.concatenate([[token], tree.tokens]) for _, token, tree in parts]
+        positions, spans = [], []
+        for session, (_, _, tree) in zip(sessions, parts, strict=True):
+            held = len(session.tokens)
+            session.cache.trim(held)
+            positions.append(np.concatenate([[held], tree.positions(held)]))
+            mask = tree.pass_mask() if len(tree) else None
+            spans.append(Span(session.cache, 1 + len(tree), mask))
+        batch = Batch(np.concatenate(tokens), np.concatenate(positions), tuple(spans))
+        logits = self.run(batch, check=check, features=features)
+        slices = [slice(end - len(ids), end) for end, ids in zip(ends, tokens, strict=True)]
+        for session, ids, own in zip(sessions, tokens, slices, strict=True):
+            session.opened(ids.tolist(), None if features is None else features[own])
+        return [logits[own] for own in slices]
+
+    def _feature_rows(self, sessions: Sequence[NativeSession], rows: int) -> Logits | None:
+        """Room for a pass's hidden states, where one of its sessions records them."""
+        if not any(session.records for session in sessions):
+            return None
+        return np.empty((rows, self.hidden_size), np.float32)
 
     def logits(
         self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
@@ -344,147 +365,9 @@ class NativeEngine:
         return self._decoder
 
 
-class NativeSession:
-    """See the ``EngineSession`` protocol."""
-
-    def __init__(self, engine: NativeEngine, cache: KVCache) -> None:
-        self._engine = engine
-        self._cache: KVCache | None = cache
-        self._tokens: list[int] = []
-        self._open: list[int] = []  # the tokens of a tree's rows, until some are kept
-        self._features: FeatureRows | None = None
-        self.capacity = cache.capacity
-
-    def record_features(self) -> FeatureRows:
-        """From now on, the hidden states of the tokens that are computed; the same in each call."""
-        if self._features is None:
-            self._features = FeatureRows(len(self._tokens), self._engine.hidden_size)
-        return self._features
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """What the cache holds."""
-        return self._tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the cache takes now."""
-        return self._cache.nbytes if self._cache is not None else 0
-
-    def extend(
-        self,
-        tokens: Sequence[int],
-        *,
-        check: Check | None = None,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> Logits:
-        """Append ``tokens`` in passes of the engine's rows; logits after the last."""
-        if not tokens:
-            raise OptionError("there are no tokens to compute")
-        vocab = self._engine.info.vocab_size
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            raise OptionError(f"token ids must be from 0 to {vocab - 1}")
-        if len(self._tokens) + len(tokens) > self.capacity:
-            raise ContextOverflowError(
-                f"{len(self._tokens) + len(tokens)} tokens do not fit a context of {self.capacity}"
-            )
-        if self._cache is None:
-            raise LocalrtError("the session is closed")
-        logits: Logits | None = None
-        most = self._engine.pass_rows
-        for start in range(0, len(tokens), most):
-            chunk = list(tokens[start : start + most])
-            last = start + len(chunk) == len(tokens)
-            features = None if self._features is None else self._features.room(len(chunk))
-            logits = self._engine.forward(
-                self._cache, chunk, check, want_logits=last, features=features
-            )
-            self._tokens += chunk
-            if self._features is not None:
-                self._features.advance(len(chunk))
-            if on_progress is not None:
-                on_progress(start + len(chunk))
-        assert logits is not None, "the last chunk asks for logits"
-        return logits
-
-    def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
-        """See ``TreeSession``."""
-        if self._cache is None:
-            raise LocalrtError("the session is closed")
-        held, rows = len(self._tokens), 1 + len(tree)
-        self._cache.trim(held)
-        tokens = np.concatenate([[token], tree.tokens])
-        positions = np.concatenate([[held], tree.positions(held)])
-        span = Span(self._cache, rows, tree.pass_mask())
-        features = None if self._features is None else self._features.open(rows)
-        logits = self._engine.run(Batch(tokens, positions, (span,)), check=check, features=features)
-        self._open = tokens.tolist()
-        return logits
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """See ``TreeSession``."""
-        if self._cache is None:
-            raise LocalrtError("the session is closed")
-        self._cache.select(len(self._tokens), rows)
-        if self._features is not None:
-            self._features.keep(rows)
-        self._tokens += [self._open[row] for row in rows]
-        self._open = []
-
-    def counts(self) -> PipelineCounts | None:
-        """See ``EngineSession``."""
-        return self._engine.counts()
-
-    @property
-    def forecast(self) -> Forecast | None:
-        """See ``EngineSession``."""
-        return self._engine.forecast
-
-    def trim(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens."""
-        if self._cache is not None:
-            self._cache.trim(length)
-        if self._features is not None:
-            self._features.trim(length)
-        del self._tokens[length:]
-
-    @property
-    def kv_layout(self) -> str:
-        """See ``BlockSession``. What keys depend on beside the weights is part of it."""
-        blocks = self._blocks
-        layout = "" if blocks is None else blocks.kv_layout
-        return f"{layout} {self._engine.attention_key}" if layout else ""
-
-    @property
-    def block_bytes(self) -> int:
-        """See ``BlockSession``."""
-        assert self._blocks is not None, "who has a layout has blocks"
-        return self._blocks.block_bytes
-
-    def take_blocks(self, first: int, count: int) -> Bytes:
-        """See ``BlockSession``."""
-        assert self._blocks is not None, "who has a layout has blocks"
-        return self._blocks.take_blocks(first, count)
-
-    def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
-        """See ``BlockSession``."""
-        blocks = self._blocks
-        if blocks is None:
-            return 0
-        self.trim(0)
-        self._features = None
-        self._engine.reserve(blocks, len(tokens))
-        held = read(blocks.put_blocks)
-        blocks.advance(held)
-        self._tokens = list(tokens[:held])
-        return held
-
-    @property
-    def _blocks(self) -> BlockCache | None:
-        cache: object = self._cache
-        return cache if isinstance(cache, BlockCache) else None
-
-    def close(self) -> None:
-        """Free the cache."""
-        self._cache = self._features = None
-        self._tokens = []
+def _own(sessions: Iterable[EngineSession]) -> list[NativeSession]:
+    found = []
+    for session in sessions:
+        assert isinstance(session, NativeSession), "sessions belong to one engine"
+        found.append(session)
+    return found

@@ -3,7 +3,7 @@
 A pass takes one row of every sequence that is answering and fills up with rows of prompts, so that
 weights which are streamed are read once for all (FlexGen's block schedule, Sheng et al. 2023, with
 prompts joining as others finish, as in Orca, Yu et al. 2022, and Sarathi, Agrawal et al. 2023).
-A sequence that is alone guesses ahead, where it was given what guesses. What a sequence says does
+Where they were given what guesses, sequences guess ahead. What a sequence says does
 not depend on its company: sampling, stops and limits are the loop's. It does not know who asked,
 threads, or where the weights lie.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, runtime_checkable
 
 from localrt.engine.base import Check, EngineInfo, EngineSession, Logits
+from localrt.engine.company import SharedGuesses, TreeBatchEngine
 from localrt.engine.job import Items, Job, Owner
 from localrt.engine.loop import common_prefix
 from localrt.errors import LocalrtError, MemoryBudgetError
@@ -124,6 +125,9 @@ class Schedule(Generic[Owner]):
         self._live: list[tuple[Job[Owner], EngineSession]] = []  # in the order of joining
         self._idle: list[EngineSession] = []  # of those that have left; the latest at the end
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
+        self._shared: SharedGuesses[Owner] | None = None
+        if isinstance(engine, TreeBatchEngine):
+            self._shared = SharedGuesses(engine, check)
         self.passes = 0
 
     @property
@@ -245,7 +249,7 @@ class Schedule(Generic[Owner]):
         """What a sequence that is alone gets from guessing ahead; nothing where it does not."""
         if len(self._live) != 1:
             for job in self.jobs:
-                job.settle()
+                job.not_alone()
             return []
         ((job, session),) = self._live
         steps = job.guessing(session)
@@ -255,7 +259,6 @@ class Schedule(Generic[Owner]):
         try:
             return [(job, job.guessed(steps, self._check))]
         except MemoryBudgetError:  # a pass without guesses needs less
-            job.settle()
             job.guess_no_more()
             return []
         finally:
@@ -266,6 +269,10 @@ class Schedule(Generic[Owner]):
         parts = self._parts()
         if not parts:
             return []
+        if len(parts) == len(self._live) > 1 and all(len(tokens) == 1 for *_, tokens in parts):
+            said = self._with_guesses([(job, session) for job, session, _ in parts])
+            if said is not None:
+                return said
         whole = [i for i, (job, _, tokens) in enumerate(parts) if len(tokens) == len(job.pending)]
         try:
             logits = self._engine.extend_batch(
@@ -289,6 +296,17 @@ class Schedule(Generic[Owner]):
         return [
             (parts[i][0], parts[i][0].accept(row)) for i, row in zip(whole, logits, strict=True)
         ]
+
+    def _with_guesses(
+        self, running: Sequence[tuple[Job[Owner], EngineSession]]
+    ) -> list[tuple[Job[Owner], Items]] | None:
+        """A pass of all answers and of guesses behind them; None where nobody guesses."""
+        if self._shared is None:
+            return None
+        passes = self._shared.passes
+        said = self._shared.advance(running)
+        self.passes += self._shared.passes - passes
+        return said
 
     def _parts(self) -> list[tuple[Job[Owner], EngineSession, Sequence[int]]]:
         """What the next pass appends to which session; answers come before prompts."""

@@ -11,48 +11,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from localrt.engine.base import Check, EngineSession, Logits
+from localrt.engine.companion import Companion
+from localrt.engine.tree_pass import TreePass, TreeSession, likely
 from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.speculative.meanwhile import Meanwhile, Work
 from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan, Policy
 from localrt.speculative.said import Archive
 from localrt.speculative.source import AheadSource, DraftSource, Outcome
-from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import Tuner
-from localrt.speculative.verify import follow
 
-__all__ = ["Speculation", "Stepper", "TreeSession"]
+__all__ = ["MakeSource", "Speculation", "Stepper"]
 
 # The share of plain decoding that looking for guesses may take where there are none, and the most
 # steps to leave it out.
 _LOOKING, _LONGEST_REST = 0.01, 12
 _BLEND = 0.2  # of a new measurement in a running mean
 
-MakeSources = Callable[[EngineSession], Mapping[str, DraftSource]]
-
-
-@runtime_checkable
-class TreeSession(EngineSession, Protocol):
-    """An ``EngineSession`` that can compute a token tree in one pass."""
-
-    def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
-        """Compute ``token`` and, behind it, ``tree``: logits (1 + nodes, vocab), the token's first.
-
-        ``tokens`` stays as it is until ``keep`` says what of it is wanted; nothing else may be
-        computed before. When ``check`` raises, the session is as before.
-        """
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the tree's pass, a path in order, as the session's next tokens."""
+MakeSource = Callable[[EngineSession], DraftSource]
 
 
 class Speculation:
     """How the generations of a model speculate. Thread-safe.
 
-    ``make`` makes the sources of a sequence, by name, which stay with its session. ``fixed`` is a
+    ``makers`` make the sources of a sequence, by name, which stay with its session. ``fixed`` is a
     plan to obey; without, the ``tuner`` decides. ``archive`` remembers answers. ``note`` says why
     something asked for is not done. ``in_gaps`` may be set to False for the generations to come:
     sources then work between passes only, to measure what the gaps are worth.
@@ -60,20 +45,20 @@ class Speculation:
 
     def __init__(
         self,
-        make: MakeSources,
+        makers: Mapping[str, MakeSource],
         tuner: Tuner,
         *,
         fixed: Plan | None = None,
         archive: Archive | None = None,
         note: str = "",
     ) -> None:
-        self._make = make
+        self._makers = makers
         self._tuner = tuner
         self._fixed = fixed
         self._archive = archive
         self._note = note
         self.in_gaps = True
-        self._sources: WeakKeyDictionary[EngineSession, Mapping[str, DraftSource]] = (
+        self._sources: WeakKeyDictionary[EngineSession, dict[str, DraftSource]] = (
             WeakKeyDictionary()
         )
 
@@ -81,11 +66,7 @@ class Speculation:
         """The steps of one generation of at most ``limit`` tokens; None where it cannot be."""
         if not isinstance(session, TreeSession):
             return None
-        sources = self._sources.get(session)
-        if sources is None:
-            sources = self._sources[session] = self._make(session)
-        for source in sources.values():
-            source.begin(prompt)
+        sources = self._begin(session, prompt, list(self._makers))
         policy: Policy
         if self._fixed is not None:
             fixed = self._fixed
@@ -101,6 +82,27 @@ class Speculation:
             archive=self._archive,
             note=self._note,
         )
+
+    def join(self, session: EngineSession, prompt: Sequence[int]) -> Companion | None:
+        """What guesses for a generation while others share its passes; None: nothing does."""
+        if self._fixed is not None or not isinstance(session, TreeSession):
+            return None
+        cheap = [name for name in self._makers if self._tuner.sources[name].cheap]
+        if not cheap:
+            return None
+        sources = self._begin(session, prompt, cheap)
+        return Companion(session, prompt, sources, self._tuner, archive=self._archive)
+
+    def _begin(
+        self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
+    ) -> Mapping[str, DraftSource]:
+        """The session's sources of these names, at the start of a generation."""
+        held = self._sources.setdefault(session, {})
+        for name in names:
+            if name not in held:
+                held[name] = self._makers[name](session)
+            held[name].begin(prompt)
+        return {name: held[name] for name in names}
 
 
 class Stepper:
@@ -126,9 +128,7 @@ class Stepper:
         self._archive = archive
         self._note = note
         self._plan: Plan | None = None
-        self._tree: TokenTree | None = None  # verified, and not yet kept
-        self._path: list[int] = []
-        self._logits: Logits | None = None
+        self._computed: TreePass | None = None  # and not yet kept
         self._seconds = 0.0
         self._prefill = self._now()
         # Found once: asking an object whether it follows a protocol takes tens of microseconds.
@@ -137,6 +137,8 @@ class Stepper:
             for name, source in sources.items()
             if isinstance(source, AheadSource) and source.prepares
         }
+        forecast = session.forecast() if self._preparing else None
+        self._simulated = forecast is not None and forecast.simulated
         self._cramped = False  # guesses need more memory than there is
         self._rest = 0  # steps before guesses are looked for again
         self._looking_s = 0.0  # what looking for them takes where there are none, in the mean
@@ -183,27 +185,21 @@ class Stepper:
         return time.perf_counter() if counts is None else counts.clock_s
 
     def _verified(self, token: int) -> Logits | None:
-        """The accept rule of ``localrt.speculative.verify``, one step of it."""
-        tree = self._tree
-        if tree is None or self._logits is None:
-            return None
-        node = follow(tree, self._path[-1] if self._path else ROOT, token)
-        if node is None:
-            return None
-        self._path.append(node)
-        for name in tree.proposed_by(node):
-            self.guessed_right[name] = self.guessed_right.get(name, 0) + 1
-        row: Logits = self._logits[1 + node]
-        return row
+        computed = self._computed
+        logits = None if computed is None else computed.after(token)
+        if computed is not None and logits is not None:
+            for name in computed.tree.proposed_by(computed.path[-1]):
+                self.guessed_right[name] = self.guessed_right.get(name, 0) + 1
+        return logits
 
     def _close(self) -> None:
         """Keep the accepted path, and say what came true."""
-        tree, self._tree, self._logits = self._tree, None, None
-        if tree is None:
+        computed, self._computed = self._computed, None
+        if computed is None:
             return
-        self._session.keep([0, *(1 + node for node in self._path)])
-        self._tuner.passed(1 + len(tree), self._seconds)
-        self._policy.verified(self._plan, tree, self._path, self._seconds)
+        computed.close()
+        self._tuner.passed(1 + len(computed.tree), self._seconds)
+        self._policy.verified(self._plan, computed.tree, computed.path, self._seconds)
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
         session = self._session
@@ -212,7 +208,6 @@ class Stepper:
         self._plan = None
         guess = left > 1 and not self._cramped
         tree = self._draft(room, left - 1, check) if guess else TokenTree.empty()
-        self._path = []
         order = self._policy.ahead(self._plan, tree)
         work = None if order is None or left <= 1 else self._work(order)
         started = self._now()
@@ -220,7 +215,7 @@ class Stepper:
             if len(tree):
                 try:
                     logits = session.extend_tree(token, tree, check=meanwhile)
-                    self._tree, self._logits = tree, logits
+                    self._computed = TreePass(session, tree, logits)
                 except MemoryBudgetError:
                     # Its rows and logits need more than the budget leaves: one row may still fit.
                     self._cramped, self._plan, tree = True, None, TokenTree.empty()
@@ -230,7 +225,7 @@ class Stepper:
             seconds = self._now() - started
             self._seconds = seconds
             if work is not None:
-                meanwhile.ended(_likely(tree, logits))
+                meanwhile.ended(likely(tree, logits))
         self.passes += 1
         gaps = Gaps(1 + len(tree), meanwhile.waited_s, meanwhile.shared_s, work is not None)
         self._policy.passed(gaps)
@@ -248,8 +243,8 @@ class Stepper:
         if source is None:
             return None
         # A card's passes wait for the card, simulated ones not as long as they say.
-        counts, forecast = self._session.counts(), self._session.forecast
-        if (counts and counts.link_bytes) or (forecast and forecast.simulated):
+        counts = self._session.counts()
+        if self._simulated or (counts and counts.link_bytes):
             return None
         history = list(self._history)
 
@@ -311,13 +306,3 @@ class Stepper:
         plain = self._tuner.plain
         if plain:
             self._rest = min(int(self._looking_s / (_LOOKING * plain)), _LONGEST_REST)
-
-
-def _likely(tree: TokenTree, logits: Logits) -> list[int]:
-    """The likeliest tokens after a pass: those of greedy decoding."""
-    tokens: list[int] = []
-    node: int | None = ROOT
-    while node is not None:
-        tokens.append(int(logits[1 + node].argmax()))
-        node = follow(tree, node, tokens[-1])
-    return tokens

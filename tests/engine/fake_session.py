@@ -34,7 +34,6 @@ class ScriptedSession:
     def counts(self) -> None:
         return None
 
-    @property
     def forecast(self) -> None:
         return None
 

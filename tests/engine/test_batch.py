@@ -29,8 +29,6 @@ STEP = 256 * KV + 4 * VOCAB  # bytes of a short sequence: caches grow by 256 tok
 class Session(ScriptedSession):
     """Without a pipeline."""
 
-    forecast = None
-
     def counts(self) -> None:
         return None
 

@@ -100,7 +100,7 @@ def drafting(draft: NativeEngine, **options: Any) -> Any:
 def fixed(source: Any, budget: int = 12, depth: int = 5, **options: Any) -> Speculation:
     """Always that source and budget."""
     return Speculation(
-        lambda _: {"it": source}, Tuner({}), fixed=Plan("it", budget, depth), **options
+        {"it": lambda _: source}, Tuner({}), fixed=Plan("it", budget, depth), **options
     )
 
 
@@ -272,7 +272,7 @@ def test_a_draft_that_breaks_is_left_out(engine: NativeEngine) -> None:
     assert ids(chunks) == ids(run(engine, None))
     metrics = chunks[-1].metrics
     assert metrics.speculation == "speculation: off, the draft model computes no numbers"
-    tuned = Speculation(lambda _: {"bad": Failing(after=0)}, Tuner({"bad": 0.0}))
+    tuned = Speculation({"bad": lambda _: Failing(after=0)}, Tuner({"bad": 0.0}))
     assert ids(run(engine, tuned)) == ids(run(engine, None))
 
 
@@ -324,7 +324,9 @@ def test_the_tuner_changes_no_token(
 ) -> None:
     """Whatever it decides, and it decides by time, which differs from run to run."""
     tuner = Tuner({"ngram": 0.0, "model": 0.2})
-    speculation = Speculation(lambda _: {"ngram": NgramSource(), "model": drafting(other)}, tuner)
+    speculation = Speculation(
+        {"ngram": lambda _: NgramSource(), "model": lambda _: drafting(other)}, tuner
+    )
     chosen = SAMPLINGS[sampling]
     plain = ids(run(engine, None, sampling=chosen, max_tokens=90))
     for _ in range(3):

@@ -128,7 +128,7 @@ def source(draft: Draft, **options: Any) -> DraftModelSource:
 
 
 def fixed(it: Any, *, budget: int = 12, depth: int = 3) -> Speculation:
-    return Speculation(lambda _: {"it": it}, Tuner({}), fixed=Plan("it", budget, depth))
+    return Speculation({"it": lambda _: it}, Tuner({}), fixed=Plan("it", budget, depth))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -272,7 +272,7 @@ def test_several_sessions_at_once(
     """They take turns at both models, and none waits for another for ever."""
     target.meanwhile = lambda: time.sleep(0.01)
     speculation = Speculation(
-        lambda _: {"model": source(draft), "ngram": NgramSource()},
+        {"model": lambda _: source(draft), "ngram": lambda _: NgramSource()},
         Tuner({"ngram": 0.0, "model": 0.2}),
         fixed=Plan("model", 8, 3),
     )
@@ -300,7 +300,9 @@ def test_the_tuner_changes_no_token(
 ) -> None:
     target.meanwhile = lambda: draft.some(4)
     tuner = Tuner({"ngram": 0.0, "model": 0.05}, streamed=True)
-    speculation = Speculation(lambda _: {"ngram": NgramSource(), "model": source(draft)}, tuner)
+    speculation = Speculation(
+        {"ngram": lambda _: NgramSource(), "model": lambda _: source(draft)}, tuner
+    )
     for _ in range(2):
         chunks = run(target.engine, speculation, sampling=SAMPLINGS[sampling])
         assert ids(chunks) == plain[sampling]
@@ -329,7 +331,7 @@ def test_a_target_that_is_streamed(tmp_path: Path) -> None:
             helper = Draft(resident)
             tuner = Tuner({"model": 0.05}, streamed=True)
             sharp = source(helper, temperature=0.02)
-            speculation = Speculation(lambda _: {"model": sharp}, tuner)
+            speculation = Speculation({"model": lambda _: sharp}, tuner)
             for _ in range(3):
                 chunks = run(engine, speculation)
                 assert ids(chunks) == expected

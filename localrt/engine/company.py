@@ -1,0 +1,155 @@
+"""Answers that share passes and guess ahead: a tree behind each, all verified in one pass.
+
+How many guesses are computed is ``localrt.speculative.company``'s to say. What a sequence says does
+not depend on it, for its tokens are chosen as always. It knows no prompts, and nothing of memory
+but that a pass may lack it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Generic, Protocol, runtime_checkable
+
+from localrt.engine.base import Check, EngineSession, Logits
+from localrt.engine.companion import Companion
+from localrt.engine.job import Items, Job, Owner
+from localrt.engine.tree_pass import TreePass, TreeSession
+from localrt.errors import MemoryBudgetError
+from localrt.speculative.company import Company
+from localrt.speculative.tree import TokenTree
+
+__all__ = ["SharedGuesses", "TreeBatchEngine"]
+
+_NODES = 128  # guesses looked at before a pass, of all sequences
+_FEWEST = 4  # of each
+# The share of a pass that looking for guesses may take where none are worth it, and the most passes
+# to leave it out.
+_LOOKING, _LONGEST_REST = 0.01, 64
+
+
+@runtime_checkable
+class TreeBatchEngine(Protocol):
+    """A ``BatchEngine`` whose passes may hold the trees of several sessions."""
+
+    @property
+    def pass_rows(self) -> int:
+        """The most rows of one pass."""
+
+    def extend_trees(
+        self,
+        parts: Sequence[tuple[EngineSession, int, TokenTree]],
+        *,
+        check: Check | None = None,
+    ) -> list[Logits]:
+        """One pass: for every part what ``TreeSession.extend_tree`` gives.
+
+        When it raises, no session has changed: what ``check`` raises, or ``MemoryBudgetError``.
+        """
+
+
+class SharedGuesses(Generic[Owner]):
+    """Of the answers of one schedule. ``passes`` counts. ``check`` raises to abandon a pass."""
+
+    def __init__(self, engine: TreeBatchEngine, check: Check) -> None:
+        self._engine = engine
+        self._check = check
+        self._company: Company | None = None
+        self._looked = False
+        self._rest = 0  # passes before guesses are looked for again
+        self.passes = 0
+
+    def advance(
+        self, running: Sequence[tuple[Job[Owner], EngineSession]]
+    ) -> list[tuple[Job[Owner], Items]] | None:
+        """One pass over all, each with its one pending token; None where nobody guesses.
+
+        None also where guesses lack the memory, which are not tried again.
+
+        Raises:
+            LocalrtError: the pass failed, or what ``check`` raises; all are as they were.
+        """
+        mates = [job.beside(session) for job, session in running]
+        company = self._judge(mates)
+        if company is None:
+            return None
+        began = time.perf_counter()
+        trees = self._trees(company, running, mates)
+        thinking = time.perf_counter() - began
+        guesses = sum(map(len, trees))
+        started = _now(running)
+        try:
+            found = self._engine.extend_trees(
+                [
+                    (session, job.pending[0], tree)
+                    for (job, session), tree in zip(running, trees, strict=True)
+                ],
+                check=self._check,
+            )
+        except MemoryBudgetError:
+            for job, _ in running if guesses else ():
+                job.guess_no_more()
+            return None
+        seconds = _now(running) - started
+        self.passes += 1
+        items, emitted = [], 0
+        for (job, session), mate, tree, logits in zip(running, mates, trees, found, strict=True):
+            assert isinstance(session, TreeSession), "its engine computes trees"
+            computed = TreePass(session, tree, logits)
+            said = _accepted(job, computed)
+            computed.close()
+            if mate is not None:
+                mate.verified(computed)
+            emitted += 1 + len(computed.path)
+            items.append((job, said))
+        company.passed(guesses, emitted, seconds, thinking)
+        self._rest_after(guesses, thinking, company.plain)
+        return items
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _judge(self, mates: Sequence[Companion | None]) -> Company | None:
+        """What decides for them: by what is known of the model, whoever asks."""
+        tuner = next((mate.tuner for mate in mates if mate is not None), None)
+        if tuner is None:
+            return None
+        if self._company is None or self._company.tuner is not tuner:
+            self._company = Company(tuner)
+        return self._company
+
+    def _trees(
+        self,
+        company: Company,
+        running: Sequence[tuple[Job[Owner], EngineSession]],
+        mates: Sequence[Companion | None],
+    ) -> list[TokenTree]:
+        each = max(_FEWEST, _NODES // len(running))
+        looking = company.looks(len(running)) and self._rest <= 0
+        self._looked = looking
+        self._rest -= 1
+        trees = []
+        for (job, _), mate in zip(running, mates, strict=True):
+            tree = TokenTree.empty()
+            if mate is not None:
+                mate.chosen(job.pending[0])
+                if looking:
+                    tree = mate.guess(each, job.left - 1, self._check)
+            trees.append(tree)
+        return company.choose(trees, self._engine.pass_rows - len(running))
+
+    def _rest_after(self, guesses: int, thinking: float, plain: float | None) -> None:
+        if self._looked and not guesses and plain:
+            self._rest = min(int(thinking / (_LOOKING * plain)), _LONGEST_REST)
+
+
+def _accepted(job: Job[Owner], computed: TreePass) -> Items:
+    """What the job says along its tree."""
+    said = list(job.accept(computed.first))
+    while not job.done and (logits := computed.after(job.pending[0])) is not None:
+        said += job.accept(logits)
+    return said
+
+
+def _now(running: Sequence[tuple[Job[Owner], EngineSession]]) -> float:
+    counts = running[0][1].counts()
+    return time.perf_counter() if counts is None else counts.clock_s

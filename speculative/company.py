@@ -1,0 +1,106 @@
+"""Which guesses of several sequences are worth their rows, where the sequences share passes.
+
+A row costs a pass the same, whoever's it is: of all that was guessed the likeliest are taken, as
+many as bring more tokens than their rows cost time (as SpecInfer's and Sequoia's trees weigh nodes,
+here across sequences). What a pass costs is measured, and what attempts may lose is bounded as for
+a sequence that is alone. It knows no model: seconds in, trees out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from localrt.speculative.tree import TokenTree
+from localrt.speculative.tuner import MARGIN, REFRESH, TOLERANCE, Tuner, node_counts
+
+__all__ = ["Company"]
+
+_ASSUMED = 96  # passes that are taken to come: what may be lost at the start
+_CREDIT = 8  # passes: what was gained long ago is no reason to lose now
+_FIRST_WAIT, _LONGEST_WAIT = 4, 512  # passes between attempts that are not expected to pay
+
+
+class Company:
+    """Of a model whose ``tuner`` it is. Not thread-safe."""
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner = tuner
+        self._sequences = 0
+        self._spent = 0.0  # seconds of passes
+        self._lost = 0.0  # seconds beyond passes without guesses; negative: gained
+        self._since_plain = 0
+        self._wait, self._next_wait = 0, _FIRST_WAIT
+
+    def looks(self, sequences: int) -> bool:
+        """Whether guesses are wanted for the next pass, which so many share."""
+        self._sequences = sequences
+        return self.plain is not None and self._since_plain < REFRESH
+
+    def choose(self, trees: Sequence[TokenTree], room: int) -> list[TokenTree]:
+        """The part of each sequence's tree to verify in the pass that was asked for.
+
+        Scores are logarithms of believed chances. ``room`` bounds the nodes of all together.
+        """
+        sizes = [len(tree) for tree in trees]
+        counts = [0] * len(trees)
+        if sum(sizes) and room > 0:
+            owner = np.repeat(np.arange(len(trees)), sizes)
+            scores = np.concatenate([tree.scores for tree in trees])
+            order = np.argsort(-scores, kind="stable")[:room]
+            best = self._worth(np.cumsum(np.exp(scores[order])))
+            counts = np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
+        return [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
+
+    def passed(self, guesses: int, emitted: int, seconds: float, thinking: float) -> None:
+        """The pass over what was chosen took ``seconds`` and brought ``emitted`` tokens.
+
+        Guessing took ``thinking`` seconds before.
+        """
+        tuner = self.tuner
+        with tuner.lock:
+            tuner.passed(self._sequences + guesses, seconds)
+            self._spent += seconds + thinking
+            self._since_plain = self._since_plain + 1 if guesses else 0
+            plain = tuner.cost.seconds(self._sequences)
+            gained = (emitted / self._sequences if guesses else 1) * plain
+            beyond = thinking + (seconds if guesses else plain) - gained
+            self._lost = max(self._lost + beyond, -_CREDIT * plain)
+            if guesses and beyond < 0:
+                self._next_wait = _FIRST_WAIT
+                self._wait = 0
+            elif guesses:
+                self._wait = self._next_wait
+                self._next_wait = min(2 * self._next_wait, _LONGEST_WAIT)
+
+    @property
+    def plain(self) -> float | None:
+        """Seconds of a pass without guesses; None before one of about that size was measured."""
+        with self.tuner.lock:
+            cost, rows = self.tuner.cost, self._sequences
+            return cost.seconds(rows) if cost.covers(rows) else None
+
+    def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int:
+        """How many of the likeliest nodes, which bring ``sums`` tokens, to verify."""
+        with self.tuner.lock:
+            cost, rows = self.tuner.cost, self._sequences
+            plain = cost.seconds(rows)
+            limit = TOLERANCE * max(self._spent, _ASSUMED * plain) - self._lost
+
+            def affordable(count: int) -> bool:
+                return cost.seconds(rows + count) - plain <= limit
+
+            best, best_value = 0, 0.0
+            for count in node_counts(len(sums)):
+                if not affordable(count):
+                    break
+                longer = cost.seconds(rows + count, hopeful=True) - plain
+                value = float(sums[count - 1]) - MARGIN * longer * rows / plain
+                if value > best_value:
+                    best, best_value = count, value
+            if best:
+                return best
+            self._wait -= 1
+            attempt = min(rows, len(sums))
+            return attempt if self._wait < 0 and affordable(attempt) else 0

@@ -1,0 +1,236 @@
+"""Sequences that share passes guess ahead together; what each says stays the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.engine.batch import BatchLimits, generate_batch
+from localrt.engine.live import Live, LiveLimits
+from localrt.engine.native import NativeEngine
+from localrt.engine.request import Request
+from localrt.engine.speculation import Speculation
+from localrt.engine.types import Chunk
+from localrt.errors import MemoryBudgetError
+from localrt.quant.ops.native_abi import find_library
+from localrt.speculative.ngram import NgramSource
+from localrt.speculative.said import Archive
+from localrt.speculative.source import DraftFailedError
+from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.tuner import Tuner
+from tests.engine.fake_session import ByteTokenizer
+from tests.engine.test_speculation import CAPACITY, SAMPLINGS, ids, load, run
+from tests.models.tiny import tokens
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+PROMPTS = [tokens(12) * 3, tokens(9) * 2, tokens(20), tokens(5) * 5, [7, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeEngine]:
+    engine = load(tmp_path_factory.mktemp("target"))
+    yield engine
+    engine.close()
+
+
+class Knowing:
+    """Knows all answers, beside which it guesses wrongly."""
+
+    name = "oracle"
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        self._answers = answers
+
+    def begin(self, history: Any) -> None:
+        pass
+
+    def propose(self, history: list[int], budget: int, depth: int, **_: Any) -> TokenTree:
+        for answer in self._answers:
+            if list(answer[: len(history)]) == history:
+                right = answer[len(history) : len(history) + depth]
+                guesses = [t for token in right for t in (token + 1, token)]
+                parents = [ROOT, ROOT, *(1 + 2 * (i // 2) for i in range(len(guesses) - 2))]
+                scores = [-0.01 * (1 + i // 2) - 3 * (1 - i % 2) for i in range(len(guesses))]
+                tree = TokenTree.of(guesses, parents[: len(guesses)], scores, self.name)
+                return tree.trim(budget)
+        return TokenTree.empty()
+
+    def close(self) -> None:
+        pass
+
+
+def requests(
+    speculation: Speculation | None, sampling: str = "greedy", **settings: Any
+) -> list[tuple[int, Request]]:
+    made = {"max_tokens": 40, "sampling": SAMPLINGS[sampling], **settings}
+    return [
+        (index, Request(prompt=prompt, speculation=speculation, **made))
+        for index, prompt in enumerate(PROMPTS)
+    ]
+
+
+def batch(engine: NativeEngine, asked: list[tuple[int, Request]]) -> list[list[Chunk]]:
+    limits = BatchLimits(ctx=CAPACITY, room=1 << 30)
+    found: list[list[Chunk]] = [[] for _ in asked]
+    stream = generate_batch(
+        engine,
+        ByteTokenizer(),  # type: ignore[arg-type]
+        asked,
+        limits,
+        cancel=threading.Event(),
+    )
+    for index, item in stream:
+        assert isinstance(item, Chunk)
+        found[index].append(item)
+    return found
+
+
+def free_rows(engine: NativeEngine) -> Tuner:
+    """A tuner to whom more rows cost nothing."""
+    tuner = Tuner({"it": 0.0}, streamed=True)
+    for rows in range(1, 200):
+        tuner.passed(rows, 10.0)
+    return tuner
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_tokens_are_those_of_each_alone(engine: NativeEngine, sampling: str) -> None:
+    alone = [
+        run(engine, None, prompt=prompt, sampling=SAMPLINGS[sampling], logprobs=2)
+        for prompt in PROMPTS
+    ]
+    answers = [[*p, *ids(chunks)] for p, chunks in zip(PROMPTS, alone, strict=True)]
+    for source in (Knowing(answers), NgramSource()):
+        made: Any = type(source)
+        speculation = Speculation(
+            {"it": lambda _, s=source, m=made: s if isinstance(s, Knowing) else m()},
+            free_rows(engine),
+            archive=Archive(1000),
+        )
+        ours = batch(engine, requests(speculation, sampling, logprobs=2))
+        for said, plain in zip(ours, alone, strict=True):
+            assert ids(said) == ids(plain)
+            assert [c.logprobs for c in said if c.token_ids] == [
+                c.logprobs for c in plain if c.token_ids
+            ]
+            assert "".join(c.text for c in said) == "".join(c.text for c in plain)
+
+
+def test_guesses_that_come_true_spare_passes(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [[*p, *ids(run(engine, None, prompt=p))] for p in PROMPTS]
+    passes = []
+    extend = engine.extend_trees
+
+    def counted(parts: Any, **options: Any) -> Any:
+        passes.append([len(tree) for _, _, tree in parts])
+        return extend(parts, **options)
+
+    monkeypatch.setattr(engine, "extend_trees", counted)
+    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
+    said = batch(engine, requests(oracle))
+    assert len(passes) < 20
+    metrics = [chunks[-1].metrics for chunks in said]
+    assert all((m.accepted_per_pass or 0) > 1.5 for m in metrics)
+    assert all("other answers share" in str(m.speculation) for m in metrics)
+
+
+@pytest.mark.parametrize("ends", ["stop", "eos"])
+def test_an_answer_that_ends_within_its_guesses(engine: NativeEngine, ends: str) -> None:
+    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
+    answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
+    text = "".join(c.text for c in run(engine, None, prompt=PROMPTS[0]))
+    settings: dict[str, Any] = {"stop": (text[9:11],)} if ends == "stop" else {}
+    if ends == "eos":
+        settings["eos_ids"] = frozenset([alone[0][9], alone[1][13]])
+    plain = [run(engine, None, prompt=prompt, **settings) for prompt in PROMPTS]
+    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
+    ours = batch(engine, requests(oracle, **settings))
+    assert [ids(chunks) for chunks in ours] == [ids(chunks) for chunks in plain]
+    assert [c[-1].finish_reason for c in ours] == [c[-1].finish_reason for c in plain]
+    assert len(ids(ours[0])) < 40
+
+
+def test_without_memory_for_guesses_it_goes_on_without(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
+    answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
+    extend, tried = engine.extend_trees, []
+
+    def cramped(parts: Any, **options: Any) -> Any:
+        if any(len(tree) for _, _, tree in parts):
+            tried.append(len(parts))
+            raise MemoryBudgetError("no room")
+        return extend(parts, **options)
+
+    monkeypatch.setattr(engine, "extend_trees", cramped)
+    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
+    assert [ids(chunks) for chunks in batch(engine, requests(oracle))] == alone
+    assert len(tried) == 1
+
+
+class Failing(NgramSource):
+    def propose(self, *_: Any, **__: Any) -> TokenTree:
+        raise DraftFailedError("broken")
+
+
+def test_a_source_that_fails_and_answers_that_do_not_guess(engine: NativeEngine) -> None:
+    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
+    failing = Speculation({"it": lambda _: Failing()}, free_rows(engine))
+    asked = requests(failing)
+    asked[1:3] = requests(None)[1:3]
+    assert [ids(chunks) for chunks in batch(engine, asked)] == alone
+
+
+def test_one_that_is_cancelled_leaves_and_company_ends(engine: NativeEngine) -> None:
+    answers = [[*p, *ids(run(engine, None, prompt=p))] for p in PROMPTS]
+    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
+    limits = LiveLimits(ctx=CAPACITY)
+    with closing(Live(engine, ByteTokenizer(), limits, room=lambda: 1 << 30)) as live:  # type: ignore[arg-type]
+        own = [threading.Event() for _ in PROMPTS]
+        asked = [
+            live.submit(Request(**{**_fields(request), "cancel": event}))
+            for (_, request), event in zip(requests(oracle), own, strict=True)
+        ]
+        first = [next(answer) for answer in asked]
+        own[0].set()
+        rest = [list(answer) for answer in asked]
+    for index, (chunk, chunks) in enumerate(zip(first, rest, strict=True)):
+        said = [*chunk.token_ids, *ids(chunks)]
+        whole = answers[index][len(PROMPTS[index]) :]
+        assert said == (whole[: len(said)] if index == 0 else whole)
+
+
+def _fields(request: Request) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in request.__dataclass_fields__}
+
+
+def test_trees_in_one_pass_have_the_bits_of_each_in_its_own(engine: NativeEngine) -> None:
+    trees = [
+        TokenTree.of([3, 4, 5, 6], [ROOT, ROOT, 0, 2], [-0.1, -0.5, -0.2, -0.3], "it"),
+        TokenTree.empty(),
+        TokenTree.of([9], [ROOT], [-0.1], "it"),
+    ]
+    together = [engine.session(CAPACITY) for _ in trees]
+    alone = [engine.session(CAPACITY) for _ in trees]
+    for sessions in (together, alone):
+        for session, prompt in zip(sessions, PROMPTS, strict=False):
+            session.extend(prompt)
+    parts = [(session, 11, tree) for session, tree in zip(together, trees, strict=True)]
+    logits = engine.extend_trees(parts)
+    for session, tree, found in zip(alone, trees, logits, strict=True):
+        assert np.array_equal(session.extend_tree(11, tree), found)
+    for sessions in (together, alone):
+        for session, rows in zip(sessions, ([0, 1, 3, 4], [0], [0]), strict=True):
+            session.keep(rows)
+    for one, other in zip(together, alone, strict=True):
+        assert list(one.tokens) == list(other.tokens)
+        assert np.array_equal(one.extend([2]), other.extend([2]))

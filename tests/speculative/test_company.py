@@ -1,0 +1,120 @@
+"""Guesses of sequences that share passes: the likeliest of all, where they pay, within bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.speculative.company import Company
+from localrt.speculative.tree import TokenTree
+from localrt.speculative.tuner import TOLERANCE, Tuner
+
+
+def chain(chance: float, size: int) -> TokenTree:
+    scores = [math.log(chance) * (i + 1) for i in range(size)]
+    return TokenTree.of(list(range(size)), list(range(-1, size - 1)), scores, "ngram")
+
+
+def company(sequences: int, pass_s: Callable[[int], float], measured: int = 64) -> Company:
+    tuner = Tuner({"ngram": 0.0}, streamed=True)
+    for rows in range(sequences, measured + 1):
+        for _ in range(3):
+            tuner.passed(rows, pass_s(rows))
+    found = Company(tuner)
+    assert found.looks(sequences)
+    return found
+
+
+def flat(rows: int) -> float:
+    """The disk takes the time."""
+    return 0.06 + 1e-5 * rows
+
+
+def bound(rows: int) -> float:
+    """Every row takes as long as the first."""
+    return 0.01 * rows
+
+
+trees = st.lists(
+    st.builds(chain, st.floats(0.01, 1.0), st.integers(0, 12)), min_size=2, max_size=12
+)
+
+
+@given(trees=trees, room=st.integers(0, 60))
+@settings(deadline=None)
+def test_what_is_chosen_are_the_likeliest_that_go_in(trees: list[TokenTree], room: int) -> None:
+    chosen = company(len(trees), flat).choose(trees, room)
+    assert len(chosen) == len(trees)
+    assert sum(map(len, chosen)) <= room
+    kept = [score for tree in chosen for score in tree.scores]
+    for whole, part in zip(trees, chosen, strict=True):
+        assert part.tokens.tolist() == whole.tokens[: len(part)].tolist()
+        left = whole.scores[len(part) :]
+        if kept and len(left):
+            assert left.max() <= min(kept) + 1e-9
+
+
+def test_rows_that_cost_nothing_take_all_and_dear_ones_none() -> None:
+    likely = [chain(0.9, 4)] * 8
+    assert [len(tree) for tree in company(8, flat).choose(likely, 100)] == [4] * 8
+    assert sum(map(len, company(8, bound).choose([chain(0.6, 4)] * 8, 100))) <= 8  # an attempt
+
+
+def test_the_surest_sequences_get_the_rows() -> None:
+    def dear(rows: int) -> float:
+        return 0.06 + 0.004 * max(0, rows - 8)
+
+    chosen = company(8, dear).choose([chain(0.95, 6)] * 2 + [chain(0.3, 6)] * 6, 100)
+    assert [len(tree) for tree in chosen] == [6, 6, 0, 0, 0, 0, 0, 0]
+
+
+def test_nothing_is_guessed_before_such_a_pass_was_measured() -> None:
+    tuner = Tuner({"ngram": 0.0})
+    found = Company(tuner)
+    assert not found.looks(4)
+    found.choose([TokenTree.empty()] * 4, 10)
+    found.passed(0, 4, 0.05, 0.0)
+    assert found.looks(4)
+    assert found.looks(3)  # no dearer
+    assert not found.looks(5)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.5, 0.95])
+@pytest.mark.parametrize("cost", [flat, bound])
+def test_it_gains_where_guesses_come_true_and_loses_next_to_nothing(
+    chance: float, cost: Callable[[int], float]
+) -> None:
+    """Sources claim 0.8, whatever is true."""
+    rng = np.random.default_rng(3)
+    tuner = Tuner({"ngram": 0.0}, streamed=True)
+    found, calibration = Company(tuner), tuner.sources["ngram"].calibration
+    spent = plain = 0.0
+    for _ in range(600):
+        guesses = [chain(0.8, 8)] * 6
+        for tree in guesses:
+            believed = np.log(np.maximum(calibration.probabilities(tree), 1e-9))
+            tree.scores.flags.writeable = True
+            tree.scores[:] = believed
+        ready = found.looks(6)
+        chosen = found.choose(guesses if ready else [TokenTree.empty()] * 6, 200)
+        emitted = 0
+        for tree in chosen:
+            path = 0
+            while path < len(tree) and rng.random() < chance:
+                path += 1
+            emitted += 1 + path
+            if len(tree):
+                calibration.learn(chain(0.8, len(tree)), list(range(path)))
+        rows = 6 + sum(map(len, chosen))
+        seconds = cost(rows)
+        found.passed(rows - 6, emitted, seconds, 0.0)
+        spent += seconds
+        plain += cost(6) * emitted / 6
+    assert spent < plain * (1 + 2 * TOLERANCE)
+    if chance > 0.9 and cost is flat:
+        assert plain > 4 * spent
