@@ -29,15 +29,12 @@ def experts_table(record: Mapping[str, Any]) -> str:
             _against(models, "prefill"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    machine, versions = record["machine"], record["versions"]
-    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
     lines += [
         "",
         f"`{record['command']}`: random weights, as many layers as said, all in RAM; GB/s of the "
         "active experts' bytes, with their share of the run's own read floor; a step is router, "
         "experts and their sum; in brackets, times llama.cpp at its best on the same file. "
-        f"{machine['cpu']['name']}, {machine['cpu']['usable_cores']} cores, {record['isa']}. "
-        f"{installed}.",
+        f"{_where(record, record['isa'])}",
     ]
     return "\n".join(lines)
 
@@ -80,15 +77,12 @@ def experts_ssd_table(record: Mapping[str, Any]) -> str:
             format_bytes(row["read_bytes_per_token"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    machine, versions, fixture = record["machine"], record["versions"], record["fixture"]
-    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+    fixture = record["fixture"]
     lines += [
         "",
         f"`{record['command']}`: the trained fixture ({fixture['tokens'] / 1e6:.1f} million "
         f"tokens), widened to {format_bytes(record['experts_bytes'])} of experts, on text that it "
-        f"has not learnt; medians of five. {machine['cpu']['name']}, "
-        f"{machine['cpu']['usable_cores']} cores. "
-        f"{installed}.",
+        f"has not learnt; medians of five. {_where(record)}",
     ]
     return "\n".join(lines)
 
@@ -129,14 +123,11 @@ def prefetch_table(record: Mapping[str, Any]) -> str:
             "-" if verdict is None else ("yes" if verdict else "no"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    machine, versions = record["machine"], record["versions"]
-    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
     simulated = " Rates are simulated." if record["simulated"] else ""
     lines += [
         "",
         f"`{record['command']}`: as above; the median of {record['runs']} runs, each of a process "
-        f"of its own.{simulated} {machine['cpu']['name']}, {machine['cpu']['usable_cores']} cores. "
-        f"{installed}.",
+        f"of its own.{simulated} {_where(record)}",
     ]
     return "\n".join(lines)
 
@@ -171,3 +162,11 @@ def plans_table(record: Mapping[str, Any]) -> str:
         f"SSD of {hardware['ssd']}. All rates are simulated.",
     ]
     return "\n".join(lines)
+
+
+def _where(record: Mapping[str, Any], *more: str) -> str:
+    """The machine, and what was installed on it."""
+    cpu = record["machine"]["cpu"]
+    installed = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    parts = [cpu["name"], f"{cpu['usable_cores']} cores", *more]
+    return f"{', '.join(parts)}. {installed}."

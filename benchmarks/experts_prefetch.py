@@ -24,12 +24,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from tokenizers import Tokenizer  # noqa: E402
 
 import localrt  # noqa: E402
+from benchmarks.experts_child import held_out, serve, widened  # noqa: E402
 from benchmarks.experts_ssd import PROCESS, PROMPT  # noqa: E402
-from benchmarks.fixture_gguf import write_fixture  # noqa: E402
-from benchmarks.fixture_text import encode, read_texts  # noqa: E402
 from localrt import hardware  # noqa: E402
 from localrt.bench.memory_limit import MemoryLimit  # noqa: E402
 from localrt.bench.page_cache import drop_from_cache  # noqa: E402
@@ -48,21 +46,13 @@ START = (
 
 def child() -> None:
     """Serve one parent: load with a mode, then decode what comes."""
-    model: localrt.Model | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["do"] == "load":
-                model = localrt.load(request["path"], **request["options"])
-                _choose(model, request["mode"])
-                answer: Any = {"notes": list(model.info.notes)}
-            else:
-                assert model is not None, "a model is loaded first"
-                answer = _decode(model, request["tokens"])
-        except (localrt.LocalrtError, MemoryError) as error:
-            print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
-        else:
-            print(json.dumps({"answer": answer}), flush=True)
+
+    def load(request: dict[str, Any]) -> localrt.Model:
+        model = localrt.load(request["path"], **request["options"])
+        _choose(model, request["mode"])
+        return model
+
+    serve(load, _decode)
 
 
 def _decoder(model: localrt.Model) -> Any:
@@ -165,12 +155,9 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
-    path = args.folder / f"widened-{args.experts}.gguf"
-    if not path.exists():
-        write_fixture(args.folder, path, experts=args.experts)
-    ids = encode(Tokenizer.from_file(str(args.folder / "tokenizer.json")), read_texts().held_out)
+    path = widened(args.folder, args.experts)
     size = PROMPT + args.tokens
-    texts = [ids[i * 2 * size : i * 2 * size + size].tolist() for i in range(TEXTS)]
+    texts = held_out(args.folder, TEXTS, size, 2 * size)
     rest = path.stat().st_size - args.experts
     results = []
     for share in map(float, args.shares.split(",")):

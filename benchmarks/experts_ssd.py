@@ -24,11 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from tokenizers import Tokenizer  # noqa: E402
 
 import localrt  # noqa: E402
-from benchmarks.fixture_gguf import write_fixture  # noqa: E402
-from benchmarks.fixture_text import encode, read_texts  # noqa: E402
+from benchmarks.experts_child import held_out, serve, widened  # noqa: E402
 from localrt import hardware  # noqa: E402
 from localrt.bench.memory_limit import MemoryLimit  # noqa: E402
 from localrt.bench.page_cache import drop_from_cache  # noqa: E402
@@ -47,20 +45,7 @@ START = (
 
 def child() -> None:
     """Serve one parent: load an engine, then decode what comes."""
-    model: localrt.Model | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["do"] == "load":
-                model = _load(request["engine"], request["path"], request["repack"])
-                answer: Any = {"notes": list(model.info.notes)}
-            else:
-                assert model is not None, "a model is loaded first"
-                answer = _decode(model, request["tokens"])
-        except (localrt.LocalrtError, MemoryError) as error:
-            print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
-        else:
-            print(json.dumps({"answer": answer}), flush=True)
+    serve(lambda request: _load(request["engine"], request["path"], request["repack"]), _decode)
 
 
 def _load(engine: str, path: str, repack: bool) -> localrt.Model:
@@ -138,12 +123,9 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
-    path = args.folder / f"widened-{args.experts}.gguf"
-    if not path.exists():
-        write_fixture(args.folder, path, experts=args.experts)
-    ids = encode(Tokenizer.from_file(str(args.folder / "tokenizer.json")), read_texts().held_out)
+    path = widened(args.folder, args.experts)
     size = PROMPT + max(DECODED.values())
-    texts = [ids[i * 4 * size : i * 4 * size + size].tolist() for i in range(ROUNDS + 1)]
+    texts = held_out(args.folder, ROUNDS + 1, size, 4 * size)
     rest = path.stat().st_size - args.experts
     results = []
     for share in map(float, args.shares.split(",")):

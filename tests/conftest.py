@@ -18,6 +18,7 @@ import atexit
 import json
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -87,3 +88,22 @@ def tiny(tiny_folder: Path) -> Iterator[localrt.Model]:
     """The tiny model, computing in float32."""
     with localrt.load(tiny_folder, format="f32") as model:
         yield model
+
+
+@pytest.fixture
+def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No card, own folders, and nothing is measured: plans are for given rates."""
+    from localrt import hardware, plan_inputs
+    from localrt.offload.planner.machine import MachineProfile
+    from tests.planner.models import machine
+
+    for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+
+    def measured(settings: Any, formats: Any, ssd: float | None, again: bool) -> MachineProfile:
+        return machine(ssd=ssd or 1e9)
+
+    monkeypatch.setattr(plan_inputs, "_measure", measured)

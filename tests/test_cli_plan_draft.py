@@ -8,30 +8,16 @@ from typing import Any
 
 import pytest
 
-from localrt import hardware, plan_inputs
 from localrt.cli import main
 from localrt.drafts.acceptance import remember_acceptance
-from localrt.offload.planner.machine import MachineProfile
 from localrt.settings import Settings
-from tests.planner.models import CONFIGS, machine
+from tests.planner.models import CONFIGS
 
 TARGET, DRAFT = "phi-3-mini", "qwen2.5-coder-1.5b"
 CARD = ("--gpu", "virtual:2GB@12GB/s,256GB/s,20TFLOPS", "--ram", "3GB", "--ctx", "512")
 
 
-@pytest.fixture(autouse=True)
-def _quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card, own folders, and nothing is measured."""
-    for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
-    monkeypatch.setattr(hardware, "gpus", lambda: ())
-
-    def measured(settings: Any, formats: Any, ssd: float | None, again: bool) -> MachineProfile:
-        return machine(ssd=ssd or 1e9)
-
-    monkeypatch.setattr(plan_inputs, "_measure", measured)
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
 @pytest.fixture

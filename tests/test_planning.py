@@ -9,25 +9,9 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt import hardware, plan_inputs
-from localrt.offload.planner.machine import MachineProfile
-from tests.planner.models import machine
 from tests.test_cli_plan import config_folder
 
-
-@pytest.fixture(autouse=True)
-def _quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card, own folders, and nothing is measured."""
-    for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
-    monkeypatch.setattr(hardware, "gpus", lambda: ())
-
-    def measured(settings: Any, formats: Any, ssd: float | None, again: bool) -> MachineProfile:
-        return machine(ssd=ssd or 1e9)
-
-    monkeypatch.setattr(plan_inputs, "_measure", measured)
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
 def test_what_fits_and_what_streams(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localrt.errors import LocalrtError
 from localrt.tui.dialogs import Ask, Confirm
+from localrt.tui.picking import PickingScreen
 from localrt.tui.text import clean, human_when, one_line, short_name
 
 if TYPE_CHECKING:
@@ -31,15 +31,10 @@ NEW = "new"  # the answer for a new conversation; ids are longer
 _PAUSE = 0.15  # seconds without a key before a search begins
 
 
-class ConversationsScreen(ModalScreen[str | None]):
+class ConversationsScreen(PickingScreen):
     """Closes with the id of the conversation to open, ``NEW``, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", show=False, priority=True),
-        Binding("down", "move(1)", show=False),
-        Binding("up", "move(-1)", show=False),
-        Binding("pagedown", "move(10)", show=False),
-        Binding("pageup", "move(-10)", show=False),
         Binding("f2,ctrl+r", "rename", show=False, priority=True),
         Binding("ctrl+d,ctrl+delete", "delete", show=False, priority=True),
         Binding("ctrl+n", "new", show=False, priority=True),
@@ -113,20 +108,9 @@ class ConversationsScreen(ModalScreen[str | None]):
 
     # -- keys ------------------------------------------------------------------------------------
 
-    def action_leave(self) -> None:
-        """Esc: empty the search, then close."""
-        search = self.query_one(Input)
-        if search.value:
-            search.value = ""
-        else:
-            self.dismiss(None)
-
-    def action_move(self, step: int) -> None:
-        """Highlight another row; the search line keeps the focus."""
-        options = self.query_one(OptionList)
-        if self._found:
-            place = (options.highlighted or 0) + step
-            options.highlighted = max(0, min(place, len(self._found) - 1))
+    def count(self) -> int:
+        """See ``PickingScreen``."""
+        return len(self._found)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Enter opens; a search that has not run yet runs first."""

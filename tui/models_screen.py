@@ -15,7 +15,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
@@ -25,6 +24,7 @@ from localrt.tui.dialogs import Choose, Confirm
 from localrt.tui.loading import LoadingLine
 from localrt.tui.models_library import Library, Pull
 from localrt.tui.models_rows import Row, asking_row, found_row, here_row, title_of
+from localrt.tui.picking import PickingScreen
 from localrt.tui.text import clean, human_bytes, one_line
 
 if TYPE_CHECKING:
@@ -40,15 +40,10 @@ _KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
 _PULLING = "Esc stops the download; what is here is kept"
 
 
-class ModelsScreen(ModalScreen[str | None]):
+class ModelsScreen(PickingScreen):
     """``current`` is the name of the model that is loaded."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", show=False, priority=True),
-        Binding("down", "move(1)", show=False),
-        Binding("up", "move(-1)", show=False),
-        Binding("pagedown", "move(10)", show=False),
-        Binding("pageup", "move(-10)", show=False),
         Binding("ctrl+d,ctrl+delete", "delete", show=False, priority=True),
         Binding("ctrl+s", "search", show=False),
     ]
@@ -204,21 +199,15 @@ class ModelsScreen(ModalScreen[str | None]):
     # -- keys ------------------------------------------------------------------------------------
 
     def action_leave(self) -> None:
-        """Esc: stop the download, empty the search, close."""
-        search = self.query_one(Input)
+        """Esc: stop the download; without one, empty the search, then close."""
         if self._pull is not None:
             self._pull.cancel()
-        elif search.value:
-            search.value = ""
         else:
-            self.dismiss(None)
+            super().action_leave()
 
-    def action_move(self, step: int) -> None:
-        """Highlight another row; the search line keeps the focus."""
-        options = self.query_one(OptionList)
-        if self._rows:
-            place = (options.highlighted or 0) + step
-            options.highlighted = max(0, min(place, len(self._rows) - 1))
+    def count(self) -> int:
+        """See ``PickingScreen``."""
+        return len(self._rows)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Enter does what the row is for."""

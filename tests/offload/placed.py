@@ -43,6 +43,21 @@ def pack_tiny(name: str, folder: Path) -> Path:
         source.close()
 
 
+def wide_mixture(folder: Path, used: int) -> Model:
+    """A mixture of 32 experts, ``used`` of which see a token, in a store."""
+    from transformers import Qwen3MoeConfig
+
+    from tests.models import tiny
+
+    def wide() -> Qwen3MoeConfig:
+        sizes = {"num_experts": 32, "num_experts_per_tok": used, "moe_intermediate_size": 32}
+        return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.MIXTURES, "wide", wide)
+        return Model(pack_tiny("wide", folder))
+
+
 def pack_synthetic(folder: Path, **options: Any) -> Path:
     """A store of a random Llama of any size, in q8_0."""
     return pack_store(

@@ -17,7 +17,7 @@ from localrt.offload.planner.simulate import simulate
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import CALL, FLOPS, MEMORY, on_card, place_on_card
 from tests.offload.cards.test_hybrid_experts import places, stages
-from tests.offload.placed import Model, extend, needs_kernels, pack_tiny
+from tests.offload.placed import Model, extend, needs_kernels, wide_mixture
 
 pytestmark = needs_kernels
 
@@ -28,17 +28,7 @@ LINK = 2.5e7
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """A mixture of many experts in a store."""
-    from transformers import Qwen3MoeConfig
-
-    from tests.models import tiny
-
-    def wide() -> Qwen3MoeConfig:
-        sizes = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
-        return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.MIXTURES, "wide", wide)
-        opened = Model(pack_tiny("wide", tmp_path_factory.mktemp("moe")))
+    opened = wide_mixture(tmp_path_factory.mktemp("moe"), 8)
     yield opened
     opened.close()
 

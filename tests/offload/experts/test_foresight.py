@@ -23,7 +23,7 @@ from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import assert_same, conversation, on_card
 from tests.offload.cards.test_hybrid_experts import places
-from tests.offload.placed import Model, extend, needs_kernels, pack_tiny
+from tests.offload.placed import Model, extend, needs_kernels, wide_mixture
 from tests.offload.test_placed_experts import Failing, experts
 
 COSTS = ExpertCosts(cpu=Rate(0.0, 4e-4, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch=5e-5)
@@ -32,17 +32,7 @@ COSTS = ExpertCosts(cpu=Rate(0.0, 4e-4, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """A mixture of more experts than it uses, in a store."""
-    from transformers import Qwen3MoeConfig
-
-    from tests.models import tiny
-
-    def wide() -> Qwen3MoeConfig:
-        sizes = {"num_experts": 32, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-        return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiny.MIXTURES, "wide", wide)
-        opened = Model(pack_tiny("wide", tmp_path_factory.mktemp("moe")))
+    opened = wide_mixture(tmp_path_factory.mktemp("moe"), 3)
     yield opened
     opened.close()
 
