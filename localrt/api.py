@@ -99,8 +99,9 @@ def load(
         kv_format: how the KV cache is kept: ``"bf16"``, or ``"int8"``, which takes half the memory
             (CPU kernels only); None is bf16.
         draft: default for speculation: ``"auto"``, ``"off"``, ``"ngram"`` (guesses from text that
-            repeats itself) or a model with the same vocabulary that guesses; it is loaded first,
-            within the same budgets, and left out where it does not fit.
+            repeats itself), ``"head"`` (the trained head that there is for it, or its folder) or a
+            model with the same vocabulary that guesses; it is loaded first, within the same
+            budgets, and left out where it does not fit.
         threads: CPU threads of the engine; None takes the machine's physical cores.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.

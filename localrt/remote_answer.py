@@ -206,9 +206,6 @@ def _count(value: Any, otherwise: int) -> int:
     return int(value) if usable else otherwise
 
 
-_CONTEXTS = ("max_model_len", "context_length", "context_window")  # vLLM's and others' names
-
-
 # -- models --------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,7 @@ import pytest
 
 import localrt
 from localrt.drafts.choice import family_draft
-from localrt.drafts.family import draft_to_load, find_family_draft
-from localrt.loading import LoadOptions
+from localrt.drafts.family import find_family_draft
 from localrt.quant.ops.native_abi import find_library
 from localrt.settings import Settings
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
@@ -118,21 +117,6 @@ def test_downloaded_folders_are_found_by_their_tokenizer(
     draft = find_family_draft(target, settings)
     assert draft is not None
     assert draft.name == "org/small"
-
-
-def test_a_draft_is_loaded_first_only_where_it_brings_more_than_it_takes(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = gguf(tmp_path / "big.gguf", 100_000)
-    gguf(tmp_path / "small.gguf", 20_000)
-    monkeypatch.setattr("localrt.offload.process_memory.current_rss", lambda: 0)
-    cpu = LoadOptions(device="cpu")
-    for budget, wanted in ((100_000, False), (85_000, False), (80_000, True), (30_000, False)):
-        monkeypatch.setattr("localrt.offload.process_memory.ram_budget", lambda _, b=budget: b)
-        assert (draft_to_load(target, cpu, settings) is not None) is wanted
-    monkeypatch.setattr("localrt.offload.process_memory.ram_budget", lambda _: 80_000)
-    for other in (LoadOptions(device="cuda"), LoadOptions(engine="llamacpp", device="cpu")):
-        assert draft_to_load(target, other, settings) is None
 
 
 @needs_kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,14 @@ def test_the_command_trains_and_the_head_is_found(
         plain = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1, draft="off")
         chunk = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1)
         assert chunk.token_ids == plain.token_ids
+        asked = {"draft": "head", "tree_budget": 4}
+        head = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1, **asked)
+        assert head.token_ids == plain.token_ids
+        assert "dgf" in str(head.metrics.speculation)
+    shutil.rmtree(folder)
+    none = pytest.raises(OptionError, match="no draft head for this model: localrt draft train")
+    with localrt.load(tiny_folder, ram="2GB", draft="head") as model, none:
+        model.generate("ab", max_tokens=2)
     assert main([*arguments, "--out", str(tmp_path / "mine")]) == 0
     out = capsys.readouterr().out
     assert str(tmp_path / "mine") in out

@@ -64,7 +64,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--draft",
-        metavar="MODEL|DIR|ngram|auto|off",
+        metavar="MODEL|DIR|head|ngram|auto|off",
         help="what guesses ahead: a smaller model of the same vocabulary, a trained head, or "
         "repeated text",
     )

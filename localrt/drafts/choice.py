@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.drafts.head import DraftHead, is_draft_head
+from localrt.drafts.head import OWN_HEAD, DraftHead, find_head, is_draft_head
 from localrt.drafts.placement import source_of
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.settings import Settings
 from localrt.speculative.draft_model import DraftDecoder, DraftModelSource
 from localrt.speculative.merged import MergedSource
 from localrt.speculative.ngram import NgramSource
@@ -191,7 +192,14 @@ class Drafts:
     def _head(self, name: str, engine: NativeEngine) -> DraftHead:
         known = self._heads.get(name)
         if known is None:
-            known = self._heads[name] = DraftHead(Path(name), self._target, engine)
+            folder: Path | None = Path(name)
+            if name == OWN_HEAD:
+                folder = find_head(self._target, Settings.from_environment())
+            if folder is None:
+                raise OptionError(
+                    "there is no draft head for this model: localrt draft train makes one"
+                )
+            known = self._heads[name] = DraftHead(folder, self._target, engine)
         return known
 
     def _level(self, draft: _Draft) -> float:
@@ -287,7 +295,6 @@ def family_draft(target: LoadedModel) -> str | None:
     surprise, and its guesses cost a CPU about what they save.
     """
     from localrt.drafts.family import find_family_draft
-    from localrt.settings import Settings
 
     if not target.engine.info.streamed:
         return None

@@ -23,10 +23,9 @@ from localrt.models.checkpoints.store_checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from localrt.loading import LoadOptions
     from localrt.settings import Settings
 
-__all__ = ["MOST_SHARE", "FamilyDraft", "draft_to_load", "find_family_draft"]
+__all__ = ["MOST_SHARE", "FamilyDraft", "find_family_draft"]
 
 MOST_SHARE = 0.5
 """A draft has at most this share of its target's bytes: a larger one seldom pays."""
@@ -101,28 +100,6 @@ def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
         if theirs.read(size) == words:
             return draft
     return None
-
-
-def draft_to_load(target: Path, options: LoadOptions, settings: Settings) -> FamilyDraft | None:
-    """The family's draft where it is worth loading before a target that the CPU computes.
-
-    A draft takes room from the target, of which that much more is then read in every pass: it must
-    be no larger than what would be read for every token without it, and than half of the budget.
-    Decided by the sizes of files.
-    """
-    from localrt.offload.process_memory import current_rss, ram_budget
-    from localrt.quant.ops.choose import _default_device
-
-    if options.engine == "llamacpp" or options.format is not None:
-        return None
-    if (_default_device() if options.device == "auto" else options.device) != "cpu":
-        return None
-    budget = ram_budget(options.ram) - current_rss()
-    read = _nbytes(target) - budget
-    if read <= 0:
-        return None
-    found = find_family_draft(target, settings)
-    return found if found is not None and found.nbytes <= min(read, budget // 2) else None
 
 
 def _small_models(target: Path, settings: Settings, most: float) -> Iterator[FamilyDraft]:

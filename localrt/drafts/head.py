@@ -15,7 +15,7 @@ from localrt.errors import LocalrtError, OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.speculative.dgf import DgfTarget
-from localrt.speculative.dgf_file import is_dgf_folder, read_dgf, read_dgf_config
+from localrt.speculative.dgf_file import DgfWeights, is_dgf_folder, read_dgf, read_dgf_config
 from localrt.speculative.dgf_head import REMEMBERED, DgfHead, target_parts
 from localrt.speculative.dgf_source import DgfSource
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from localrt.settings import Settings
 
 __all__ = [
+    "OWN_HEAD",
     "PACKAGED",
     "TRAINED",
     "DraftHead",
@@ -43,30 +44,44 @@ PACKAGED = Path(__file__).parent.parent / "data" / "heads"
 TRAINED = "heads"
 """Where a user's own lie, below the settings' data folder."""
 
+OWN_HEAD = "head"
+"""What a ``draft`` option says to have the head used that is there for the model."""
+
 _HELD_TOKENS = 4096  # whose hidden states there is room for
 _MOST_NODES = 256  # of a tree; larger ones are for drafts that cost more than the head's rows
 
 
 def is_draft_head(name: str) -> bool:
-    """Whether a ``draft`` option names a folder with a draft head."""
-    return is_dgf_folder(Path(name))
+    """Whether a ``draft`` option asks for a draft head: by its folder, or for whichever fits."""
+    return name == OWN_HEAD or is_dgf_folder(Path(name))
 
 
-def beside_head(path: Path, options: LoadOptions) -> LoadOptions:
-    """A target's options with room in its RAM budget for the head at ``path`` and what it keeps.
+def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOptions:
+    """A target's options with room in its RAM budget for the head ``name`` and what it keeps.
 
     Raises:
         CheckpointError: the head is damaged.
     """
     if options.ram is None:
         return options
-    weights = read_dgf(path)
+    # Which one fits is known when the target is there: until then there is room for the largest.
+    folders = _heads(settings) if name == OWN_HEAD else [Path(name)]
+    room = max((_room(read_dgf(folder), options.ctx) for folder in folders), default=0)
+    return replace(options, ram=max(options.ram - room, 1))
+
+
+def _room(weights: DgfWeights, ctx: int | None) -> int:
+    """Bytes of a head, its rows of the target's as int8, what it remembers, and hidden states."""
     config = weights.config
     row = 4 * config.hidden_size
-    # Its rows of the target's head as int8, what it remembers of tokens, and hidden states.
     room = weights.nbytes + 2 * config.draft_vocab * config.hidden_size
-    room += 2 * REMEMBERED * row + min(options.ctx or _HELD_TOKENS, _HELD_TOKENS) * row
-    return replace(options, ram=max(options.ram - room, 1))
+    return room + 2 * REMEMBERED * row + min(ctx or _HELD_TOKENS, _HELD_TOKENS) * row
+
+
+def _heads(settings: Settings) -> list[Path]:
+    """The folders of the user's own heads, and of those that localrt brings."""
+    places = (settings.data_dir / TRAINED, PACKAGED)
+    return [f for place in places if place.is_dir() for f in sorted(place.glob("*"))]
 
 
 def find_head(target: LoadedModel, settings: Settings) -> Path | None:
@@ -77,18 +92,17 @@ def find_head(target: LoadedModel, settings: Settings) -> Path | None:
     """
     info = target.engine.info
     ours: str | None = None
-    for place in (settings.data_dir / TRAINED, PACKAGED):
-        for folder in sorted(place.glob("*")) if place.is_dir() else []:
-            try:
-                theirs = read_dgf_config(folder).target
-            except LocalrtError:
-                continue
-            sizes = (theirs.architecture, theirs.layers, theirs.vocab_size)
-            if sizes != (_plain_name(info.architecture), info.layers, info.vocab_size):
-                continue
-            ours = ours or _vocabulary_digest(target.tokenizer)
-            if theirs.vocab_sha256 == ours:
-                return folder
+    for folder in _heads(settings):
+        try:
+            theirs = read_dgf_config(folder).target
+        except LocalrtError:
+            continue
+        sizes = (theirs.architecture, theirs.layers, theirs.vocab_size)
+        if sizes != (_plain_name(info.architecture), info.layers, info.vocab_size):
+            continue
+        ours = ours or _vocabulary_digest(target.tokenizer)
+        if theirs.vocab_sha256 == ours:
+            return folder
     return None
 
 

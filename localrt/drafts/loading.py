@@ -185,7 +185,7 @@ def load_beside(
 
     name = draft.removesuffix(PLUS_NGRAM)
     if is_draft_head(name):
-        options = beside_head(Path(name), options)
+        options = beside_head(name, options, settings)
     beside: Beside | PlacedBeside = Beside(name, None, "", options)
     if is_draft_model(draft):
 

@@ -31,7 +31,7 @@ def test_smollm2s_guesses_come_true() -> None:
     with localrt.load(real_model("smollm2"), ctx=512) as model:
         assert find_head(model._parts, Settings.from_environment()) == HEAD
         plain = model.generate(prompt, raw=True, draft="off", **options)
-        ours = model.generate(prompt, raw=True, draft=str(HEAD), tree_budget=8, **options)
+        ours = model.generate(prompt, raw=True, draft="head", tree_budget=8, **options)
     assert ours.token_ids == plain.token_ids
     assert ours.metrics.accepted_per_pass is not None
     assert ours.metrics.accepted_per_pass > 1.5
