@@ -61,12 +61,13 @@ def _app(record: dict[str, Any]) -> Iterator[Row]:
 
 def _serve(record: dict[str, Any]) -> Iterator[Row]:
     words = record["command"].split()
-    ram, chats = (words[words.index(flag) + 1] for flag in ("--ram", "--chats"))
-    what = f"{chats} chats at once on {record['model'].removesuffix('.gguf')} within {ram}"
+    ram, chats, turns = (words[words.index(flag) + 1] for flag in ("--ram", "--chats", "--turns"))
+    model = record["model"].removesuffix(".gguf")
+    what = f"{chats} chats of {turns} turns at once on {model} within {ram}"
     for row in record["results"]:
-        alone = "without guessing" if row["draft"] == "off" else "which guess ahead"
+        guessing = "nobody guesses" if row["draft"] == "off" else "all guess ahead"
         yield (
-            f"{what}, against one after another, {alone}",
+            f"{what}, against one after another; {guessing}",
             f"{row['ratio']:.1f}x tokens per second",
         )
 
