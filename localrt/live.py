@@ -58,7 +58,7 @@ class LiveModel(Closing):
         request = model._requests.make(
             prompt, checked, token_ids=token_ids, raw=raw, tools=tools, cancel=cancel
         )
-        request = model._guessing(request, checked)  # while it is alone
+        request = model._guessing(request, checked)
         return self._live.submit(request, client=client, notify=notify)
 
     def stream(

@@ -38,10 +38,11 @@ class Company:
         self._sequences = sequences
         return self.plain is not None and self._since_plain < REFRESH
 
-    def choose(self, trees: Sequence[TokenTree], room: int) -> list[TokenTree]:
+    def choose(self, trees: Sequence[TokenTree], room: int, beside: int = 0) -> list[TokenTree]:
         """The part of each sequence's tree to verify in the pass that was asked for.
 
-        Scores are logarithms of believed chances. ``room`` bounds the nodes of all together.
+        Scores are logarithms of believed chances. ``room`` bounds the nodes of all together;
+        ``beside`` are the rows of prompts that the pass computes too.
         """
         sizes = [len(tree) for tree in trees]
         counts = [0] * len(trees)
@@ -49,7 +50,7 @@ class Company:
             owner = np.repeat(np.arange(len(trees)), sizes)
             scores = np.concatenate([tree.scores for tree in trees])
             order = np.argsort(-scores, kind="stable")[:room]
-            best = self._worth(np.cumsum(np.exp(scores[order])))
+            best = self._worth(np.cumsum(np.exp(scores[order])), beside)
             counts = np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
         return [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
 
@@ -81,25 +82,26 @@ class Company:
             cost, rows = self.tuner.cost, self._sequences
             return cost.seconds(rows) if cost.covers(rows) else None
 
-    def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int:
+    def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]], beside: int) -> int:
         """How many of the likeliest nodes, which bring ``sums`` tokens, to verify."""
         with self.tuner.lock:
             cost, rows = self.tuner.cost, self._sequences
-            plain = cost.seconds(rows)
+            plain, base = cost.seconds(rows), rows + beside
             limit = TOLERANCE * max(self._spent, _ASSUMED * plain) - self._lost
 
             def affordable(count: int) -> bool:
-                return cost.seconds(rows + count) - plain <= limit
+                return cost.seconds(base + count) - cost.seconds(base) <= limit
 
             best, best_value = 0, 0.0
             for count in node_counts(len(sums)):
                 if not affordable(count):
                     break
-                longer = cost.seconds(rows + count, hopeful=True) - plain
+                longer = cost.seconds(base + count, hopeful=True)
+                longer -= cost.seconds(base, hopeful=True)
                 value = float(sums[count - 1]) - MARGIN * longer * rows / plain
                 if value > best_value:
                     best, best_value = count, value
-            if best:
+            if best or beside:
                 return best
             self._wait -= 1
             attempt = min(rows, len(sums))

@@ -45,13 +45,21 @@ class Guessing(Protocol):
 
 
 class Answer:
-    """What a request has said so far: ``generated`` are its tokens, ``meter`` its clock."""
+    """What a request has said so far: ``generated`` are its tokens, ``meter`` its clock.
+
+    ``shared``: others may share its passes.
+    """
 
     def __init__(
-        self, request: Request, session: EngineSession, tokenizer: Tokenizer | None
+        self,
+        request: Request,
+        session: EngineSession,
+        tokenizer: Tokenizer | None,
+        *,
+        shared: bool = False,
     ) -> None:
         self.generated: list[int] = []
-        self.meter = Meter(request, session)
+        self.meter = Meter(request, session, shared=shared)
         self._request = request
         self._tokenizer = tokenizer
         reader = None if request.reader is None or tokenizer is None else request.reader()
@@ -164,14 +172,15 @@ class _Text:
 class Meter:
     """Times and counts. A snapshot is the caller's own."""
 
-    def __init__(self, request: Request, session: EngineSession) -> None:
+    def __init__(self, request: Request, session: EngineSession, *, shared: bool = False) -> None:
         self._session = session
         self._start = self._now()
         self._first: float | None = None
         self.steps: Guessing | None = None
         self.cached = 0
         self._before = self._decoding = session.counts()
-        self._forecast = session.forecast()  # made before what it is compared with
+        # Made before what it is compared with; of passes that are shared it would say nothing.
+        self._forecast = None if shared else session.forecast()
         self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
 
     def _now(self) -> float:

@@ -1,15 +1,15 @@
 """Answers that share passes and guess ahead: a tree behind each, all verified in one pass.
 
 How many guesses are computed is ``localrt.speculative.company``'s to say. What a sequence says does
-not depend on it, for its tokens are chosen as always. It knows no prompts, and nothing of memory
-but that a pass may lack it.
+not depend on it, for its tokens are chosen as always. It knows nothing of memory but that a pass
+may lack it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Generic, Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeAlias, runtime_checkable
 
 from localrt.engine.base import Check, EngineSession, Logits
 from localrt.engine.companion import Companion
@@ -19,7 +19,10 @@ from localrt.errors import MemoryBudgetError
 from localrt.speculative.company import Company
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["SharedGuesses", "TreeBatchEngine"]
+__all__ = ["Prompt", "Running", "SharedGuesses", "TreeBatchEngine"]
+
+Running: TypeAlias = tuple[Job[Owner], EngineSession]
+Prompt: TypeAlias = tuple[Job[Owner], EngineSession, Sequence[int]]
 
 _NODES = 128  # guesses looked at before a pass, of all sequences
 _FEWEST = 4  # of each
@@ -39,12 +42,16 @@ class TreeBatchEngine(Protocol):
     def extend_trees(
         self,
         parts: Sequence[tuple[EngineSession, int, TokenTree]],
+        beside: Sequence[tuple[EngineSession, Sequence[int]]] = (),
         *,
+        wanted: Sequence[int] = (),
         check: Check | None = None,
     ) -> list[Logits]:
         """One pass: for every part what ``TreeSession.extend_tree`` gives.
 
-        When it raises, no session has changed: what ``check`` raises, or ``MemoryBudgetError``.
+        ``beside`` are tokens to append to other sessions, as in ``BatchEngine.extend_batch``; the
+        logits (vocab,) after those numbered in ``wanted`` come behind the trees'. When it raises,
+        no session has changed: what ``check`` raises, or ``MemoryBudgetError``.
         """
 
 
@@ -60,11 +67,12 @@ class SharedGuesses(Generic[Owner]):
         self.passes = 0
 
     def advance(
-        self, running: Sequence[tuple[Job[Owner], EngineSession]]
+        self, running: Sequence[Running[Owner]], prompts: Sequence[Prompt[Owner]]
     ) -> list[tuple[Job[Owner], Items]] | None:
-        """One pass over all, each with its one pending token; None where nobody guesses.
+        """One pass over all, ``running`` with one pending token each; None where nobody guesses.
 
-        None also where guesses lack the memory, which are not tried again.
+        ``prompts`` are those of whose pending tokens the pass computes some, the first ones. None
+        also where guesses lack the memory, which are not tried again.
 
         Raises:
             LocalrtError: the pass failed, or what ``check`` raises; all are as they were.
@@ -74,7 +82,9 @@ class SharedGuesses(Generic[Owner]):
         if company is None:
             return None
         began = time.perf_counter()
-        trees = self._trees(company, running, mates)
+        beside = sum(len(tokens) for _, _, tokens in prompts)
+        whole = [i for i, (job, _, ids) in enumerate(prompts) if len(ids) == len(job.pending)]
+        trees = self._trees(company, running, mates, beside)
         thinking = time.perf_counter() - began
         guesses = sum(map(len, trees))
         started = _now(running)
@@ -84,6 +94,8 @@ class SharedGuesses(Generic[Owner]):
                     (session, job.pending[0], tree)
                     for (job, session), tree in zip(running, trees, strict=True)
                 ],
+                [(session, tokens) for _, session, tokens in prompts],
+                wanted=whole,
                 check=self._check,
             )
         except MemoryBudgetError:
@@ -93,7 +105,7 @@ class SharedGuesses(Generic[Owner]):
         seconds = _now(running) - started
         self.passes += 1
         items, emitted = [], 0
-        for (job, session), mate, tree, logits in zip(running, mates, trees, found, strict=True):
+        for (job, session), mate, tree, logits in zip(running, mates, trees, found, strict=False):
             assert isinstance(session, TreeSession), "its engine computes trees"
             computed = TreePass(session, tree, logits)
             said = _accepted(job, computed)
@@ -102,8 +114,13 @@ class SharedGuesses(Generic[Owner]):
                 mate.verified(computed)
             emitted += 1 + len(computed.path)
             items.append((job, said))
-        company.passed(guesses, emitted, seconds, thinking)
-        self._rest_after(guesses, thinking, company.plain)
+        for job, _, tokens in prompts:
+            job.pending = job.pending[len(tokens) :]
+        for at, logits in zip(whole, found[len(running) :], strict=True):
+            items.append((prompts[at][0], prompts[at][0].accept(logits)))
+        if not prompts:  # what those cost is another matter
+            company.passed(guesses, emitted, seconds, thinking)
+            self._rest_after(guesses, thinking, company.plain)
         return items
 
     # -- parts -----------------------------------------------------------------------------------
@@ -120,8 +137,9 @@ class SharedGuesses(Generic[Owner]):
     def _trees(
         self,
         company: Company,
-        running: Sequence[tuple[Job[Owner], EngineSession]],
+        running: Sequence[Running[Owner]],
         mates: Sequence[Companion | None],
+        beside: int,
     ) -> list[TokenTree]:
         each = max(_FEWEST, _NODES // len(running))
         looking = company.looks(len(running)) and self._rest <= 0
@@ -135,7 +153,8 @@ class SharedGuesses(Generic[Owner]):
                 if looking:
                     tree = mate.guess(each, job.left - 1, self._check)
             trees.append(tree)
-        return company.choose(trees, self._engine.pass_rows - len(running))
+        room = self._engine.pass_rows - len(running) - beside
+        return company.choose(trees, room, beside)
 
     def _rest_after(self, guesses: int, thinking: float, plain: float | None) -> None:
         if self._looked and not guesses and plain:
@@ -150,6 +169,6 @@ def _accepted(job: Job[Owner], computed: TreePass) -> Items:
     return said
 
 
-def _now(running: Sequence[tuple[Job[Owner], EngineSession]]) -> float:
+def _now(running: Sequence[Running[Owner]]) -> float:
     counts = running[0][1].counts()
     return time.perf_counter() if counts is None else counts.clock_s

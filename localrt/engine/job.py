@@ -73,7 +73,7 @@ class Job(Generic[Owner]):
         session.trim(held)
         self.pending = tokens[held:]
         if self._answer is None:
-            self._answer, self._held = Answer(self.request, session, tokenizer), held
+            self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held
 
     def guessing(self, session: EngineSession) -> Stepper | None:
         """What guesses ahead on ``session`` while it is alone; None where nothing does."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -304,27 +304,42 @@ class NativeEngine:
     def extend_trees(
         self,
         parts: Sequence[tuple[EngineSession, int, TokenTree]],
+        beside: Sequence[tuple[EngineSession, Sequence[int]]] = (),
         *,
+        wanted: Sequence[int] = (),
         check: Check | None = None,
     ) -> list[Logits]:
         """See the ``TreeBatchEngine`` protocol."""
-        sessions = _own(session for session, _, _ in parts)
-        ends = list(accumulate(1 + len(tree) for _, _, tree in parts))
-        features = self._feature_rows(sessions, ends[-1])
+        sessions = _own([*(part[0] for part in parts), *(part[0] for part in beside)])
         tokens = [np.concatenate([[token], tree.tokens]) for _, token, tree in parts]
+        tokens += [np.asarray(ids, np.int64) for _, ids in beside]
         positions, spans = [], []
-        for session, (_, _, tree) in zip(sessions, parts, strict=True):
+        for session, ids, tree in zip_longest(sessions, tokens, (tree for _, _, tree in parts)):
             held = len(session.tokens)
             session.cache.trim(held)
-            positions.append(np.concatenate([[held], tree.positions(held)]))
-            mask = tree.pass_mask() if len(tree) else None
-            spans.append(Span(session.cache, 1 + len(tree), mask))
+            alone = tree is None or not len(tree)
+            positions.append(
+                np.arange(held, held + len(ids))
+                if alone
+                else np.concatenate([[held], tree.positions(held)])
+            )
+            spans.append(Span(session.cache, len(ids), None if alone else tree.pass_mask()))
+        ends = list(accumulate(map(len, tokens)))
+        features = self._feature_rows(sessions, ends[-1])
         batch = Batch(np.concatenate(tokens), np.concatenate(positions), tuple(spans))
-        logits = self.run(batch, check=check, features=features)
-        slices = [slice(end - len(ids), end) for end, ids in zip(ends, tokens, strict=True)]
-        for session, ids, own in zip(sessions, tokens, slices, strict=True):
-            session.opened(ids.tolist(), None if features is None else features[own])
-        return [logits[own] for own in slices]
+        trees = ends[len(parts) - 1] if parts else 0
+        rows = [*range(trees), *(ends[len(parts) + part] - 1 for part in wanted)]
+        logits = self.run(batch, rows=rows, check=check, features=features)
+        found = []
+        for at, (session, ids, end) in enumerate(zip(sessions, tokens, ends, strict=True)):
+            own = slice(end - len(ids), end)
+            states = None if features is None else features[own]
+            if at < len(parts):
+                session.opened(ids.tolist(), states)
+                found.append(logits[own])
+            else:
+                session.appended(ids.tolist(), states)
+        return found + [logits[trees + at] for at in range(len(wanted))]
 
     def _feature_rows(self, sessions: Sequence[NativeSession], rows: int) -> Logits | None:
         """Room for a pass's hidden states, where one of its sessions records them."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, runtime_checkable
 
 from localrt.engine.base import Check, EngineInfo, EngineSession, Logits
-from localrt.engine.company import SharedGuesses, TreeBatchEngine
+from localrt.engine.company import Prompt, SharedGuesses, TreeBatchEngine
 from localrt.engine.job import Items, Job, Owner
 from localrt.engine.loop import common_prefix
 from localrt.errors import LocalrtError, MemoryBudgetError
@@ -269,10 +269,8 @@ class Schedule(Generic[Owner]):
         parts = self._parts()
         if not parts:
             return []
-        if len(parts) == len(self._live) > 1 and all(len(tokens) == 1 for *_, tokens in parts):
-            said = self._with_guesses([(job, session) for job, session, _ in parts])
-            if said is not None:
-                return said
+        if len(self._live) > 1 and (said := self._with_guesses(parts)) is not None:
+            return said
         whole = [i for i, (job, _, tokens) in enumerate(parts) if len(tokens) == len(job.pending)]
         try:
             logits = self._engine.extend_batch(
@@ -298,17 +296,18 @@ class Schedule(Generic[Owner]):
         ]
 
     def _with_guesses(
-        self, running: Sequence[tuple[Job[Owner], EngineSession]]
+        self, parts: Sequence[Prompt[Owner]]
     ) -> list[tuple[Job[Owner], Items]] | None:
-        """A pass of all answers and of guesses behind them; None where nobody guesses."""
-        if self._shared is None:
+        """A pass of these, and of guesses behind the answers; None where nobody guesses."""
+        running = [(job, session) for job, session, _ in parts if len(job.pending) == 1]
+        if self._shared is None or not running:
             return None
         passes = self._shared.passes
-        said = self._shared.advance(running)
+        said = self._shared.advance(running, [part for part in parts if len(part[0].pending) > 1])
         self.passes += self._shared.passes - passes
         return said
 
-    def _parts(self) -> list[tuple[Job[Owner], EngineSession, Sequence[int]]]:
+    def _parts(self) -> list[Prompt[Owner]]:
         """What the next pass appends to which session; answers come before prompts."""
         ready = [(job, session) for job, session in self._live if len(job.pending) == 1]
         prompts = [(job, session) for job, session in self._live if len(job.pending) > 1]

@@ -129,9 +129,9 @@ def test_guesses_that_come_true_spare_passes(
     passes = []
     extend = engine.extend_trees
 
-    def counted(parts: Any, **options: Any) -> Any:
+    def counted(parts: Any, *beside: Any, **options: Any) -> Any:
         passes.append([len(tree) for _, _, tree in parts])
-        return extend(parts, **options)
+        return extend(parts, *beside, **options)
 
     monkeypatch.setattr(engine, "extend_trees", counted)
     oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
@@ -165,11 +165,11 @@ def test_without_memory_for_guesses_it_goes_on_without(
     answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
     extend, tried = engine.extend_trees, []
 
-    def cramped(parts: Any, **options: Any) -> Any:
+    def cramped(parts: Any, *beside: Any, **options: Any) -> Any:
         if any(len(tree) for _, _, tree in parts):
             tried.append(len(parts))
             raise MemoryBudgetError("no room")
-        return extend(parts, **options)
+        return extend(parts, *beside, **options)
 
     monkeypatch.setattr(engine, "extend_trees", cramped)
     oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
@@ -234,3 +234,55 @@ def test_trees_in_one_pass_have_the_bits_of_each_in_its_own(engine: NativeEngine
     for one, other in zip(together, alone, strict=True):
         assert list(one.tokens) == list(other.tokens)
         assert np.array_equal(one.extend([2]), other.extend([2]))
+
+
+def test_prompts_join_a_pass_of_trees(engine: NativeEngine) -> None:
+    tree = TokenTree.of([3, 4], [ROOT, 0], [-0.1, -0.5], "it")
+    one, two, three = (engine.session(CAPACITY) for _ in range(3))
+    one.extend(PROMPTS[0])
+    found = engine.extend_trees([(one, 11, tree)], [(two, PROMPTS[1]), (three, [5])], wanted=[0])
+    one.keep([0, 1])
+    fresh = engine.session(CAPACITY)
+    assert np.array_equal(fresh.extend(PROMPTS[1]), found[1])
+    assert list(two.tokens) == PROMPTS[1]
+    assert list(three.tokens) == [5]
+    again = engine.session(CAPACITY)
+    again.extend([*PROMPTS[0], 11])
+    assert np.array_equal(again.extend([3]), found[0][1])
+    assert np.array_equal(one.extend([8]), again.extend([8]))
+
+
+@pytest.mark.parametrize("rows", [4, 30])
+def test_prompts_are_read_beside_guesses(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Answers end at different times, and others begin: most passes have both."""
+    monkeypatch.setattr(engine, "pass_rows", rows)
+    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
+    answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
+    both = []
+    extend = engine.extend_trees
+
+    def seen(parts: Any, beside: Any, **options: Any) -> Any:
+        both.append(bool(beside) and any(len(tree) for _, _, tree in parts))
+        return extend(parts, beside, **options)
+
+    monkeypatch.setattr(engine, "extend_trees", seen)
+    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
+    asked = [
+        (index, Request(**{**_fields(request), "max_tokens": 5 + 8 * index}))
+        for index, request in requests(oracle)
+    ]
+    limits = BatchLimits(ctx=CAPACITY, room=1 << 30, size=min(3, rows))
+    found: list[list[int]] = [[] for _ in asked]
+    for index, item in generate_batch(
+        engine,
+        None,
+        asked,
+        limits,
+        cancel=threading.Event(),
+    ):
+        assert isinstance(item, Chunk)
+        found[index] += item.token_ids
+    assert found == [a[: 5 + 8 * i] for i, a in enumerate(alone)]
+    assert any(both) == (rows > 4)  # else prompts take what there is
