@@ -31,7 +31,7 @@ def visible_keys(
     """
     rows = span.rows
     device = positions.device
-    if rows == 1 and (window is None or held < window):
+    if rows == 1 and span.mask is None and (window is None or held < window):
         return None
     start = sum(other.rows for other in spans[:index])
     query = positions[start : start + rows]

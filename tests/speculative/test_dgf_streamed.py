@@ -18,6 +18,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.store import pack_store
 from localrt.quant.ops.native_abi import find_library
+from localrt.settings import Settings
 from localrt.speculative.dgf import DgfConfig
 from localrt.speculative.dgf_file import write_dgf
 from tests.engine.test_batch_streamed import CTX, LAYERS, VOCAB, open_engine
@@ -78,9 +79,12 @@ def test_guesses_do_not_depend_on_where_the_target_lies(made: Any) -> None:
 
 
 def test_a_budget_leaves_the_head_its_room(made: Any, tmp_path: Path) -> None:
-    options = LoadOptions(ram=1 << 30)
-    assert beside_head(tmp_path, LoadOptions()) == LoadOptions()
-    left = beside_head(made[1], options)
+    options, settings = LoadOptions(ram=1 << 30), Settings.from_environment()
+    assert beside_head(str(tmp_path), LoadOptions(), settings) == LoadOptions()
+    left = beside_head(str(made[1]), options, settings)
     assert left == replace(options, ram=left.ram)
     assert left.ram is not None
     assert 1 << 20 < (1 << 30) - left.ram < 8 << 20
+    own = beside_head("head", options, settings)  # room for the largest that there is
+    assert own.ram is not None
+    assert 5 << 20 < (1 << 30) - own.ram < 80 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
@@ -175,6 +175,15 @@ def test_everything_that_was_prepared_is_a_tree_without_a_pass(decoder: Any) -> 
         max_size=8,
     ),
     held_rows=st.booleans(),
+)
+@example(  # a round of one node, which must not see its siblings
+    steps=[
+        ("propose", 0, 1, True),
+        ("propose", 0, 1, False),
+        ("propose", 0, 9, False),
+        ("ahead", 1, 0, False),
+    ],
+    held_rows=True,
 )
 def test_cancelled_anywhere_it_drafts_as_if_it_never_was(
     decoder: Any, steps: list[tuple[str, int, int, bool]], held_rows: bool
