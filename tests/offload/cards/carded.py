@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -122,7 +123,12 @@ def placements(names: list[str]) -> st.SearchStrategy[dict[str, Where]]:
 
 
 def pipeline_threads() -> list[str]:
-    """The threads that pipelines have left running."""
+    """The threads that pipelines have left running, a second after they were told to end."""
     others = ("localrt-kv-keeper", "localrt-live", "localrt-serve")  # of models of other tests
-    names = [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]
-    return [name for name in names if not name.startswith(others)]
+    deadline = time.monotonic() + 1
+    while True:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]
+        names = [name for name in names if not name.startswith(others)]
+        if not names or time.monotonic() > deadline:
+            return names
+        time.sleep(0.005)
