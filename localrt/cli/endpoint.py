@@ -57,7 +57,7 @@ def connect_endpoint(args: argparse.Namespace, progress: ProgressCallback | None
     """The server's model."""
     from localrt.remote import connect
 
-    model = connect(args.endpoint, args.model, api_key=_key(args), progress=progress)
+    model = connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
     # It has what commands and the app use of a model.
     return cast("Model", model)
 
