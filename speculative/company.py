@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from localrt.speculative.tree import TokenTree
-from localrt.speculative.tuner import MARGIN, REFRESH, TOLERANCE, Tuner, node_counts
+from localrt.speculative.tuner import MARGIN, REFRESH, TOLERANCE, Tuner
+from localrt.speculative.worth import FIRST_WAIT, node_counts
 
 __all__ = ["Company"]
 
 _ASSUMED = 96  # passes that are taken to come: what may be lost at the start
 _CREDIT = 8  # passes: what was gained long ago is no reason to lose now
-_FIRST_WAIT, _LONGEST_WAIT = 4, 512  # passes between attempts that are not expected to pay
+_LONGEST_WAIT = 512  # passes between attempts that are not expected to pay, in the end
 
 
 class Company:
@@ -31,7 +32,7 @@ class Company:
         self._spent = 0.0  # seconds of passes
         self._lost = 0.0  # seconds beyond passes without guesses; negative: gained
         self._since_plain = 0
-        self._wait, self._next_wait = 0, _FIRST_WAIT
+        self._wait, self._next_wait = 0, FIRST_WAIT
 
     def looks(self, sequences: int) -> bool:
         """Whether guesses are wanted for the next pass, which so many share."""
@@ -69,7 +70,7 @@ class Company:
             beyond = thinking + (seconds if guesses else plain) - gained
             self._lost = max(self._lost + beyond, -_CREDIT * plain)
             if guesses and beyond < 0:
-                self._next_wait = _FIRST_WAIT
+                self._next_wait = FIRST_WAIT
                 self._wait = 0
             elif guesses:
                 self._wait = self._next_wait

@@ -11,76 +11,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost, GapWorth, Mixture, PassCost
+from localrt.speculative.costs import GapWorth, Mixture, PassCost
 from localrt.speculative.mixed import MixedTree
 from localrt.speculative.policy import AHEAD_S, Ahead, Gaps, Plan
 from localrt.speculative.tree import TokenTree
+from localrt.speculative.worth import BUDGETS, DEPTHS, FIRST_WAIT, Source, node_counts
 
-__all__ = ["MARGIN", "REFRESH", "TOLERANCE", "Run", "Tuner", "node_counts"]
+__all__ = ["MARGIN", "REFRESH", "TOLERANCE", "Run", "Tuner"]
 
 # The share of plain decoding's time that attempts may lose in a generation.
 TOLERANCE = 0.015
 # An answer is taken to be as long as this where the limit is longer: what may be lost at its start.
 _ASSUMED = 96
-_BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_DEPTHS = (1, 2, 4, 8, 16)
 _PLAIN_FIRST = 2  # plain steps before the first attempt
 REFRESH = 128  # passes after which a plain step is measured again
-_FIRST_WAIT, _LONGEST_WAIT = 4, 512  # steps between attempts that are not expected to pay
+_LONGEST_WAIT = 512  # steps between attempts that are not expected to pay, in the end
 _LOOKUP_NODES = 64
 MARGIN = 1.02  # what is expected must be better than plain by this much
 _MARGIN_RESIDENT = 1.08  # where a draft takes the processor and its caches from the target
 _FEW = 8  # tokens that a draft may have to catch up with at no cost worth counting
-_BLEND = 0.2  # of a new measurement in a running mean
-_PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
-
-
-@dataclass(slots=True)
-class _Source:
-    """What is known of one source."""
-
-    cheap: bool
-    level: float  # of a plain step that a level of its draft is taken to cost, before one was made
-    cost: DraftCost = field(default_factory=DraftCost)
-    calibration: Calibration = field(default_factory=Calibration)
-    gains: dict[tuple[int, int], float] = field(default_factory=dict)
-    row_s: float | None = None  # of a token that it computes to catch up
-    wait: int = 0  # steps until an attempt that is not expected to pay
-    next_wait: int = _FIRST_WAIT
-
-    def gain(self, budget: int, depth: int) -> float:
-        """Guesses of a tree that come true."""
-        known = self.gains.get((budget, depth))
-        if known is not None:
-            return known
-        # From the largest smaller tree, as if it were a chain; with nothing known, from the start.
-        smaller = [(b, d) for b, d in self.gains if b <= budget and d <= depth]
-        chance = _PRIOR_CHANCE
-        if smaller:
-            b, d = max(smaller)
-            chance = _chance(self.gains[b, d], d)
-        return _chain(chance, min(depth, budget))
-
-    def note_tree(self, tree: TokenTree, plan: Plan) -> None:
-        """What trees of this and of smaller budgets and depths would have brought."""
-        chances = self.calibration.probabilities(tree)
-        order = np.lexsort((np.arange(len(tree)), -tree.scores))
-        for depth in _DEPTHS:
-            if depth > plan.depth:
-                break
-            deep = order[tree.depths[order] <= depth]
-            sums = np.concatenate([[0.0], np.cumsum(chances[deep])])
-            for budget in _BUDGETS:
-                if budget > plan.budget:
-                    break
-                new = float(sums[min(budget, len(deep))])
-                old = self.gains.get((budget, depth))
-                self.gains[budget, depth] = new if old is None else old + _BLEND * (new - old)
 
 
 class Tuner:
@@ -101,7 +53,7 @@ class Tuner:
         self.lock = threading.RLock()
         self.cost = PassCost(streamed=streamed, mixture=mixture)
         self.gaps = GapWorth()
-        self.sources = {name: _Source(level == 0, level) for name, level in sources.items()}
+        self.sources = {name: Source(level == 0, level) for name, level in sources.items()}
         self.streamed = streamed
 
     @property
@@ -174,7 +126,7 @@ class Run:
             for name in self._usable():
                 # Drafting is free: what to verify is decided on the tree itself.
                 if self._tuner.sources[name].cheap and name not in self._tried:
-                    return Plan(name, min(room, _LOOKUP_NODES), _DEPTHS[-1])
+                    return Plan(name, min(room, _LOOKUP_NODES), DEPTHS[-1])
             return self._model_plan(room)[0]
 
     def caught_up(self, source: str, tokens: int, seconds: float) -> None:
@@ -261,7 +213,7 @@ class Run:
             self._came_true += len(path)
             source = tuner.sources[plan.source]
             if spent < emitted * plain:
-                source.next_wait = _FIRST_WAIT
+                source.next_wait = FIRST_WAIT
                 source.wait = 0
             else:
                 source.wait = source.next_wait
@@ -324,7 +276,7 @@ class Run:
             source.wait -= 1
         return best, best_rate
 
-    def _reading(self, name: str, source: _Source) -> float:
+    def _reading(self, name: str, source: Source) -> float:
         """Seconds that a source needs before it can draft: a prompt that it has not seen."""
         tokens = self._missing.get(name, 0)
         if tokens <= _FEW:
@@ -335,7 +287,7 @@ class Run:
             row = source.level * (cost.prompt_row or (cost.plain or 0.0) / 4)
         return tokens * row
 
-    def _worth_reading(self, name: str, source: _Source, rate: float) -> bool:
+    def _worth_reading(self, name: str, source: Source, rate: float) -> bool:
         """Whether ``rate`` tokens per second are worth it: twice, for all that is still to come."""
         seconds, plain = self._reading(name, source), self._tuner.cost.plain
         assert plain is not None, "a plan needs a plain step"
@@ -344,17 +296,17 @@ class Run:
         left = min(self._limit - self._tokens, max(_ASSUMED, self._tokens))
         return bool(source.gains) and left * (plain - 1 / rate) > 2 * seconds
 
-    def _best_of(self, name: str, source: _Source, room: int) -> tuple[Plan | None, float]:
+    def _best_of(self, name: str, source: Source, room: int) -> tuple[Plan | None, float]:
         """The plan with the most expected tokens per second, and their number."""
         cost = self._tuner.cost
         plain = cost.plain
         assert plain is not None, "a plan needs a plain step"
         best, best_rate = None, 0.0
-        for budget in _BUDGETS:
+        for budget in BUDGETS:
             if budget > room:
                 break
             most, least = cost.seconds(1 + budget), cost.seconds(1 + budget, hopeful=True)
-            for depth in _DEPTHS:
+            for depth in DEPTHS:
                 if depth > budget:
                     break
                 draft = self._draft_seconds(name, source, budget, depth)
@@ -365,7 +317,7 @@ class Run:
                     best, best_rate = Plan(name, budget, depth, self._ready.get(name, 0)), rate
         return best, best_rate
 
-    def _attempt(self, name: str, source: _Source, room: int) -> Plan | None:
+    def _attempt(self, name: str, source: Source, room: int) -> Plan | None:
         """A cheap attempt with a source that is not expected to pay, where that may be risked."""
         cost = self._tuner.cost
         plain = cost.plain
@@ -377,7 +329,7 @@ class Run:
                 return Plan(name, budget, depth, self._ready.get(name, 0))
         return None
 
-    def _draft_seconds(self, name: str, source: _Source, budget: int, depth: int) -> float:
+    def _draft_seconds(self, name: str, source: Source, budget: int, depth: int) -> float:
         """Of a tree of that budget and depth, some levels of which may be there already."""
         levels, ready = depth, self._ready.get(name, 0)
         if ready:
@@ -391,7 +343,7 @@ class Run:
         assert plain is not None, "a draft needs a plain step"
         return source.level * plain * (levels + 1)
 
-    def _worthwhile(self, source: _Source, tree: TokenTree) -> tuple[TokenTree, float]:
+    def _worthwhile(self, source: Source, tree: TokenTree) -> tuple[TokenTree, float]:
         """The best nodes of a mixed tree, as many as bring more tokens than their rows cost time.
 
         With the tokens per second of their pass. ``source`` proposed the last of them.
@@ -418,7 +370,7 @@ class Run:
         gain = float(sums[best - 1]) if best else 0.0
         return tree.trim(best), (1 + gain) / cost.seconds(1 + best)
 
-    def _may_try(self, source: _Source) -> bool:
+    def _may_try(self, source: Source) -> bool:
         """Whether it is time to see if a source that did not pay has become better."""
         if self._forced:
             return True
@@ -453,26 +405,3 @@ class Run:
         if not self._tuner.streamed:
             return "off, the model is resident and CPU-bound"
         return f"off, guesses of {names} would cost more time than they save"
-
-
-def _chain(chance: float, levels: int) -> float:
-    """Guesses of a chain that come true, if each does with the same chance."""
-    return sum(chance**level for level in range(1, levels + 1))
-
-
-def _chance(gain: float, levels: int) -> float:
-    """The chance that makes a chain of ``levels`` bring ``gain``."""
-    low, high = 0.0, 1.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _chain(middle, levels) < gain else (low, middle)
-    return (low + high) / 2
-
-
-def node_counts(most: int) -> list[int]:
-    """Numbers of nodes to consider: all of few, then in steps."""
-    counts, count = [], 1
-    while count < most:
-        counts.append(count)
-        count = max(count + 1, count * 9 // 8)
-    return [*counts, most] if most else []
