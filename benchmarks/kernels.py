@@ -37,7 +37,6 @@ from localrt.quant.ops.native_ops import NativeOps  # noqa: E402
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights  # noqa: E402
 
 SHAPES = ((4096, 4096), (14336, 4096))
-_ONE_ROW = 9  # times the runs, for one row
 EXPERT = (768, 2048)  # inner, hidden
 WORKING_SET = 256 << 20
 MAX_COPIES = 64
@@ -94,8 +93,7 @@ def products(ops: NativeOps, ggml: Any, args: argparse.Namespace) -> list[dict[s
                         product = GgmlProduct(ggml, kind, name, shape, data, x)
                         theirs.append(product)
                         contestants[kind] = (product.run, count)
-                # One row waits for the memory, whose speed changes every few seconds here.
-                seconds = interleaved(contestants, args.runs * (_ONE_ROW if rows == 1 else 1))
+                seconds = interleaved(contestants, args.runs)
                 for product in theirs:
                     product.close()
                 results.append(record(name, shape, rows, weights[0].nbytes, seconds))
@@ -151,8 +149,7 @@ def experts(ops: NativeOps, args: argparse.Namespace) -> list[dict[str, Any]]:
         def one(index: int, units: Any = units, x: Any = x) -> None:
             ops.norm_gated_mlp(x, units[index], spec)
 
-        both = {"localrt": (one, count), "floor": (floor, 1)}
-        medians = interleaved(both, _ONE_ROW * args.runs)
+        medians = interleaved({"localrt": (one, count), "floor": (floor, 1)}, args.runs)
         nbytes = units[0].gate_up.nbytes + units[0].down.nbytes
         results.append(record(f"{name} expert", (3 * inner, hidden), 1, nbytes, medians))
     return results
