@@ -66,8 +66,9 @@ class Company:
             self._spent += seconds + thinking
             self._since_plain = self._since_plain + 1 if guesses else 0
             plain = tuner.cost.seconds(self._sequences)
-            gained = (emitted / self._sequences if guesses else 1) * plain
-            beyond = thinking + (seconds if guesses else plain) - gained
+            beyond = thinking
+            if guesses:
+                beyond += seconds - emitted * plain / self._sequences
             self._lost = max(self._lost + beyond, -_CREDIT * plain)
             if guesses and beyond < 0:
                 self._next_wait = FIRST_WAIT

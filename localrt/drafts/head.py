@@ -65,8 +65,13 @@ def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOpti
     if options.ram is None:
         return options
     # Which one fits is known when the target is there: until then there is room for the largest.
-    folders = _heads(settings) if name == OWN_HEAD else [Path(name)]
-    room = max((_room(read_dgf(folder), options.ctx) for folder in folders), default=0)
+    room = 0
+    for folder in _heads(settings) if name == OWN_HEAD else [Path(name)]:
+        try:
+            room = max(room, _room(read_dgf(folder), options.ctx))
+        except LocalrtError:
+            if name != OWN_HEAD:
+                raise  # of those that nobody named, what cannot be read is passed over
     return replace(options, ram=max(options.ram - room, 1))
 
 

@@ -62,8 +62,7 @@ class Job(Generic[Owner]):
     @property
     def left(self) -> int:
         """The tokens that may still be said."""
-        said = 0 if self._answer is None else len(self._answer.generated)
-        return self._limit - said
+        return self._limit - (self.length - len(self.request.prompt))
 
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
         """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -288,18 +288,7 @@ class NativeEngine:
         check: Check | None = None,
     ) -> Logits:
         """See the ``BatchEngine`` protocol."""
-        sessions = _own(session for session, _ in parts)
-        ends = list(accumulate(len(tokens) for _, tokens in parts))
-        features = self._feature_rows(sessions, ends[-1])
-        with self._turn:
-            caches = [session.cache for session in sessions]
-            batch = Batch.extend(list(zip(caches, (tokens for _, tokens in parts), strict=True)))
-            rows = [ends[part] - 1 for part in wanted]
-            logits = self._pass(batch, rows=rows, check=check, features=features)
-        for session, (_, tokens), end in zip(sessions, parts, ends, strict=True):
-            own = None if features is None else features[end - len(tokens) : end]
-            session.appended(tokens, own)
-        return logits
+        return self._extend((), parts, wanted, check)
 
     def extend_trees(
         self,
@@ -310,6 +299,19 @@ class NativeEngine:
         check: Check | None = None,
     ) -> list[Logits]:
         """See the ``TreeBatchEngine`` protocol."""
+        logits = self._extend(parts, beside, wanted, check)
+        ends = list(accumulate((1 + len(tree) for _, _, tree in parts), initial=0))
+        trees = [logits[start:end] for start, end in pairwise(ends)]
+        return [*trees, *logits[ends[-1] :]]
+
+    def _extend(
+        self,
+        parts: Sequence[tuple[EngineSession, int, TokenTree]],
+        beside: Sequence[tuple[EngineSession, Sequence[int]]],
+        wanted: Sequence[int],
+        check: Check | None,
+    ) -> Logits:
+        """One pass; logits of the trees' rows, and of the last rows ``wanted`` of those beside."""
         sessions = _own([*(part[0] for part in parts), *(part[0] for part in beside)])
         tokens = [np.concatenate([[token], tree.tokens]) for _, token, tree in parts]
         tokens += [np.asarray(ids, np.int64) for _, ids in beside]
@@ -330,16 +332,11 @@ class NativeEngine:
         trees = ends[len(parts) - 1] if parts else 0
         rows = [*range(trees), *(ends[len(parts) + part] - 1 for part in wanted)]
         logits = self.run(batch, rows=rows, check=check, features=features)
-        found = []
         for at, (session, ids, end) in enumerate(zip(sessions, tokens, ends, strict=True)):
-            own = slice(end - len(ids), end)
-            states = None if features is None else features[own]
-            if at < len(parts):
-                session.opened(ids.tolist(), states)
-                found.append(logits[own])
-            else:
-                session.appended(ids.tolist(), states)
-        return found + [logits[trees + at] for at in range(len(wanted))]
+            states = None if features is None else features[end - len(ids) : end]
+            done = session.opened if at < len(parts) else session.appended
+            done(ids.tolist(), states)
+        return logits
 
     def _feature_rows(self, sessions: Sequence[NativeSession], rows: int) -> Logits | None:
         """Room for a pass's hidden states, where one of its sessions records them."""

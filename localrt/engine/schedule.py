@@ -302,9 +302,8 @@ class Schedule(Generic[Owner]):
         running = [(job, session) for job, session, _ in parts if len(job.pending) == 1]
         if self._shared is None or not running:
             return None
-        passes = self._shared.passes
         said = self._shared.advance(running, [part for part in parts if len(part[0].pending) > 1])
-        self.passes += self._shared.passes - passes
+        self.passes += said is not None
         return said
 
     def _parts(self) -> list[Prompt[Owner]]:

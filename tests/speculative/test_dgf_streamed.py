@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from localrt.drafts.head import DraftHead, beside_head, target_identity
 from localrt.engine.options import read_options
+from localrt.errors import LocalrtError
 from localrt.loading import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
@@ -88,3 +90,12 @@ def test_a_budget_leaves_the_head_its_room(made: Any, tmp_path: Path) -> None:
     own = beside_head("head", options, settings)  # room for the largest that there is
     assert own.ram is not None
     assert 5 << 20 < (1 << 30) - own.ram < 80 << 20
+    damaged = settings.data_dir / "heads" / "damaged"
+    damaged.mkdir(parents=True)
+    (damaged / "config.json").write_text("{")
+    try:
+        assert beside_head("head", options, settings) == own
+        with pytest.raises(LocalrtError):
+            beside_head(str(damaged), options, settings)
+    finally:
+        shutil.rmtree(damaged)
