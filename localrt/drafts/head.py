@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.errors import LocalrtError, OptionError
+from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
+from localrt.offload.budget import format_bytes
 from localrt.speculative.dgf import DgfTarget
 from localrt.speculative.dgf_file import DgfWeights, is_dgf_folder, read_dgf, read_dgf_config
 from localrt.speculative.dgf_head import REMEMBERED, DgfHead, target_parts
@@ -61,6 +62,7 @@ def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOpti
 
     Raises:
         CheckpointError: the head is damaged.
+        MemoryBudgetError: it takes all of the budget.
     """
     if options.ram is None:
         return options
@@ -72,7 +74,12 @@ def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOpti
         except LocalrtError:
             if name != OWN_HEAD:
                 raise  # of those that nobody named, what cannot be read is passed over
-    return replace(options, ram=max(options.ram - room, 1))
+    if room >= options.ram:
+        raise MemoryBudgetError(
+            f"a draft head takes {format_bytes(room)}, and the budget is "
+            f"{format_bytes(options.ram)} of RAM: raise ram, or leave draft out"
+        )
+    return replace(options, ram=options.ram - room)
 
 
 def _room(weights: DgfWeights, ctx: int | None) -> int:

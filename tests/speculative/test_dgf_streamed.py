@@ -14,7 +14,7 @@ import pytest
 
 from localrt.drafts.head import DraftHead, beside_head, target_identity
 from localrt.engine.options import read_options
-from localrt.errors import LocalrtError
+from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.loading import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
@@ -90,6 +90,8 @@ def test_a_budget_leaves_the_head_its_room(made: Any, tmp_path: Path) -> None:
     own = beside_head("head", options, settings)  # room for the largest that there is
     assert own.ram is not None
     assert 5 << 20 < (1 << 30) - own.ram < 80 << 20
+    with pytest.raises(MemoryBudgetError, match=r"a draft head takes .* the budget is 1 MB"):
+        beside_head("head", LoadOptions(ram=10**6), settings)
     damaged = settings.data_dir / "heads" / "damaged"
     damaged.mkdir(parents=True)
     (damaged / "config.json").write_text("{")
