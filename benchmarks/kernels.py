@@ -11,6 +11,7 @@ llama-cpp-python is installed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -40,6 +41,7 @@ SHAPES = ((4096, 4096), (14336, 4096))
 EXPERT = (768, 2048)  # inner, hidden
 WORKING_SET = 256 << 20
 MAX_COPIES = 64
+SETTLING = 0.03  # seconds: longer than Linux takes to part two threads on one core
 
 
 def copies(name: str, *shapes: tuple[int, int]) -> int:
@@ -48,13 +50,22 @@ def copies(name: str, *shapes: tuple[int, int]) -> int:
     return max(2, min(MAX_COPIES, WORKING_SET // nbytes))
 
 
+def settle(call: Callable[[int], Any], count: int) -> None:
+    """Lets the other's threads fall asleep, then this one's wake up, each on a core of its own."""
+    time.sleep(0.03)
+    start = time.perf_counter()
+    for index in itertools.count():
+        call(index % count)
+        if time.perf_counter() - start > SETTLING:
+            return
+
+
 def interleaved(contestants: dict[str, tuple[Callable[[int], Any], int]], runs: int) -> dict:
     """Median seconds of one call of each: ``(call(i), how many i there are)``, by turns."""
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     for run in range(runs + 1):
         for name, (call, count) in contestants.items():
-            time.sleep(0.03)  # the other's threads spin for a while
-            call(0)
+            settle(call, count)
             start = time.perf_counter()
             for index in range(count):
                 call(index)

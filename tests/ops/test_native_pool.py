@@ -1,0 +1,56 @@
+"""The kernels' threads: they come back from sleep, and where they may run stays the process's affair."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from tests.ops.packed import random_tensor
+
+pytestmark = [
+    pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
+    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are chosen on Linux"),
+]
+
+ASLEEP = 0.02  # longer than workers wait for the next job awake
+
+
+def threads() -> set[int]:
+    return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
+
+
+def rounds_with_pauses(ops: NativeOps) -> None:
+    weight = ops.weight((512, 256), [random_tensor("q4_0", 512, 256)])
+    x = np.ones((1, 256), np.float32)
+    expected = ops.linear(x, weight)
+    for _ in range(5):
+        time.sleep(ASLEEP)
+        np.testing.assert_array_equal(ops.linear(x, weight), expected)
+
+
+def test_a_pause_takes_no_core_from_the_threads() -> None:
+    before, allowed = threads(), os.sched_getaffinity(0)
+    ops = NativeOps(threads=3)
+    workers = threads() - before
+    rounds_with_pauses(ops)
+    time.sleep(ASLEEP)
+    assert len(workers) >= 2
+    assert all(os.sched_getaffinity(worker) == allowed for worker in workers)
+
+
+def test_a_process_bound_to_one_core_stays_there() -> None:
+    allowed = os.sched_getaffinity(0)
+    before = threads()
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        ops = NativeOps(threads=2)
+        rounds_with_pauses(ops)
+        assert all(os.sched_getaffinity(w) == {min(allowed)} for w in threads() - before)
+    finally:
+        os.sched_setaffinity(0, allowed)
