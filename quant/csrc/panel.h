@@ -17,17 +17,20 @@ template <class Layout> inline void unpack_panel(const uint8_t** tiles, int colu
     constexpr int HALVES = Layout::HALVES;
     for (int t = 0; t < PANEL_TILES; t++) {
         const uint8_t* p = tiles[t];
-        for (int group = 0; group < columns / 32;) {
+        uint8_t* codes = panel.codes + 64 * t;
+        float *scales = panel.scale + 16 * t, *offsets = panel.offset + 16 * t;
+        for (int column = 0; column < columns; column += span) {
             const auto head = Layout::open(p);
             const uint8_t* steps = p + Layout::HEADER;
-            for (int step = 0; step < span / 32; step++, group++, steps += Layout::STEP) {
+            for (int step = 0; step < span / 32; step++, steps += Layout::STEP) {
                 B64 q[8];
                 Layout::codes(steps, q);
-                for (int v = 0; v < 8; v++) q[v].store(panel.codes + ((group * 8 + v) * PANEL_TILES + t) * 64);
-                for (int half = 0; half < HALVES; half++) {
-                    const size_t at = ((group * HALVES + half) * PANEL_TILES + t) * 16;
-                    Layout::scale(head, p, step, half).store(panel.scale + at);
-                    if (!Layout::SYMMETRIC) Layout::offset(head, step, half).store(panel.offset + at);
+#pragma GCC unroll 8
+                for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) q[v].store(codes);
+#pragma GCC unroll 2
+                for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES, offsets += 16 * PANEL_TILES) {
+                    Layout::scale(head, p, step, half).store(scales);
+                    if (!Layout::SYMMETRIC) Layout::offset(head, step, half).store(offsets);
                 }
             }
             p = steps;
@@ -66,6 +69,8 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         for (int t = 0; t < T; t++) sums[r][t] = totals[r * T + t];
     for (int group = 0; group < groups; group++) {
         ahead.fetch();
+        F16L both[R][T];  // of the first half
+#pragma GCC unroll 2
         for (int half = 0; half < HALVES; half++) {
             I16 dots[R][T];
 #pragma GCC unroll 8
@@ -90,7 +95,10 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
                 const F16L factor = F16L::set1(rows.meta[2 * r]);
 #pragma GCC unroll 2
                 for (int t = 0; t < T; t++) {
-                    sums[r][t] = F16L::from(dots[r][t]).fma(scale[t] * factor, sums[r][t]);
+                    const F16L dot = F16L::from(dots[r][t]);
+                    if (HALVES == 1) sums[r][t] = dot.fma(scale[t] * factor, sums[r][t]);
+                    else if (half == 0) both[r][t] = dot * scale[t];
+                    else sums[r][t] = dot.fma(scale[t], both[r][t]).fma(factor, sums[r][t]);
                     if (!SYMMETRIC) {
                         const float sum = HALVES == 1 ? rows.meta[2 * r + 1] : rows.halves[2 * r + half];
                         sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(sum), sums[r][t]);

@@ -130,9 +130,9 @@ def test_a_cards_cache_goes_to_ram_and_then_to_the_disk() -> None:
     kept.waits(waiter, "search")
     clock.now += 1.0
     for expected in (["ram"], ["ram", "disk"]):
-        with kept._lock:
-            kept._lock.notify()
         for _ in range(200):
+            with kept._lock:
+                kept._lock.notify()  # again and again: the thread may not be waiting yet
             if waiter.tiers == expected:
                 break
             time.sleep(0.01)
