@@ -29,7 +29,7 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
             Layout::codes(steps, q);
             constexpr int BYTES = Layout::STEP + (Layout::SPAN == 256 ? Layout::HEADER / 8 : Layout::HEADER);
             for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(steps + PREFETCH + line);
-            F16L both[R];  // of the first half
+            F16L part[R];
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
                 const F16L scale = Layout::scale(head, tile, step, half);
@@ -42,10 +42,9 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
                         first = dot4<Layout::BITS>(first, q[v], Quad::load(a + 32 * r + 4 * v));
                         second = dot4<Layout::BITS>(second, q[v + 1], Quad::load(a + 32 * r + 4 * v + 4));
                     }
-                    const F16L dot = F16L::from(first + second), factor = F16L::set1(meta[2 * r]);
-                    if (HALVES == 1) sums[r] = dot.fma(scale * factor, sums[r]);
-                    else if (half == 0) both[r] = dot * scale;
-                    else sums[r] = dot.fma(scale, both[r]).fma(factor, sums[r]);
+                    const F16L dot = F16L::from(first + second);
+                    part[r] = half ? dot.fma(scale, part[r]) : dot * scale;
+                    if (half == HALVES - 1) sums[r] = part[r].fma(F16L::set1(meta[2 * r]), sums[r]);
                     if (!Layout::SYMMETRIC) {
                         const float sum = HALVES == 1 ? meta[2 * r + 1] : halves[2 * r + half];
                         sums[r] = Layout::offset(head, step, half).fma(F16L::set1(sum), sums[r]);

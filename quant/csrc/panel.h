@@ -69,7 +69,7 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         for (int t = 0; t < T; t++) sums[r][t] = totals[r * T + t];
     for (int group = 0; group < groups; group++) {
         ahead.fetch();
-        F16L both[R][T];  // of the first half
+        F16L part[R][T];
 #pragma GCC unroll 2
         for (int half = 0; half < HALVES; half++) {
             I16 dots[R][T];
@@ -96,9 +96,8 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
 #pragma GCC unroll 2
                 for (int t = 0; t < T; t++) {
                     const F16L dot = F16L::from(dots[r][t]);
-                    if (HALVES == 1) sums[r][t] = dot.fma(scale[t] * factor, sums[r][t]);
-                    else if (half == 0) both[r][t] = dot * scale[t];
-                    else sums[r][t] = dot.fma(scale[t], both[r][t]).fma(factor, sums[r][t]);
+                    part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
+                    if (half == HALVES - 1) sums[r][t] = part[r][t].fma(factor, sums[r][t]);
                     if (!SYMMETRIC) {
                         const float sum = HALVES == 1 ? rows.meta[2 * r + 1] : rows.halves[2 * r + half];
                         sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(sum), sums[r][t]);

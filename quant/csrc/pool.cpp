@@ -30,36 +30,45 @@ void pause(int spins) {
 #endif
 }
 
-// Where a worker that sleeps may wake up. In a virtual machine an idle core looks taken, so Linux wakes a
-// worker on the very core that calls for it, and parts the two ten milliseconds later: a pass at half the
-// speed. Who calls bars its own core to the worker, which may go anywhere again once it is awake.
-class Bed {
+// Keeps a worker off the core of the thread that calls. In a virtual machine an idle core looks taken, so
+// Linux starts and wakes workers on the very core that calls for them, and parts the two many
+// milliseconds later: a pass at half the speed. A worker that sleeps is barred from that core when it is
+// called, one that finds itself there steps off, and both may go anywhere again at once.
+class Place {
   public:
 #if defined(__linux__)
-    void lie_down() {
+    void sleeps() {
         thread_ = (pid_t)syscall(SYS_gettid);
         asleep_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0;
     }
     void bar(int core) {
-        if (!asleep_ || core < 0 || barred_) return;
-        cpu_set_t others = allowed_;
-        CPU_CLR(core, &others);
-        barred_ = CPU_COUNT(&others) && !sched_setaffinity(thread_, sizeof others, &others);
+        if (asleep_ && !barred_) barred_ = leave(thread_, core);
     }
-    void get_up() {
+    void wakes() {
         if (barred_) sched_setaffinity(0, sizeof allowed_, &allowed_);
         barred_ = asleep_ = false;
+    }
+    void step_off(int core, int threads) {
+        if (sched_getcpu() != core || sched_getaffinity(0, sizeof allowed_, &allowed_)) return;
+        if (CPU_COUNT(&allowed_) >= threads && leave(0, core)) sched_setaffinity(0, sizeof allowed_, &allowed_);
     }
     static int this_core() { return sched_getcpu(); }
 
   private:
+    bool leave(pid_t thread, int core) const {
+        cpu_set_t others = allowed_;
+        if (core >= 0) CPU_CLR(core, &others);
+        return CPU_COUNT(&others) && !sched_setaffinity(thread, sizeof others, &others);
+    }
+
     pid_t thread_ = 0;
     bool asleep_ = false, barred_ = false;
     cpu_set_t allowed_;
 #else
-    void lie_down() {}
+    void sleeps() {}
     void bar(int) {}
-    void get_up() {}
+    void wakes() {}
+    void step_off(int, int) {}
     static int this_core() { return -1; }
 #endif
 };
@@ -67,8 +76,8 @@ class Bed {
 }  // namespace
 
 struct Pool::State {
-    explicit State(int count) : threads(count < 1 ? 1 : count), beds(threads - 1) {
-        for (auto& bed : beds) workers.emplace_back([this, &bed] { work(bed); });
+    explicit State(int count) : threads(count < 1 ? 1 : count), places(threads - 1) {
+        for (auto& place : places) workers.emplace_back([this, &place] { work(place); });
     }
     ~State() {
         {
@@ -101,7 +110,7 @@ struct Pool::State {
 
     uint32_t job() const { return (uint32_t)(ticket.load(std::memory_order_acquire) >> 32); }
 
-    void work(Bed& bed) {
+    void work(Place& place) {
         uint32_t seen = 0;
         for (;;) {
             uint32_t now = seen;
@@ -109,25 +118,26 @@ struct Pool::State {
             if (now == seen) {
                 std::unique_lock<std::mutex> lock(mutex);
                 sleeping++;
-                bed.lie_down();
+                place.sleeps();
                 wake.wait(lock, [&] { return job() != seen; });
-                bed.get_up();
+                place.wakes();
                 sleeping--;
                 now = job();
             }
             seen = now;
             if (stop.load(std::memory_order_acquire)) return;
+            place.step_off(caller.load(std::memory_order_relaxed), threads);
             take(now);
         }
     }
 
     const int threads;
-    std::vector<Bed> beds;  // under the mutex, like `sleeping`
+    std::vector<Place> places;  // under the mutex, like `sleeping`
     std::vector<std::thread> workers;
     std::mutex mutex;
     std::condition_variable wake;
     std::atomic<uint64_t> ticket{0};
-    std::atomic<int> done{0}, count{0};
+    std::atomic<int> done{0}, count{0}, caller{-1};
     std::atomic<void (*)(void*, int)> call{nullptr};
     std::atomic<void*> context{nullptr};
     std::atomic<bool> stop{false};
@@ -149,13 +159,15 @@ void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
     s.count.store(count, std::memory_order_relaxed);
     s.done.store(0, std::memory_order_relaxed);
     const uint32_t job = s.job() + 1;
+    const int core = Place::this_core();
+    s.caller.store(core, std::memory_order_relaxed);
     bool wake;
     {
         std::lock_guard<std::mutex> lock(s.mutex);
         s.ticket.store((uint64_t)job << 32 | (uint32_t)count, std::memory_order_release);
         wake = s.sleeping > 0;
         if (wake)
-            for (auto& bed : s.beds) bed.bar(Bed::this_core());
+            for (auto& place : s.places) place.bar(core);
     }
     if (wake) s.wake.notify_all();
     s.take(job);
