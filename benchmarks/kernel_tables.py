@@ -30,7 +30,7 @@ def kernels_table(record: Mapping[str, Any]) -> str:
             format_rate(r["bytes_s"] / 1e9) if few else "",
             f"{100 * r['bytes_s'] / r['floor_bytes_s']:.0f} %" if few else "",
             "" if few else format_rate(r["operations_s"] / 1e9),
-            "" if few else f"{100 * r['operations_s'] / record['peak_operations_s']:.0f} %",
+            "" if few else f"{100 * r['operations_s'] / r['peak_operations_s']:.0f} %",
             f"{r['times_ggml']:.2f}x" if r["times_ggml"] else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")

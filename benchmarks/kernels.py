@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/kernels.py [--formats q4_0,q4_k] [--rows 1,8,64] [--json FILE]
 
 Every product runs over copies that together exceed the last-level cache, so that weights come from
-memory. The peak (int8 products from registers) is measured in the same run, the floor (plain
-reading) by turns with every line, as is ggml at its better of weights repacked or not, where
-llama-cpp-python is installed.
+memory. By turns with every line run what bounds it: the floor (plain reading) and the peak (int8
+products from registers), and ggml at its better of weights repacked or not, where llama-cpp-python
+is installed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ SHAPES = ((4096, 4096), (14336, 4096))
 EXPERT = (768, 2048)  # inner, hidden
 WORKING_SET = 256 << 20
 MAX_COPIES = 64
+PEAK_ROUNDS = 2_000_000  # some milliseconds
 SETTLING = 0.03  # seconds: longer than Linux takes to part two threads on one core
 
 
@@ -74,16 +75,20 @@ def interleaved(contestants: dict[str, tuple[Callable[[int], Any], int]], runs: 
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def plain_reading(ops: NativeOps) -> Callable[[int], None]:
-    """Reads the working set once."""
+def bounds(ops: NativeOps) -> dict[str, tuple[Callable[[int], Any], int]]:
+    """What a kernel is measured against: the working set read once, PEAK_ROUNDS of products."""
     data = np.ones(WORKING_SET, np.uint8)
-    return lambda _: ops.read_all(data)
+    return {
+        "floor": (lambda _: ops.read_all(data), 1),
+        "peak": (lambda _: ops.multiply(PEAK_ROUNDS), 1),
+    }
 
 
-def products(ops: NativeOps, ggml: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+def products(
+    ops: NativeOps, ggml: Any, limits: dict[str, Any], args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Every format, shape and number of rows."""
     results = []
-    floor = plain_reading(ops)
     for name in args.formats.split(","):
         for shape in SHAPES:
             count = copies(name, shape)
@@ -97,7 +102,7 @@ def products(ops: NativeOps, ggml: Any, args: argparse.Namespace) -> list[dict[s
                 def ours(index: int, x: Any = x, out: Any = out, weights: Any = weights) -> None:
                     ops.linear(x, weights[index], out)
 
-                contestants: dict[str, Any] = {"localrt": (ours, count), "floor": (floor, 1)}
+                contestants: dict[str, Any] = {"localrt": (ours, count), **limits}
                 theirs = []
                 if ggml is not None and name in TYPES:
                     for kind in ("repacked", "plain"):
@@ -107,16 +112,17 @@ def products(ops: NativeOps, ggml: Any, args: argparse.Namespace) -> list[dict[s
                 seconds = interleaved(contestants, args.runs)
                 for product in theirs:
                     product.close()
-                results.append(record(name, shape, rows, weights[0].nbytes, seconds))
+                results.append(record(ops, name, shape, rows, weights[0].nbytes, seconds))
     return results
 
 
 def record(
-    name: str, shape: Any, rows: int, nbytes: int, medians: dict[str, float]
+    ops: NativeOps, name: str, shape: Any, rows: int, nbytes: int, medians: dict[str, float]
 ) -> dict[str, Any]:
     """One line of the JSON, from the median seconds of all; what is not ours is ggml's."""
     ggml = dict(medians)
     seconds, floor = ggml.pop("localrt"), WORKING_SET / ggml.pop("floor")
+    peak = ops.multiply(PEAK_ROUNDS) / ggml.pop("peak")
     operations = 2 * rows * shape[0] * shape[1]
     return {
         "format": name,
@@ -126,16 +132,18 @@ def record(
         "bytes_s": nbytes / seconds,
         "floor_bytes_s": floor,
         "operations_s": operations / seconds,
+        "peak_operations_s": peak,
         "ggml_seconds": ggml or None,
         "times_ggml": min(ggml.values()) / seconds if ggml else None,
     }
 
 
-def experts(ops: NativeOps, args: argparse.Namespace) -> list[dict[str, Any]]:
+def experts(
+    ops: NativeOps, limits: dict[str, Any], args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """An expert's three matrices at one row, as one gated MLP."""
     results = []
     inner, hidden = EXPERT
-    floor = plain_reading(ops)
     spec = MlpSpec(activation="silu", eps=1e-6)
     for name in args.formats.split(","):
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
@@ -160,13 +168,13 @@ def experts(ops: NativeOps, args: argparse.Namespace) -> list[dict[str, Any]]:
         def one(index: int, units: Any = units, x: Any = x) -> None:
             ops.norm_gated_mlp(x, units[index], spec)
 
-        medians = interleaved({"localrt": (one, count), "floor": (floor, 1)}, args.runs)
+        medians = interleaved({"localrt": (one, count), **limits}, args.runs)
         nbytes = units[0].gate_up.nbytes + units[0].down.nbytes
-        results.append(record(f"{name} expert", (3 * inner, hidden), 1, nbytes, medians))
+        results.append(record(ops, f"{name} expert", (3 * inner, hidden), 1, nbytes, medians))
     return results
 
 
-def describe(results: list[dict[str, Any]], peak: float) -> str:
+def describe(results: list[dict[str, Any]]) -> str:
     """The table for people."""
     cells = [
         [
@@ -177,7 +185,7 @@ def describe(results: list[dict[str, Any]], peak: float) -> str:
             format_rate(r["bytes_s"] / 1e9),
             f"{100 * r['bytes_s'] / r['floor_bytes_s']:.0f} %",
             format_rate(r["operations_s"] / 1e9),
-            f"{100 * r['operations_s'] / peak:.0f} %",
+            f"{100 * r['operations_s'] / r['peak_operations_s']:.0f} %",
             f"{r['times_ggml']:.2f}x" if r["times_ggml"] else "",
         ]
         for r in results
@@ -200,15 +208,14 @@ def main() -> int:
     ops = NativeOps(isa=args.isa)
     machine = hardware.probe()
     threads = machine.cpu.usable_cores
-    peak = ops.measure_peak()
-    ggml = find_ggml(threads)
-    results = products(ops, ggml, args) + experts(ops, args)
-    peak = max(peak, ops.measure_peak())  # the processor's clock is not always the same
+    ggml, limits = find_ggml(threads), bounds(ops)
+    results = products(ops, ggml, limits, args) + experts(ops, limits, args)
+    peak = statistics.median(r["peak_operations_s"] for r in results)
     print(
-        f"{ops.isa} kernels, {threads} threads, int8 peak {peak / 1e9:.0f} GOP/s; "
-        "the floor is plain reading by turns with each line; ggml: its better of repacked and plain"
+        f"{ops.isa} kernels, {threads} threads, int8 peak {peak / 1e9:.0f} GOP/s; floor (plain "
+        "reading) and peak run by turns with each line; ggml: its better of repacked and plain"
     )
-    print(describe(results, peak))
+    print(describe(results))
     if args.json:
         try:
             theirs = version("llama-cpp-python")

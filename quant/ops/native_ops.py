@@ -272,14 +272,10 @@ class NativeOps(NativeMlps):
         self._api.lrt_linear(self._handle, weight.stack, x.ctypes.data, x.shape[0], out.ctypes.data)
         return out
 
-    def measure_peak(self) -> float:
-        """Int8 operations per second from registers, on all threads: the best of several runs."""
-        rounds, peak = 2_000_000, 0.0
-        for _ in range(5):
-            start = time.perf_counter()
-            operations = self._api.lrt_multiply_peak(self._handle, rounds)
-            peak = max(peak, operations / (time.perf_counter() - start))
-        return peak
+    def multiply(self, rounds: int) -> float:
+        """Int8 products from registers on all threads; the operations done, two a product."""
+        operations: float = self._api.lrt_multiply_peak(self._handle, rounds)
+        return operations
 
     def read_all(self, data: npt.NDArray[np.uint8]) -> None:
         """Read every byte once, on all threads."""

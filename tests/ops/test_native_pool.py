@@ -1,4 +1,4 @@
-"""The kernels' threads: they come back from sleep, and where they may run stays the process's affair."""
+"""The kernels' threads come back from sleep, and may run wherever the process may."""
 
 from __future__ import annotations
 
