@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
