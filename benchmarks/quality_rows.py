@@ -132,7 +132,7 @@ def kernel_scores(
     Raises:
         MissingExtraError: the native kernels are not there, or cannot run it.
     """
-    with localrt.load(source, ctx=measure.ctx, engine=engine) as model:
+    with localrt.load(source, ctx=measure.ctx, engine=engine, draft="off") as model:
         if model.info.format in ("bf16", "f32") and engine == "native":
             raise MissingExtraError(f"the compiled kernels cannot run {source.name} here")
 
