@@ -75,17 +75,20 @@ def interleaved(contestants: dict[str, tuple[Callable[[int], Any], int]], runs: 
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def bounds(ops: NativeOps) -> dict[str, tuple[Callable[[int], Any], int]]:
+class Bounds:
     """What a kernel is measured against: the working set read once, PEAK_ROUNDS of products."""
-    data = np.ones(WORKING_SET, np.uint8)
-    return {
-        "floor": (lambda _: ops.read_all(data), 1),
-        "peak": (lambda _: ops.multiply(PEAK_ROUNDS), 1),
-    }
+
+    def __init__(self, ops: NativeOps) -> None:
+        data = np.ones(WORKING_SET, np.uint8)
+        self.operations = ops.multiply(PEAK_ROUNDS)
+        self.contestants: dict[str, tuple[Callable[[int], Any], int]] = {
+            "floor": (lambda _: ops.read_all(data), 1),
+            "peak": (lambda _: ops.multiply(PEAK_ROUNDS), 1),
+        }
 
 
 def products(
-    ops: NativeOps, ggml: Any, limits: dict[str, Any], args: argparse.Namespace
+    ops: NativeOps, ggml: Any, bounds: Bounds, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Every format, shape and number of rows."""
     results = []
@@ -102,7 +105,7 @@ def products(
                 def ours(index: int, x: Any = x, out: Any = out, weights: Any = weights) -> None:
                     ops.linear(x, weights[index], out)
 
-                contestants: dict[str, Any] = {"localrt": (ours, count), **limits}
+                contestants: dict[str, Any] = {"localrt": (ours, count), **bounds.contestants}
                 theirs = []
                 if ggml is not None and name in TYPES:
                     for kind in ("repacked", "plain"):
@@ -112,17 +115,17 @@ def products(
                 seconds = interleaved(contestants, args.runs)
                 for product in theirs:
                     product.close()
-                results.append(record(ops, name, shape, rows, weights[0].nbytes, seconds))
+                results.append(record(bounds, name, shape, rows, weights[0].nbytes, seconds))
     return results
 
 
 def record(
-    ops: NativeOps, name: str, shape: Any, rows: int, nbytes: int, medians: dict[str, float]
+    bounds: Bounds, name: str, shape: Any, rows: int, nbytes: int, medians: dict[str, float]
 ) -> dict[str, Any]:
     """One line of the JSON, from the median seconds of all; what is not ours is ggml's."""
     ggml = dict(medians)
     seconds, floor = ggml.pop("localrt"), WORKING_SET / ggml.pop("floor")
-    peak = ops.multiply(PEAK_ROUNDS) / ggml.pop("peak")
+    peak = bounds.operations / ggml.pop("peak")
     operations = 2 * rows * shape[0] * shape[1]
     return {
         "format": name,
@@ -138,9 +141,7 @@ def record(
     }
 
 
-def experts(
-    ops: NativeOps, limits: dict[str, Any], args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def experts(ops: NativeOps, bounds: Bounds, args: argparse.Namespace) -> list[dict[str, Any]]:
     """An expert's three matrices at one row, as one gated MLP."""
     results = []
     inner, hidden = EXPERT
@@ -168,9 +169,9 @@ def experts(
         def one(index: int, units: Any = units, x: Any = x) -> None:
             ops.norm_gated_mlp(x, units[index], spec)
 
-        medians = interleaved({"localrt": (one, count), **limits}, args.runs)
+        medians = interleaved({"localrt": (one, count), **bounds.contestants}, args.runs)
         nbytes = units[0].gate_up.nbytes + units[0].down.nbytes
-        results.append(record(ops, f"{name} expert", (3 * inner, hidden), 1, nbytes, medians))
+        results.append(record(bounds, f"{name} expert", (3 * inner, hidden), 1, nbytes, medians))
     return results
 
 
@@ -208,8 +209,8 @@ def main() -> int:
     ops = NativeOps(isa=args.isa)
     machine = hardware.probe()
     threads = machine.cpu.usable_cores
-    ggml, limits = find_ggml(threads), bounds(ops)
-    results = products(ops, ggml, limits, args) + experts(ops, limits, args)
+    ggml, bounds = find_ggml(threads), Bounds(ops)
+    results = products(ops, ggml, bounds, args) + experts(ops, bounds, args)
     peak = statistics.median(r["peak_operations_s"] for r in results)
     print(
         f"{ops.isa} kernels, {threads} threads, int8 peak {peak / 1e9:.0f} GOP/s; floor (plain "
@@ -223,7 +224,8 @@ def main() -> int:
             theirs = None
         whole = {
             "machine": machine.to_dict(),
-            "command": f"benchmarks/kernels.py --formats {args.formats} --rows {args.rows}",
+            "command": f"benchmarks/kernels.py --formats {args.formats} --rows {args.rows} "
+            f"--runs {args.runs}",
             "isa": ops.isa,
             "llama_cpp_python": theirs,
             "peak_operations_s": peak,

@@ -39,25 +39,26 @@ class Place {
 #if defined(__linux__)
     void sleeps() {
         thread_ = (pid_t)syscall(SYS_gettid);
-        asleep_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0;
+        asleep_ = true;
     }
     void bar(int core) {
-        if (asleep_ && !barred_) barred_ = leave(thread_, core);
+        if (asleep_ && !barred_) barred_ = leave(thread_, core, 1);
     }
     void wakes() {
         if (barred_) sched_setaffinity(0, sizeof allowed_, &allowed_);
         barred_ = asleep_ = false;
     }
     void step_off(int core, int threads) {
-        if (sched_getcpu() != core || sched_getaffinity(0, sizeof allowed_, &allowed_)) return;
-        if (CPU_COUNT(&allowed_) >= threads && leave(0, core)) sched_setaffinity(0, sizeof allowed_, &allowed_);
+        if (sched_getcpu() == core && leave(0, core, threads)) sched_setaffinity(0, sizeof allowed_, &allowed_);
     }
     static int this_core() { return sched_getcpu(); }
 
   private:
-    bool leave(pid_t thread, int core) const {
+    // Where the thread may run is asked every time: others change it too.
+    bool leave(pid_t thread, int core, int least_cores) {
+        if (sched_getaffinity(thread, sizeof allowed_, &allowed_) || CPU_COUNT(&allowed_) < least_cores) return false;
         cpu_set_t others = allowed_;
-        if (core >= 0) CPU_CLR(core, &others);
+        CPU_CLR(core, &others);
         return CPU_COUNT(&others) && !sched_setaffinity(thread, sizeof others, &others);
     }
 

@@ -54,3 +54,17 @@ def test_a_process_bound_to_one_core_stays_there() -> None:
         assert all(os.sched_getaffinity(w) == {min(allowed)} for w in threads() - before)
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_a_core_that_is_taken_away_in_a_pause_stays_away() -> None:
+    allowed = os.sched_getaffinity(0)
+    before = threads()
+    ops = NativeOps(threads=2)
+    workers = threads() - before
+    rounds_with_pauses(ops)
+    time.sleep(ASLEEP)
+    for worker in workers:
+        os.sched_setaffinity(worker, {min(allowed)})
+    rounds_with_pauses(ops)
+    time.sleep(ASLEEP)
+    assert all(os.sched_getaffinity(worker) == {min(allowed)} for worker in workers)
