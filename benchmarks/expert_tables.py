@@ -126,7 +126,7 @@ def prefetch_table(record: Mapping[str, Any]) -> str:
     simulated = " Rates are simulated." if record["simulated"] else ""
     lines += [
         "",
-        f"`{record['command']}`: as above; the median of {record['runs']} runs, each of a process "
+        f"`{record['command']}`: as below; the median of {record['runs']} runs, each of a process "
         f"of its own.{simulated} {_where(record)}",
     ]
     return "\n".join(lines)

@@ -2,10 +2,12 @@
 
     .venv/bin/python benchmarks/quality.py --text prose.txt [--models smollm2,./model.gguf]
         [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--peers bnb-nf4] [--tokens 8192]
+    .venv/bin/python benchmarks/quality.py --text prose.txt --speeds
 
 The reference of a model is its published weights, unpacked, in float32. Rows are printed and saved
-as they are done, and those that are saved are not made again: stop it and start it at will. The
-JSON (``--out``) is what ``benchmarks/readme_tables.py`` reads.
+as they are done, and those that are saved are not made again: stop it and start it at will. Decode
+speeds (``--speeds``) are measured on a quiet machine, all of a model's rows by turns. The JSON
+(``--out``) is what ``benchmarks/readme_tables.py`` reads.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.quality_bench import Bench, Row, jobs  # noqa: E402
 from benchmarks.quality_claims import check_claims  # noqa: E402
 from benchmarks.quality_peers import PEERS, peer_package  # noqa: E402
 from benchmarks.quality_rows import Measure  # noqa: E402
+from benchmarks.quality_speeds import measure_speeds  # noqa: E402
 from benchmarks.quality_texts import (  # noqa: E402
     Corpus,
     calibration_file,
@@ -83,6 +86,13 @@ class Results:
         self.record["references"] = [*known, row]
         self.save()
 
+    def add_speeds(self, speeds: Sequence[Row]) -> None:
+        """Save the speeds of a model in place of all that it had."""
+        models = {one["model"] for one in speeds}
+        kept = [one for one in self.record.get("speeds", []) if one["model"] not in models]
+        self.record["speeds"] = [*kept, *speeds]
+        self.save()
+
     def save(self) -> None:
         """Write the file whole, with the claims that its rows bear out."""
         self.record["claims"] = [claim.to_dict() for claim in check_claims(self.record["rows"])]
@@ -107,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             float_format=options.float_format,
         )
         results = Results(options.out, _settings(options, corpora), _command(options))
+        if options.speeds:
+            return _speeds(options, corpora[0], results)
         todo = list(jobs(options.formats, options.methods, options.peers))
         for name in options.models:
             bench = Bench(
@@ -135,6 +147,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _speeds(options: argparse.Namespace, corpus: Corpus, results: Results) -> int:
+    """Measure the speeds of every model's rows, each model's in one run."""
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.work or Path(temporary)
+        for name in options.models:
+            speeds = measure_speeds(
+                _source(name),
+                options.formats,
+                options.methods,
+                corpus.calibration,
+                work,
+                runs=options.runs,
+            )
+            results.add_speeds(speeds)
+            for one in speeds:
+                print(f"{one['model']}  {one['name']:16s} {one['decode_tok_s']:.1f} tok/s")
+    return 0
+
+
 def describe(row: Row) -> str:
     """A row as one line."""
     head = f"{row['model']}  {row['name']:16s}"
@@ -146,8 +177,6 @@ def describe(row: Row) -> str:
         f"{100 * s['change_error']:.2f} %), KL {max(s['kl'], 0):.4f}, top-1 {100 * s['top1']:.1f} %"
         for s in row["scores"]
     ]
-    if row["decode_tok_s"]:
-        parts.append(f"{row['decode_tok_s']:.1f} tok/s")
     if row.get("no_kernel"):
         parts.append(f"no kernel: {row['no_kernel']}")
     return "; ".join(parts)
@@ -177,6 +206,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of each text")
     parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--ctx", type=int, default=2048)
+    parser.add_argument("--speeds", action="store_true", help="the rows' decode speeds, and no row")
+    parser.add_argument("--runs", type=int, default=5, help="turns of --speeds")
     parser.add_argument("--reference", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--float-format", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")
@@ -208,7 +239,8 @@ def _command(options: argparse.Namespace) -> str:
         parts.append("--no-python-source")
     if options.calibration:
         parts.append(f"--calibration {options.calibration.name}")
-    parts.append(f"--tokens {options.tokens} --calibration-tokens {options.calibration_tokens}")
+    parts.append(f"--tokens {options.tokens} --ctx {options.ctx}")
+    parts.append(f"--calibration-tokens {options.calibration_tokens}")
     return " ".join(parts)
 
 

@@ -118,7 +118,6 @@ class Bench:
             "format": job.format,
             "method": job.method,
             "bits_per_weight": None,
-            "decode_tok_s": None,
             "quantize_s": None,
             "scores": [],
         }
@@ -145,9 +144,7 @@ class Bench:
         references, measure = self.references(), self._measure
         row["bits_per_weight"] = bits_per_weight(source)
         try:
-            row["scores"], row["decode_tok_s"] = kernel_scores(
-                source, references, measure, engine=engine
-            )
+            row["scores"] = kernel_scores(source, references, measure, engine=engine)
         except LocalrtError as error:
             if engine != "native":
                 raise

@@ -8,7 +8,6 @@ point, so that what a format loses and what a kernel loses stay apart.
 from __future__ import annotations
 
 import hashlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -41,8 +40,6 @@ Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
 Scores = list[dict[str, Any]]
 
 _ROWS = 256  # logits of a float pass at a time: 156 MB at a vocabulary of 151,936
-_SPEED_TOKENS = 64
-_SPEED_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +123,8 @@ def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) 
 
 def kernel_scores(
     source: Path, references: Sequence[Reference], measure: Measure, *, engine: str = "native"
-) -> tuple[Scores, float | None]:
-    """Scores of a model as users run it, and its decode tokens per second.
+) -> Scores:
+    """Scores of a model as users run it.
 
     Raises:
         MissingExtraError: the native kernels are not there, or cannot run it.
@@ -139,10 +136,7 @@ def kernel_scores(
         def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
             return model.logits(tokens, first=first)
 
-        scores = [reference.score(pieces) for reference in references]
-        prompt = list(references[0].windows.windows[0][:_SPEED_TOKENS])
-        speeds = [_decode_speed(model, prompt) for _ in range(_SPEED_RUNS)]
-    return [{"path": "kernels", **score} for score in scores], statistics.median(speeds)
+        return [{"path": "kernels", **reference.score(pieces)} for reference in references]
 
 
 def float_scores(source: Path, references: Sequence[Reference], measure: Measure) -> Scores:
@@ -212,15 +206,6 @@ def bits_per_weight(source: Path) -> float:
         ]
     weights = sum(info.shape[0] * info.shape[1] for info in infos)
     return 8 * sum(info.nbytes for info in infos) / weights
-
-
-def _decode_speed(model: localrt.Model, prompt: list[int]) -> float:
-    done = model.generate(
-        token_ids=prompt, max_tokens=_SPEED_TOKENS, temperature=0, ignore_eos=True
-    )
-    speed = done.metrics.decode_tok_s
-    assert speed is not None
-    return speed
 
 
 def _key(source: Path, windows: Windows, format_: str) -> str:

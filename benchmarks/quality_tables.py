@@ -86,6 +86,11 @@ def _full_table(record: Record, model: str, text: str) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = [row for row in record["rows"] if row["model"] == model and not row.get("skipped")]
+    speeds = {
+        speed["name"]: format_rate(speed["decode_tok_s"])
+        for speed in record.get("speeds", [])
+        if speed["model"] == model
+    }
     for row in sorted(rows, key=_place):
         plain, kernel = _score(row, text, "float"), _score(row, text, "kernels")
         mark = " (default)" if row.get("default") else ""
@@ -95,7 +100,7 @@ def _full_table(record: Record, model: str, text: str) -> list[str]:
             *_cells(plain),
             f"{100 * plain['top1']:.1f} %" if plain else "",
             *_cells(kernel),
-            format_rate(row["decode_tok_s"]) if row["decode_tok_s"] else "",
+            speeds.get(_speed_name(row), ""),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -171,6 +176,11 @@ def _place(row: Row) -> tuple[int, str, int]:
     if row["format"] is None:
         return list(_NAMES).index(row["name"]), "", 0
     return len(_NAMES), row["format"], METHODS.index(row["method"])
+
+
+def _speed_name(row: Row) -> str:
+    """The row that was timed for this one: GPTQ leaves the same bytes in the same places as RTN."""
+    return f"{row['format']} rtn" if row["method"] == "gptq" else row["name"]
 
 
 def _title(name: str) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from localrt.quant.ops.choose import kernels_take_heads
+
 __all__ = ["MOST_BLOCKS", "DgfConfig", "DgfTarget"]
 
 MOST_BLOCKS = 5  # more gained nothing for Dovetail
@@ -72,8 +74,8 @@ class DgfConfig:
             raise ValueError(
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, is {self.head_dim}")
+        if not kernels_take_heads(self.head_dim):
+            raise ValueError(f"head_dim must be a multiple of 16, at most 512, is {self.head_dim}")
         if not 2 <= self.draft_vocab <= self.target.vocab_size:
             raise ValueError(
                 f"draft_vocab must be from 2 to {self.target.vocab_size}, is {self.draft_vocab}"

@@ -106,6 +106,15 @@ def test_without_a_text_it_calibrates_on_what_python_brings(
     assert capsys.readouterr().err == ""
 
 
+def test_a_format_that_is_rounded_says_that_the_text_was_not_used(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text("Tides rise and fall. " * 100)
+    assert quantize(model, "--format", "int8-g32", "--calibration", text) == 0
+    assert f"int8-g32 is rounded, without a look at {text}" in capsys.readouterr().err
+
+
 def test_without_any_text_it_rounds_and_says_so(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +154,8 @@ def test_bad_usage_is_status_2(
     short.write_text("Too short.")
     line = refused(capsys, 2, model, "--format", "nf4", "--calibration", short)
     assert "the calibration text has 10 tokens: at least 512 are needed" in line
+    asked = ("--format", "nf4", "--method", "rtn", "--calibration", short)
+    assert "method rtn looks at no text" in refused(capsys, 2, model, *asked)
     line = refused(capsys, 2, model, "--format", "nf4", "--out", model)
     assert "exists already" in line
 

@@ -26,8 +26,8 @@ HELP = "train a draft head, which makes a model's answers come sooner"
 
 _EPILOG = """\
 The model writes text itself (--generate), going on from pieces of --text and in conversations that
-it invents; the head learns to guess it. Then: localrt run TARGET --draft DIR. Heads in the default
-folder are tried by --draft auto. Torch is needed: pip install 'localrt[quantize]'.
+it invents; the head learns to guess it. Then: localrt run TARGET --draft DIR (--draft head finds
+one in the default folder). Torch is needed: pip install 'localrt[quantize]'.
 """
 
 _CLEAR_LINE = "\r\x1b[K"

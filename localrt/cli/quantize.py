@@ -82,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
     from localrt.quantize import CALIBRATION_TOKENS, quantize_model
 
     quantized_format(args.format)  # before anything is downloaded
+    if args.method == "rtn" and args.calibration is not None:
+        raise OptionError(
+            "method rtn looks at no text: leave out --calibration, or take gptq or mr-gptq"
+        )
     settings = Settings.from_environment()
     notes: list[str] = []
     started = time.monotonic()
@@ -146,10 +150,12 @@ def _calibration(
     from localrt.models.tokenizers import load_tokenizer
     from localrt.quant.methods import default_method, quantized_format
 
-    text = read_text(args.calibration) if args.calibration is not None else None
     method = args.method or default_method(quantized_format(args.format), calibrated=True)
     if method == "rtn":
+        if args.calibration is not None:
+            notes.append(f"{args.format} is rounded, without a look at {args.calibration}")
         return None
+    text = read_text(args.calibration) if args.calibration is not None else None
     try:
         if text is None and (text := builtin_text()) is None:
             raise TokenizerError("this Python came without its language reference")

@@ -29,10 +29,13 @@ __all__ = [
 
 Logits = npt.NDArray[np.float32]
 
+# No two different logits lie so near each other; divided by less, they overflow.
+_GREEDY_BELOW = 1e-8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. ``temperature=0`` is greedy.
+    """How the next token is chosen. ``temperature=0`` is greedy, as is one below 1e-8.
 
     ``top_k=0``, ``top_p=1``, ``min_p=0`` and ``typical_p=1`` switch a filter off.
     ``repetition_penalty`` covers prompt and answer (Keskar et al. 2019), ``frequency_penalty`` and
@@ -53,6 +56,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 100.0)
+        if self.temperature < _GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
         _check_integer("top_k", self.top_k, 0, 1 << 31)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _check_number("min_p", self.min_p, 0.0, 1.0)

@@ -46,6 +46,7 @@ UNIT_ALIGNMENT = 4096
 
 _VERSION_KEY = "localrt_store"
 _LARGEST = 1 << 62
+_ROTATIONS = (0, 16, 32, 64, 128)  # blocks that kernels rotate activations in; 0 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ def _tensor(fields: _Fields) -> UnitTensor:
         else format_ == F32
     )
     rotated = hadamard == 0 or (len(shape) == 2 and shape[1] % hadamard == 0)
-    if not fits or not rotated or hadamard & (hadamard - 1) or not math.isfinite(scale):
+    if not fits or not rotated or hadamard not in _ROTATIONS or not math.isfinite(scale):
         raise fields.error(f"tensor {name!r:.80} is not {format_.name} of shape {shape!r:.60}")
     return UnitTensor(
         name, format_, tuple(shape), fields.whole("offset"), fields.whole("row"), scale, hadamard

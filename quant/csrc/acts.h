@@ -5,18 +5,16 @@
 namespace {
 
 // Rows are taken in runs; a run of n rows is stored together, group by group, so that a kernel reaches
-// all of them from one pointer: codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to four rows
-// are one run, of 1, 2 or 4 rows (the last one maybe empty); more are runs of PANEL_ROWS and less.
+// all of them from one pointer: codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to DIRECT_ROWS
+// (1 or 4) are one run, of 1, 2 or 4 rows (the last one maybe empty); more are runs of PANEL_ROWS and less.
 struct RowRun { int start, size; };
-
-constexpr int DIRECT_ROWS = 4;
 
 struct Runs {
     int rows, count, size, longer;  // the first `longer` runs have size + 1 rows
 
     explicit Runs(int rows_) : rows(rows_) {
         count = rows <= DIRECT_ROWS ? 1 : (rows + PANEL_ROWS - 1) / PANEL_ROWS;
-        const int padded = rows == 3 ? 4 : rows;
+        const int padded = rows == 3 && DIRECT_ROWS == 4 ? 4 : rows;
         size = padded / count;
         longer = padded % count;
     }

@@ -5,6 +5,8 @@
 
 namespace {
 
+constexpr size_t MOST_PIECES = 1u << 23;  // floats of what queries have seen of single blocks, where those are shared out
+
 inline float sum16(F16L x) {
     float lanes[16];
     x.store(lanes);
@@ -449,7 +451,8 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         return query;
     };
     // Few queries over a long cache: share out its blocks too. Results are the same either way.
-    const bool split = groups * chunks < 4 * context.pool.threads() && blocks > 1;
+    const bool split = groups * chunks < 4 * context.pool.threads() && blocks > 1 &&
+                       (size_t)groups * queries * blocks * (size + 2) <= MOST_PIECES;
     const int pieces = split ? blocks : 1;
     float* partial = scratch<float>(context.partial, (size_t)groups * queries * pieces * (size + 2));
     auto place = [&](int group, int index, int piece) {

@@ -1,5 +1,5 @@
-// x86-64 with AVX-VNNI.
-#if defined(__x86_64__)
+// x86-64 with AVX-VNNI, which GCC can ask a processor for from version 12 on.
+#if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__)
 // Standard headers first: nothing of theirs may be compiled for this instruction set alone.
 #include <cmath>
 #include <immintrin.h>

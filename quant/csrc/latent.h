@@ -8,7 +8,6 @@ namespace {
 
 constexpr int LATENT_QUERIES = 32;          // that share a block's tiles
 constexpr size_t LATENT_FLOATS = 1u << 21;  // of queries against latents at once: rows go a few at a time
-constexpr size_t LATENT_PIECES = 1u << 23;  // floats of what queries have seen of single blocks, where those are shared out
 
 thread_local Scratch latent_tiles, latent_rows;
 
@@ -205,7 +204,7 @@ inline void attend_latents(Context& context, const LatentArgs& args, const Span&
     const int blocks = (longest + KEYS - 1) / KEYS;
     // Few queries over a long cache: share out its blocks too. Results are the same either way.
     const int threads = context.pool.threads(), wide = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
-    const bool split = wide < 4 * threads && blocks > 1 && (size_t)queries * blocks * width <= LATENT_PIECES;
+    const bool split = wide < 4 * threads && blocks > 1 && (size_t)queries * blocks * width <= MOST_PIECES;
     const int pieces = split ? blocks : 1;
     const int each = split || wide >= threads ? LATENT_QUERIES : LATENT_QUERIES / 4, chunks = (queries + each - 1) / each;
     float* partial = scratch<float>(context.partial, (size_t)queries * pieces * width);

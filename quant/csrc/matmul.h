@@ -10,7 +10,7 @@ namespace {
 
 constexpr int PREFETCH = 4096;  // bytes ahead: earlier than the hardware does, a third of decode speed
 
-// Up to four rows: a step of weights is unpacked into registers and meets them at once.
+// Up to DIRECT_ROWS: a step of weights is unpacked into registers and meets them at once.
 template <class Layout, int R>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
     const int groups = acts.cols / 32;
@@ -153,9 +153,11 @@ template <class Layout> struct Packed {
     }
     static const uint8_t* at(const Matrix& m, int tile) { return m.data + tile * tile_bytes(m); }
     static void direct(const Matrix& m, int tile, const Acts& acts, F16L* sums) {
-        if (acts.rows == 1) direct_rows<Layout, 1>(at(m, tile), span(m), acts, sums);
-        else if (acts.rows == 2) direct_rows<Layout, 2>(at(m, tile), span(m), acts, sums);
-        else direct_rows<Layout, 4>(at(m, tile), span(m), acts, sums);
+        if (acts.rows == 1) return direct_rows<Layout, 1>(at(m, tile), span(m), acts, sums);
+        if constexpr (DIRECT_ROWS == 4) {
+            if (acts.rows == 2) direct_rows<Layout, 2>(at(m, tile), span(m), acts, sums);
+            else direct_rows<Layout, 4>(at(m, tile), span(m), acts, sums);
+        }
     }
     // Never inlined, for their totals' sake: side by side in one frame those of all layouts fill the stack.
     static LRT_NOINLINE void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
@@ -392,6 +394,7 @@ inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
 
 // The codes (R, F) of what `target.gate` makes of both products.
 inline void gated_matmul(Context& context, const Halves& halves, const Acts& acts, const Gated& target) {
+    if (acts.rows == 0) return;
     const Runs runs(acts.rows);
     const Chunks chunks(runs);
     const int tiles = halves.gate.rows / 16, unit = most(2, target.hadamard / 16);

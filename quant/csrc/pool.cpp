@@ -5,8 +5,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/syscall.h>
@@ -29,6 +33,13 @@ void pause(int spins) {
     asm volatile("yield");
 #endif
 }
+
+// How many forks lie between this process and the one that loaded the library. A child has no workers but
+// its parent's pools, which it must neither wake nor wait for.
+std::atomic<int> forks{0};
+#if !defined(_WIN32)
+[[maybe_unused]] const int watching = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+#endif
 
 // Keeps a worker off the core of the thread that calls. In a virtual machine an idle core looks taken, so
 // Linux starts and wakes workers on the very core that calls for them, and parts the two many
@@ -77,9 +88,14 @@ class Place {
 }  // namespace
 
 struct Pool::State {
+    // With fewer threads than asked for where the system gives no more.
     explicit State(int count) : threads(count < 1 ? 1 : count), places(threads - 1) {
-        for (auto& place : places) workers.emplace_back([this, &place] { work(place); });
+        try {
+            for (auto& place : places) workers.emplace_back([this, &place] { work(place); });
+        } catch (const std::system_error&) {
+        }
     }
+    bool inherited() const { return born != forks.load(std::memory_order_relaxed); }
     ~State() {
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -133,6 +149,7 @@ struct Pool::State {
     }
 
     const int threads;
+    const int born = forks.load(std::memory_order_relaxed);
     std::vector<Place> places;  // under the mutex, like `sleeping`
     std::vector<std::thread> workers;
     std::mutex mutex;
@@ -146,12 +163,14 @@ struct Pool::State {
 };
 
 Pool::Pool(int threads) : state_(new State(threads)) {}
-Pool::~Pool() { delete state_; }
+Pool::~Pool() {
+    if (!state_->inherited()) delete state_;
+}
 int Pool::threads() const { return state_->threads; }
 
 void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
     State& s = *state_;
-    if (s.threads == 1 || count <= 1) {
+    if (s.workers.empty() || count <= 1 || s.inherited()) {
         for (int task = 0; task < count; task++) call(context, task);
         return;
     }
@@ -175,16 +194,24 @@ void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
     for (int spins = 0; s.done.load(std::memory_order_acquire) < count; spins++) pause(spins);
 }
 
-Scratch::~Scratch() { std::free(data_); }
+static void release(void* data) {
+#if defined(_WIN32)
+    _aligned_free(data);
+#else
+    std::free(data);
+#endif
+}
+
+Scratch::~Scratch() { release(data_); }
 
 void* Scratch::bytes(size_t count) {
     count = (count + 63) / 64 * 64;
     if (count > size_) {
-        std::free(data_);
+        release(data_);
 #if defined(_WIN32)
         data_ = _aligned_malloc(count, 64);
 #else
-        data_ = std::aligned_alloc(64, count);
+        if (posix_memalign(&data_, 64, count)) data_ = nullptr;
 #endif
         size_ = data_ ? count : 0;
     }

@@ -7,7 +7,7 @@ namespace {
 
 // Panels of two tiles and six rows: 24 sums and products of the 32 registers.
 #define LRT_PANEL_ROWS 6
-constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384;
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384, DIRECT_ROWS = 4;
 constexpr int DOT_BITS(int) { return 8; }
 constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // rows times heads that share a key; sums of theirs in registers
 

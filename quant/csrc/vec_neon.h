@@ -6,7 +6,7 @@
 namespace {
 
 #define LRT_PANEL_ROWS 3
-constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384;
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
 // Signed products take up to six bits as they are; eight bits need a correction.
 constexpr int DOT_BITS(int bits) { return bits > 6 ? 8 : 6; }
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;

@@ -7,7 +7,7 @@
 namespace {
 
 #define LRT_PANEL_ROWS 3
-constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384;
+constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 1;
 constexpr int DOT_BITS(int) { return 8; }
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 constexpr int LANES = 16;

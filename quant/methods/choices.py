@@ -26,10 +26,8 @@ __all__ = [
 
 METHODS = ("rtn", "gptq", "mr-gptq")
 
-_CALIBRATED: Mapping[str, str] = MappingProxyType(
-    {"int4": "mr-gptq", "mxfp4": "mr-gptq", "nvfp4": "mr-gptq", "nf4": "gptq"}
-)
-"""The method of a format, or of a family of affine ones, with calibration text. Else: rtn.
+_CALIBRATED = frozenset({"int4", "nf4", "mxfp4", "nvfp4"})
+"""Formats, or families of affine ones, that get mr-gptq with calibration text. Else: rtn.
 
 From five bits on, calibration gains nothing that perplexity shows.
 """
@@ -46,7 +44,7 @@ _AFFINE_NAME = re.compile(r"(?P<bits>int[4568])-g(?P<group>\d+)(?P<minimum>m?)")
 def default_method(format_: Format, *, calibrated: bool) -> str:
     """The method for ``format_``, with or without calibration text."""
     family = format_.name.partition("-")[0]
-    return _CALIBRATED.get(family, "rtn") if calibrated else "rtn"
+    return "mr-gptq" if calibrated and family in _CALIBRATED else "rtn"
 
 
 def rotation(format_: Format) -> int:

@@ -9,7 +9,7 @@ from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.ops.latent import NO_LATENTS, LatentSpec
 from localrt.quant.ops.protocol import AttentionSpec, Ops
 
-__all__ = ["make_ops"]
+__all__ = ["kernels_take_heads", "make_ops"]
 
 
 def make_ops(
@@ -101,14 +101,17 @@ def _triton_runs(index: int) -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
+def kernels_take_heads(size: int) -> bool:
+    """Whether the compiled kernels attend with heads of ``size`` numbers."""
+    return size % 16 == 0 and size <= 512
+
+
 def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
     from localrt.quant.ops.native_abi import find_library
     from localrt.quant.ops.native_latent import kernels_fit
 
     return find_library() is not None and all(
-        kernels_fit(spec)
-        if isinstance(spec, LatentSpec)
-        else spec.head_dim % 16 == 0 and spec.head_dim <= 512
+        kernels_fit(spec) if isinstance(spec, LatentSpec) else kernels_take_heads(spec.head_dim)
         for spec in attention
     )
 

@@ -174,16 +174,21 @@ def test_tables_show_every_row_in_order() -> None:
     rows = [
         row("mxfp4 mr-gptq", 0.1, default=True),
         row("mxfp4 rtn", 0.3),
+        row("mxfp4 gptq", 0.2),
         row("hqq-g64", 0.2, bits=4.5),
         {**row("nf4 rtn", 0.0), "scores": [], "skipped": "no kernel"},
         row("published", -0.00001, bits=5.0),
     ]
     for one in rows:
-        one["decode_tok_s"] = 120.0
         for score in one["scores"]:
             score.update(perplexity=12.0, kl_error=0.01, top1=0.9)
     record = {
         "rows": rows,
+        "speeds": [
+            {"model": "m", "name": "mxfp4 rtn", "decode_tok_s": 120.0},
+            {"model": "m", "name": "mxfp4 mr-gptq", "decode_tok_s": 95.0},
+            {"model": "other", "name": "published", "decode_tok_s": 7.0},
+        ],
         "references": [
             {
                 "model": "m",
@@ -218,8 +223,12 @@ def test_tables_show_every_row_in_order() -> None:
         "as published",
         "hqq, 4 bits, groups of 64",
         "mxfp4 rtn",
+        "mxfp4 gptq",
         "mxfp4 mr-gptq (default)",
     ]
+    lines = [line for line in full.splitlines() if line.startswith("| ")]
+    speeds = [line.split("|")[-2].strip() for line in lines]
+    assert speeds == ["decode tok/s", "", "", "120", "120", "95.0"]
     assert "| +0.00 ± 0.10 % |" in full
     assert "Not measured: nf4 rtn: no kernel." in full
     short = short_table(record)
@@ -279,3 +288,26 @@ def test_a_reference_is_computed_once(tiny_folder: Path, tmp_path: Path) -> None
     score = quality_rows.float_scores(tiny_folder, made[:1], measure)[0]
     assert score["kl"] == pytest.approx(0, abs=1e-5)
     assert score["change"] == pytest.approx(0, abs=5e-4)  # half precision on disk
+
+
+def test_speeds_are_of_every_format_and_kept_beside_the_rows(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "prose.txt"
+    text.write_text(passages(120))
+    out, work = tmp_path / "quality.json", tmp_path / "work"
+    work.mkdir()
+    arguments = [
+        *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
+        *("--formats", "int8-g32,mxfp4", "--runs", "1", "--speeds"),
+        *("--work", str(work), "--out", str(out)),
+    ]
+    assert quality.main(arguments) == 0
+    speeds = json.loads(out.read_text())["speeds"]
+    assert {one["name"] for one in speeds} >= {"int8-g32 rtn", "mxfp4 rtn", "mxfp4 mr-gptq"}
+    assert all(one["decode_tok_s"] > 0 and len(one["samples"]) == 1 for one in speeds)
+    kept = {path.name: path.stat().st_mtime_ns for path in work.iterdir()}
+    assert quality.main(arguments) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in work.iterdir()} == kept
+    assert len(json.loads(out.read_text())["speeds"]) == len(speeds)
+    assert "mxfp4 mr-gptq" in capsys.readouterr().out

@@ -38,6 +38,17 @@ def test_neutral_settings_are_the_softmax() -> None:
     np.testing.assert_allclose(result.probs, [0.4, 0.3, 0.2, 0.1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9, 1e-7])
+def test_a_temperature_near_zero_takes_the_best_and_overflows_nowhere(temperature: float) -> None:
+    logits = np.array([-3e4, 12.5, np.nextafter(np.float32(12.5), np.float32(0)), 9.0], np.float32)
+    sampling = Sampling(temperature=temperature, top_k=0)
+    assert sampling.greedy == (temperature < 1e-8)
+    candidates = distribution(logits, sampling)
+    assert candidates.tokens[0] == 1
+    assert candidates.probs[0] > 0.999
+    assert candidates.probs.sum() == pytest.approx(1)
+
+
 def test_temperature_zero_is_greedy_and_the_first_of_equals_wins() -> None:
     result = distribution(np.array([1, 5, 5, 0], np.float32), Sampling(temperature=0))
     assert result.tokens.tolist() == [1]

@@ -23,7 +23,7 @@ def test_every_format_has_a_method_and_a_rotation_that_fits_its_groups(name: str
 def test_four_bits_are_worth_a_calibration_and_eight_are_not() -> None:
     methods = {name: default_method(CODECS[name].format, calibrated=True) for name in CODECS}
     assert methods["int4-g32"] == methods["int4-g64m"] == methods["mxfp4"] == "mr-gptq"
-    assert methods["nf4"] == "gptq"
+    assert methods["nf4"] == methods["nvfp4"] == "mr-gptq"
     assert methods["int8-g32"] == methods["int5-g128m"] == "rtn"
 
 

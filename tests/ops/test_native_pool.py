@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -68,3 +71,56 @@ def test_a_core_that_is_taken_away_in_a_pause_stays_away() -> None:
     rounds_with_pauses(ops)
     time.sleep(ASLEEP)
     assert all(os.sched_getaffinity(worker) == {min(allowed)} for worker in workers)
+
+
+def run_script(code: str) -> None:
+    """In a process of its own: it forks, or limits itself."""
+    head = """
+        import os, resource, sys, time
+        from pathlib import Path
+        import numpy as np
+        from localrt.quant.ops.native_ops import NativeOps
+        from tests.ops.test_native_pool import ASLEEP, rounds_with_pauses, threads
+    """
+    script = textwrap.dedent(head) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_forked_child_computes_alone_and_leaves_its_parents_threads_be() -> None:
+    run_script("""
+        before, allowed = threads(), os.sched_getaffinity(0)
+        ops = NativeOps(threads=3)
+        workers = threads() - before
+        rounds_with_pauses(ops)
+        time.sleep(ASLEEP)
+        child = os.fork()
+        if not child:
+            rounds_with_pauses(ops)
+            rounds_with_pauses(NativeOps(threads=2))
+            del ops
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert all(os.sched_getaffinity(worker) == allowed for worker in workers)
+        rounds_with_pauses(ops)
+    """)
+
+
+@pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer ends such a process"
+)
+def test_where_the_system_gives_no_more_threads_those_that_are_there_compute() -> None:
+    run_script("""
+        used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), resource.RLIM_INFINITY))
+        before = threads()
+        ops = NativeOps(threads=500)
+        assert 0 < len(threads() - before) < 400
+        rounds_with_pauses(ops)
+    """)

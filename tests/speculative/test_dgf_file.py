@@ -60,7 +60,8 @@ def test_what_was_written_comes_back(tmp_path: Path, format_: str, error: float)
     [
         ({"blocks": 6}, "blocks must be from 1 to 5, is 6"),
         ({"kv_heads": 3}, "heads .4. must be a multiple of kv_heads .3."),
-        ({"head_dim": 15}, "head_dim must be even"),
+        ({"head_dim": 24}, "head_dim must be a multiple of 16, at most 512, is 24"),
+        ({"head_dim": 1024}, "at most 512, is 1024"),
         ({"draft_vocab": 301}, "draft_vocab must be from 2 to 300, is 301"),
         ({"window": 0}, "window must be at least 1"),
     ],

@@ -89,6 +89,16 @@ def test_units_outside_of_the_folder_are_refused(store: Path, name: str) -> None
         open_checkpoint(store)
 
 
+@pytest.mark.parametrize("block", [8, 256])
+def test_rotations_that_kernels_do_not_know_are_refused(store: Path, block: int) -> None:
+    units = json.loads((store / "manifest.json").read_text())["units"]
+    tensors = [tensor for unit in units for tensor in unit["tensors"]]
+    next(t for t in tensors if len(t["shape"]) == 2)["hadamard"] = block
+    edit_manifest(store, units=units)
+    with pytest.raises(CheckpointError, match="is not"):
+        open_checkpoint(store)
+
+
 JUNK = st.one_of(
     st.none(),
     st.booleans(),
