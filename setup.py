@@ -72,6 +72,7 @@ setup(
                     "panel",
                     "pool",
                     "routing",
+                    "scale_search",
                     "steps",
                     "vec_avx2",
                     "vec_avx512",

@@ -24,7 +24,14 @@ from localrt.offload.store.tiling import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.formats.pack import require_finite
-from localrt.quant.methods import Quantized, block_hadamard, quantize, restored_rows, rotation
+from localrt.quant.methods import (
+    Quantized,
+    ScaleSearch,
+    block_hadamard,
+    quantize,
+    restored_rows,
+    rotation,
+)
 from localrt.quant.ops.latent import LatentSpec
 
 __all__ = ["LayerQuantizer", "folded_rotation"]
@@ -58,6 +65,7 @@ class LayerQuantizer:
         method: str,
         folded: int,
         tiler: Tiler,
+        search: ScaleSearch,
     ) -> None:
         self.source = source
         self.config = config
@@ -66,6 +74,7 @@ class LayerQuantizer:
         self._method = method
         self._folded = folded
         self._tiler = tiler
+        self._search = search
         own, first = names.mixture, config.attention[0]
         attention: tuple[tuple[str, ...], ...] = (names.qkv, (names.out,))
         self._groups: tuple[tuple[str, ...], ...] = (
@@ -135,6 +144,7 @@ class LayerQuantizer:
                 hessian=hessian,
                 name=names[0],
                 hadamard=self._folded if is_out else None,
+                search=self._search,
             )
         else:  # what no groups fit is rounded
             if is_out:
@@ -176,7 +186,7 @@ class LayerQuantizer:
         format_ = self._infos[name].format
         if format_.name not in CODECS:
             return pack(values, format_, name=name)
-        return quantize(values, format_, name=name, scale=scale).tensor
+        return quantize(values, format_, name=name, scale=scale, search=self._search).tensor
 
     def _shared_scale(self, name: str) -> float | None:
         """The factor of a matrix and those that share its input, where the format has one."""

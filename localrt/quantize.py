@@ -33,6 +33,7 @@ from localrt.offload.store.pack import describe_source, main_format, stored_info
 from localrt.offload.store.text import text_files
 from localrt.quant.formats import CODECS, Format
 from localrt.quant.methods import METHODS, default_method, fitting_format, quantized_format
+from localrt.quant.ops.native_scales import fast_search
 
 if TYPE_CHECKING:
     from localrt.quant.ops.calibration import CalibrationOps
@@ -105,7 +106,7 @@ def quantize_model(
         seed: which windows.
         head_format: of embedding and head; None keeps the published one up to ``HEAD_BITS``.
         name, revision: what the manifest calls the source.
-        threads: CPU threads of the calibration passes.
+        threads: CPU threads of the calibration passes and of the search for scales.
         tiler: from rows to tiles; None takes the fastest here.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes.
         cancel: set it from another thread to stop with ``CancelledError``.
@@ -154,7 +155,14 @@ def quantize_model(
             ),
         )
         weights = LayerQuantizer(
-            source, config, names, infos, method=method, folded=rotated, tiler=tiler or fast_tiler()
+            source,
+            config,
+            names,
+            infos,
+            method=method,
+            folded=rotated,
+            tiler=tiler or fast_tiler(),
+            search=fast_search(threads),
         )
 
         def show(done: int, total: int, detail: str) -> None:

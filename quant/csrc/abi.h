@@ -106,6 +106,18 @@ struct ExpertArgs {
     float limit;
 };
 
+// How a format's codes are spaced, and what its scales can be.
+enum Family : int32_t { EVEN, EVEN_WITH_MINIMUM, NF4_LEVELS, E2M1_BY_POWERS, E2M1_BY_E4M3 };
+
+// A search for the scales of groups: see quant/methods/search.py.
+struct SearchArgs {
+    const float* groups;    // (count, block), block a multiple of 16 up to 128
+    float* scales;          // (count, 1), or (count, 2) with a minimum
+    const double* shrinks;  // (steps), falling
+    int64_t count;
+    int32_t block, steps, family, bits;
+};
+
 struct HeadArgs {
     const float* x;       // (R, D)
     const int64_t* wanted;

@@ -17,6 +17,7 @@ struct Kernels {
     void (*read_rows)(const Matrix&, const int64_t* rows, int count, float factor, float* out);
     double (*multiply_peak)(Context&, int rounds);
     void (*read_all)(Context&, const uint8_t* data, int64_t bytes);
+    void (*search_scales)(Context&, const SearchArgs&);
     void (*norm_latent_append)(Context&, const LatentArgs&);
     void (*latent_output)(Context&, const LatentArgs&);
 };

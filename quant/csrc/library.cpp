@@ -65,7 +65,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 7; }
+LRT_API int lrt_abi_version() { return 8; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -95,6 +95,7 @@ LRT_API void lrt_linear(Runtime* r, const Stack* stack, const float* x, int rows
 LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows, int count, float factor, float* out) {
     r->kernels.read_rows(*matrix, rows, count, factor, out);
 }
+LRT_API void lrt_search_scales(Runtime* r, const SearchArgs* args) { r->kernels.search_scales(r->context, *args); }
 LRT_API void lrt_norm_latent_append(Runtime* r, const LatentArgs* args) { r->kernels.norm_latent_append(r->context, *args); }
 LRT_API void lrt_latent_output(Runtime* r, const LatentArgs* args) { r->kernels.latent_output(r->context, *args); }
 // Ceilings to measure kernels against: see ceilings.h.

@@ -310,6 +310,7 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 #include "routing.h"
 #include "experts.h"
 #include "latent.h"
+#include "scale_search.h"
 
 namespace {
 
@@ -325,4 +326,4 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 
 extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear, read_rows, multiply_peak, read_all,
-                         norm_latent_append, latent_output};
+                         search_scales, norm_latent_append, latent_output};

@@ -76,6 +76,11 @@ struct F16L {
     F16L operator/(F16L o) const { return {_mm256_div_ps(a, o.a), _mm256_div_ps(b, o.b)}; }
     F16L max(F16L o) const { return {_mm256_max_ps(a, o.a), _mm256_max_ps(b, o.b)}; }
     F16L min(F16L o) const { return {_mm256_min_ps(a, o.a), _mm256_min_ps(b, o.b)}; }
+    // Lane by lane: `yes` where this is greater than `bound`, else `no`.
+    F16L above(F16L bound, F16L yes, F16L no) const {
+        return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(a, bound.a, _CMP_GT_OQ)),
+                _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(b, bound.b, _CMP_GT_OQ))};
+    }
     float highest() const {
         const __m256 eight = _mm256_max_ps(a, b);
         __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -70,6 +70,10 @@ struct F16L {
     F16L operator/(F16L o) const { return each([&](int i) { return vdivq_f32(v[i], o.v[i]); }); }
     F16L max(F16L o) const { return each([&](int i) { return vmaxq_f32(v[i], o.v[i]); }); }
     F16L min(F16L o) const { return each([&](int i) { return vminq_f32(v[i], o.v[i]); }); }
+    // Lane by lane: `yes` where this is greater than `bound`, else `no`.
+    F16L above(F16L bound, F16L yes, F16L no) const {
+        return each([&](int i) { return vbslq_f32(vcgtq_f32(v[i], bound.v[i]), yes.v[i], no.v[i]); });
+    }
     float highest() const { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(v[0], v[1]), vmaxq_f32(v[2], v[3]))); }
     // Lane i of the result is lane i ^ N.
     template <int N> F16L across() const {

@@ -103,6 +103,8 @@ struct F16L {
     F16L operator/(F16L o) const { return each([&](int i) { return v[i] / o.v[i]; }); }
     F16L max(F16L o) const { return each([&](int i) { return v[i] > o.v[i] ? v[i] : o.v[i]; }); }
     F16L min(F16L o) const { return each([&](int i) { return v[i] < o.v[i] ? v[i] : o.v[i]; }); }
+    // Lane by lane: `yes` where this is greater than `bound`, else `no`.
+    F16L above(F16L bound, F16L yes, F16L no) const { return each([&](int i) { return v[i] > bound.v[i] ? yes.v[i] : no.v[i]; }); }
     float highest() const {
         float peak = v[0];
         for (float x : v) peak = x > peak ? x : peak;

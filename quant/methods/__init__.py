@@ -12,11 +12,14 @@ from localrt.quant.methods.hadamard import block_hadamard
 from localrt.quant.methods.hessian import HessianSum
 from localrt.quant.methods.quantize import quantize, tensor_scale
 from localrt.quant.methods.restore import Quantized, restore, restored_rows
+from localrt.quant.methods.search import ScaleSearch, best_scales
 
 __all__ = [
     "METHODS",
     "HessianSum",
     "Quantized",
+    "ScaleSearch",
+    "best_scales",
     "block_hadamard",
     "default_method",
     "fitting_format",

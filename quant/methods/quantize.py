@@ -17,7 +17,7 @@ from localrt.quant.methods.choices import METHODS, rotation
 from localrt.quant.methods.gptq import gptq_codes
 from localrt.quant.methods.hadamard import block_hadamard
 from localrt.quant.methods.restore import Quantized
-from localrt.quant.methods.search import best_scales
+from localrt.quant.methods.search import ScaleSearch, best_scales
 
 __all__ = ["quantize", "tensor_scale"]
 
@@ -31,6 +31,7 @@ def quantize(
     name: str = "",
     scale: float | None = None,
     hadamard: int | None = None,
+    search: ScaleSearch = best_scales,
 ) -> Quantized:
     """``values`` (rows, columns), float32, in ``format_``. Deterministic.
 
@@ -42,6 +43,7 @@ def quantize(
         name: the weight's name, for messages and the result.
         scale: the tensor's factor (NVFP4), from ``tensor_scale``, where matrices share one.
         hadamard: block size of the rotation; 0 for none; None leaves it to the method.
+        search: what finds the scales.
 
     Raises:
         CheckpointError: the weights hold NaN or infinity.
@@ -67,7 +69,7 @@ def quantize(
     if scale != 1.0:
         values = values / np.float32(scale)
     groups = values.reshape(-1, format_.block)
-    scales = best_scales(codec, groups)
+    scales = search(codec, groups)
     if method == "rtn" or hessian is None:
         codes = codec.encode(groups, scales)
     else:

@@ -8,14 +8,19 @@ which clips nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
 from localrt.quant.formats.codec import Codec, Floats
 
-__all__ = ["best_scales"]
+__all__ = ["ScaleSearch", "best_scales"]
+
+ScaleSearch: TypeAlias = Callable[[Codec, Floats], Floats]
+"""Scales (n, k) for groups (n, block): ``best_scales``, or what finds the same sooner."""
 
 _NORM = np.float32(2.4)
 _PIECE = 1 << 16  # weights searched at a time: they stay in the cache

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACTIVATIONS",
+    "FAMILIES",
     "SCORINGS",
     "SOURCES",
     "AttentionArgs",
@@ -39,6 +40,7 @@ __all__ = [
     "Matrix",
     "MlpArgs",
     "RouteArgs",
+    "SearchArgs",
     "SpanArgs",
     "Stack",
     "best_isa",
@@ -47,7 +49,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 7
+_ABI_VERSION = 8
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
 SOURCES = {
@@ -84,6 +86,8 @@ _LAYOUTS = {
 # In the order of abi.h.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
+# How codes and scales are spaced: affine formats with and without a minimum, others by name.
+FAMILIES = {"even": 0, "even-with-minimum": 1, "nf4": 2, "mxfp4": 3, "nvfp4": 4}
 
 # GGUF's rows whose tiles are those of an affine format.
 _SAME_TILES = {"q4_0": "int4", "q4_1": "int4m", "q5_0": "int5", "q5_1": "int5m", "q8_0": "int8"}
@@ -247,6 +251,21 @@ class ExpertArgs(Structure):
     )
 
 
+class SearchArgs(Structure):
+    """A search for the scales of groups."""
+
+    _fields_ = (
+        ("groups", c_void_p),
+        ("scales", c_void_p),
+        ("shrinks", c_void_p),
+        ("count", c_int64),
+        ("block", c_int32),
+        ("steps", c_int32),
+        ("family", c_int32),
+        ("bits", c_int32),
+    )
+
+
 class HeadArgs(Structure):
     """The final norm and vocabulary projection."""
 
@@ -279,6 +298,7 @@ _SIGNATURES = {
     "lrt_head": (None, (c_void_p, POINTER(HeadArgs))),
     "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),
+    "lrt_search_scales": (None, (c_void_p, POINTER(SearchArgs))),
     "lrt_norm_latent_append": (None, (c_void_p, c_void_p)),
     "lrt_latent_output": (None, (c_void_p, c_void_p)),
     "lrt_multiply_peak": (c_double, (c_void_p, c_int)),

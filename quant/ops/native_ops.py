@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
+from localrt.quant.formats.codec import Codec
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.aligned import large_floats
@@ -39,6 +40,7 @@ from localrt.quant.ops.native_kv import (
 )
 from localrt.quant.ops.native_latent import LatentArgs, cache_format
 from localrt.quant.ops.native_mlp import NativeMlps
+from localrt.quant.ops.native_scales import NativeSearch
 from localrt.quant.ops.native_turns import Turns
 from localrt.quant.ops.native_weights import (
     NativeVector,
@@ -102,6 +104,7 @@ class NativeOps(NativeMlps):
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
         self._tiler = Tiler(self._api, self._handle)
+        self._search = NativeSearch(self._api, self._handle)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
 
     def __del__(self) -> None:
@@ -128,6 +131,10 @@ class NativeOps(NativeMlps):
     def tile(self, tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
         """A whole matrix in tiles: what ``tile_tensor`` gives, sooner."""
         return self._tiler.tile(tensor, hadamard=hadamard)
+
+    def best_scales(self, codec: Codec, groups: Floats) -> Floats:
+        """Scales of groups (n, block) with the least rounding error: see ``methods/search.py``."""
+        return self._search(codec, groups)
 
     def vector(self, values: npt.NDArray[np.float32]) -> NativeVector:
         """A norm weight or bias."""

@@ -1,0 +1,100 @@
+"""The compiled search for scales: as good as numpy's, the same by every code path and thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from localrt.quant.formats import CODECS, Codec
+from localrt.quant.methods import best_scales, quantize
+from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native_scales import fast_search
+from tests.ops.test_native_matmul import ISAS
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+
+EVEN = [name for name in CODECS if not name.endswith("m")]
+
+
+def loss(codec: Codec, groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Sums of |error|^2.4 over the group's size, in float64."""
+    values = codec.decode(codec.encode(groups, scales), scales).astype(np.float64)
+    size = np.maximum(np.abs(groups).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    return (np.abs((values - groups) / size) ** 2.4).sum(axis=1)
+
+
+def heavy_tailed(count: int, block: int) -> np.ndarray:
+    values = np.random.default_rng(7).standard_t(4, (count, block)) * 0.02
+    return values.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_it_finds_what_numpy_finds(name: str, isa: str) -> None:
+    codec = CODECS[name]
+    groups = heavy_tailed(500, codec.format.block)
+    expected = best_scales(codec, groups)
+    found = NativeOps(threads=2, isa=isa).best_scales(codec, groups)
+    assert (found == expected).all(axis=1).mean() > 0.99
+    total = loss(codec, groups, expected).sum()
+    assert loss(codec, groups, found).sum() == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_code_path_and_number_of_threads_finds_the_same(name: str) -> None:
+    codec = CODECS[name]
+    groups = heavy_tailed(300, codec.format.block)
+    found = [
+        NativeOps(threads=threads, isa=isa).best_scales(codec, groups)
+        for isa in ISAS
+        for threads in (1, 2)
+    ]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+@given(
+    st.sampled_from(EVEN),
+    arrays(
+        np.float32,
+        (3, 128),
+        elements=st.one_of(
+            st.floats(-4, 4, width=32),
+            st.floats(width=32, allow_nan=False, allow_infinity=False),
+            st.sampled_from([0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, -3e38]),
+        ),
+    ),
+)
+def test_no_group_loses_more_than_with_numpys(name: str, values: np.ndarray) -> None:
+    codec = CODECS[name]
+    groups = values.reshape(-1, codec.format.block)
+    found, expected = NativeOps(threads=1).best_scales(codec, groups), best_scales(codec, groups)
+    fits = np.isfinite(expected).all(axis=1)
+    np.testing.assert_array_equal(np.isfinite(found).all(axis=1), fits)
+    with np.errstate(over="ignore"):
+        least = loss(codec, groups[fits], expected[fits])
+        assert (loss(codec, groups[fits], found[fits]) <= least * 1.001 + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_groups_of_zeros_and_of_one_value(name: str) -> None:
+    codec = CODECS[name]
+    groups = np.zeros((3, codec.format.block), np.float32)
+    groups[1] = 0.25
+    groups[2, 5] = 1e-7
+    scales = fast_search()(codec, groups)
+    values = codec.decode(codec.encode(groups, scales), scales)
+    assert not values[0].any()
+    np.testing.assert_allclose(values[1], 0.25, rtol=0.05)
+    assert np.abs(values[2]).max() <= 2e-7
+
+
+def test_a_weight_is_quantized_with_it() -> None:
+    values = heavy_tailed(8, 256)
+    codec = CODECS["nvfp4"]
+    tensor = quantize(values, codec.format, search=fast_search()).tensor
+    np.testing.assert_array_equal(tensor.data, quantize(values, codec.format).tensor.data)
