@@ -103,6 +103,12 @@ template <class Codes> float rounding_error(const SearchedGroup& group, int bloc
     return sum16(total);
 }
 
+// Whether the farthest weight, which becomes the largest number, becomes infinite.
+template <class Codes> bool overflows(const SearchedGroup& group, const Codes& codes, Candidate tried) {
+    const F16L code = codes.nearest(F16L::set1(std::fabs(group.farthest) / std::fabs(tried.scale)));
+    return !std::isfinite((code * F16L::set1(std::fabs(tried.scale))).highest());
+}
+
 // The step whose candidate has the least error; `clipped` says how far beyond a candidate's end the farthest weight lies.
 template <class Codes, class Make, class Clipped>
 Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, const Codes& codes, Make make, Clipped clipped) {
@@ -113,6 +119,7 @@ Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, con
         if (!std::isfinite(tried.scale) || !std::isfinite(tried.offset)) break;  // too large for the format
         // The farthest weight is clipped, ever more: once that alone costs more than the best does in all, nothing better follows.
         if (clipped(tried) > bearable * group.size) break;
+        if (group.size > 1e37f && overflows(group, codes, tried)) continue;
         const float error = rounding_error(group, args.block, codes, tried);
         if (error < least_error) {
             least_error = error;
