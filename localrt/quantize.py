@@ -32,7 +32,13 @@ from localrt.offload.store.layout import FilePlan, plan_files
 from localrt.offload.store.pack import describe_source, main_format, stored_infos
 from localrt.offload.store.text import text_files
 from localrt.quant.formats import CODECS, Format
-from localrt.quant.methods import METHODS, default_method, fitting_format, quantized_format
+from localrt.quant.methods import (
+    METHODS,
+    ScaleSearch,
+    default_method,
+    fitting_format,
+    quantized_format,
+)
 from localrt.quant.ops.native_scales import fast_search
 
 if TYPE_CHECKING:
@@ -88,6 +94,7 @@ def quantize_model(
     revision: str | None = None,
     threads: int | None = None,
     tiler: Tiler | None = None,
+    search: ScaleSearch | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> QuantizeReport:
@@ -108,6 +115,7 @@ def quantize_model(
         name, revision: what the manifest calls the source.
         threads: CPU threads of the calibration passes and of the search for scales.
         tiler: from rows to tiles; None takes the fastest here.
+        search: what finds the scales of groups; None takes the fastest here.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes.
         cancel: set it from another thread to stop with ``CancelledError``.
 
@@ -162,7 +170,7 @@ def quantize_model(
             method=method,
             folded=rotated,
             tiler=tiler or fast_tiler(),
-            search=fast_search(threads),
+            search=search or fast_search(threads),
         )
 
         def show(done: int, total: int, detail: str) -> None:

@@ -157,13 +157,14 @@ class UnitReader:
             with waiting(check):
                 while True:
                     self._changed.wait(POLL_S)
+                    # First: it may have waited for a processor longer than for a disk.
+                    found = self._take(name)
+                    if found is not None:
+                        return found
                     since = max(started, self._state.last_arrival)
                     require_answer(since, self._stall_s, name)
                     if check is not None:
                         check()
-                    found = self._take(name)
-                    if found is not None:
-                        return found
 
     def release(self, name: str, mark: Mark = None) -> None:
         """Give the memory of ``name`` to the units that follow, once ``mark`` has happened."""

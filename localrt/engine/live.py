@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
@@ -129,6 +130,8 @@ class Live:
         self._prompted = self._cached = self._said = 0
         self._changed = threading.Condition()
         self._news = self._closing = False
+        # Whatever list of the schedule's a job is in, or on its way to.
+        self._asked: weakref.WeakSet[Job[LiveAnswer]] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
         self._thread.start()
 
@@ -155,7 +158,9 @@ class Live:
         with self._changed:
             if self._closing:
                 raise LocalrtError("the batch is closed: nothing can be asked of it any more")
-            self._waiting.push(client, Job(answer, request, limits.ctx))
+            job = Job(answer, request, limits.ctx)
+            self._asked.add(job)
+            self._waiting.push(client, job)
             self._news = True
             self._changed.notify()
         return answer
@@ -177,7 +182,9 @@ class Live:
 
     def cancel_all(self) -> None:
         """Every answer ends, with what it has said."""
-        for job in self._all():
+        with self._changed:
+            jobs = list(self._asked)
+        for job in jobs:
             job.request.cancel.set()
         self._wake()
 

@@ -48,12 +48,13 @@ class OneByOne(Generic[Owner]):
     @property
     def jobs(self) -> list[Job[Owner]]:
         """The sequence that runs, if any."""
-        return [] if self._running is None else [self._running]
+        running = self._running  # once: others look while it ends
+        return [] if running is None else [running]
 
     @property
     def held_bytes(self) -> int:
         """Bytes that the caches of started sequences take now."""
-        return sum(session.nbytes for session in self._sessions.values())
+        return sum(session.nbytes for session in list(self._sessions.values()))
 
     def step(self) -> list[tuple[Job[Owner], Items]]:
         """The next chunk of the sequence that runs, or of the next one."""

@@ -180,13 +180,15 @@ class KvKeeper:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if self._closed or not any(w.until < float("inf") for w in self._waits.values()):
+                # Looked up once: who is dropped meanwhile is out of the dictionary.
+                ends = [w.until for w in self._waits.values() if w.until < float("inf")]
+                if self._closed or not ends:
                     self._thread = None
                     return
                 now = self._clock()
                 due = [chat for chat, wait in self._waits.items() if wait.until <= now]
                 if not due:
-                    self._lock.wait(min(w.until for w in self._waits.values()) - now)
+                    self._lock.wait(max(0.0, min(ends) - now))
                     continue
             for chat in due:
                 self._park(chat)

@@ -76,6 +76,8 @@ async def answer(request: Request, service: Service, call: Call, shape: Shape) -
         stack.callback(_ended, service, answers)
         for one in submissions:
             answers.append(await service.live.asubmit(client=_client(request), **one))
+            if service.stopping:  # while it was on its way
+                answers[-1].cancel()
         model = service.name
         if not call.stream:
             envelope = Envelope(shape.kind, shape.prefix, model)

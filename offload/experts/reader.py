@@ -167,6 +167,8 @@ class DemandReader:
                 with waiting(check):
                     while not load.done:
                         self._changed.wait(POLL_S)
+                        if load.done:
+                            break
                         self._require_life(load, started)
                         if check is not None:
                             check()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from localrt.errors import StorageError
 
@@ -36,6 +36,11 @@ class IoTask:
         finally:
             self._do = None  # holds buffers
             self._done.set()
+
+    def refuse(self) -> None:
+        """Fail instead: the model is closed."""
+        self._do = _refuse
+        self.run()
 
     def wait(self) -> float:
         """Until it is done; returns the seconds that took. ``error`` is set if it failed."""
@@ -64,6 +69,10 @@ class IoThread:
         if not self._started:
             self._started = True
             self._thread.start()
+        if self._closed:  # meanwhile, by another thread
+            self._queue.put(None)
+            if not self._thread.is_alive():
+                self._refuse_rest()
         return task
 
     def close(self) -> None:
@@ -72,6 +81,17 @@ class IoThread:
         if self._started:
             self._queue.put(None)
             self._thread.join()
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Nobody waits for ever for what came too late."""
+        while True:
+            try:
+                task = self._queue.get_nowait()
+            except Empty:
+                return
+            if task is not None:
+                task.refuse()
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:
@@ -80,9 +100,10 @@ class IoThread:
 
 
 def _refused() -> IoTask:
-    def refuse() -> None:
-        raise StorageError("the model is closed: load it again")
-
-    task = IoTask(refuse)
+    task = IoTask(_refuse)
     task.run()
     return task
+
+
+def _refuse() -> None:
+    raise StorageError("the model is closed: load it again")

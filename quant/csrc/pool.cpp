@@ -56,11 +56,11 @@ class Place {
         if (asleep_ && !barred_) barred_ = leave(thread_, core, 1);
     }
     void wakes() {
-        if (barred_) sched_setaffinity(0, sizeof allowed_, &allowed_);
+        if (barred_) come_back();
         barred_ = asleep_ = false;
     }
     void step_off(int core, int threads) {
-        if (sched_getcpu() == core && leave(0, core, threads)) sched_setaffinity(0, sizeof allowed_, &allowed_);
+        if (sched_getcpu() == core && leave(0, core, threads)) come_back();
     }
     static int this_core() { return sched_getcpu(); }
 
@@ -68,14 +68,19 @@ class Place {
     // Where the thread may run is asked every time: others change it too.
     bool leave(pid_t thread, int core, int least_cores) {
         if (sched_getaffinity(thread, sizeof allowed_, &allowed_) || CPU_COUNT(&allowed_) < least_cores) return false;
-        cpu_set_t others = allowed_;
-        CPU_CLR(core, &others);
-        return CPU_COUNT(&others) && !sched_setaffinity(thread, sizeof others, &others);
+        others_ = allowed_;
+        CPU_CLR(core, &others_);
+        return CPU_COUNT(&others_) && !sched_setaffinity(thread, sizeof others_, &others_);
+    }
+    // Unless somebody has said something else meanwhile.
+    void come_back() {
+        cpu_set_t now;
+        if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &others_)) sched_setaffinity(0, sizeof allowed_, &allowed_);
     }
 
     pid_t thread_ = 0;
     bool asleep_ = false, barred_ = false;
-    cpu_set_t allowed_;
+    cpu_set_t allowed_, others_;
 #else
     void sleeps() {}
     void bar(int) {}

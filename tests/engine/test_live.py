@@ -29,8 +29,10 @@ class Stepped(ScriptedEngine):
         self.allowed = threading.Semaphore(0)
         self.done = threading.Semaphore(0)
         self.free = False
+        self.asked = 0  # passes that have been formed
 
     def extend_batch(self, parts: Any, *, wanted: Any, check: Any) -> Any:
+        self.asked += 1
         while not self.free and not self.allowed.acquire(timeout=0.01):
             check()
         logits = super().extend_batch(parts, wanted=wanted, check=check)
@@ -40,7 +42,7 @@ class Stepped(ScriptedEngine):
     def go(self, count: int = 1) -> None:
         for _ in range(count):
             self.allowed.release()
-            assert self.done.acquire(timeout=10)
+            assert self.done.acquire(timeout=60)
 
 
 def open_live(engine: Any, **limits: Any) -> closing[Live]:
@@ -54,7 +56,7 @@ def said(answer: LiveAnswer) -> list[int]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -114,6 +116,7 @@ def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
     with open_live(engine) as live:
         long = live.submit(request([1] * 100, 1))
         engine.go(1)
+        until(lambda: engine.asked == 2)
         short = live.submit(request([2] * 8, 1))
         engine.free = True
         assert said(short) == [3]
@@ -176,12 +179,18 @@ def test_who_does_not_read_pauses_and_goes_on_when_read() -> None:
 
 def test_patience_with_readers_ends() -> None:
     with open_live(ScriptedEngine(), buffer=4, patience_s=0.05) as live:
+        pauses, pause = threading.Semaphore(0), live._pause
+        live._pause = lambda job: (pause(job), pauses.release())[0]  # type: ignore[method-assign]
         left = live.submit(request([7], 500))
-        until(lambda: live.stats().paused == 1)
+        assert pauses.acquire(timeout=30)
         until(lambda: live.stats().paused == 0)
         chunks = list(left)
         assert chunks[-1].finish_reason == "cancelled"
         assert sum(len(chunk.token_ids) for chunk in chunks) == 4
+
+
+def test_who_pauses_can_be_cancelled() -> None:
+    with open_live(ScriptedEngine(), buffer=4) as live:
         paused = live.submit(request([7], 500))
         until(lambda: live.stats().paused == 1)
         paused.cancel()
@@ -294,8 +303,12 @@ def test_a_pass_that_fails_is_told_to_all_who_shared_it() -> None:
     for error in (LocalrtError("the disk is gone"), ZeroDivisionError("the disk is gone")):
         engine = Failing()
         with open_live(engine) as live:
-            answers = [live.submit(request([1], 9)), live.submit(request([2], 9))]
-            until(lambda live=live: live.stats().running == 2)  # type: ignore[misc]
+            answers = [live.submit(request([1], 9))]
+            until(lambda engine=engine: engine.asked == 1)  # type: ignore[misc]
+            answers.append(live.submit(request([2], 9)))
+            engine.go(1)
+            until(lambda engine=engine: engine.asked == 2)  # type: ignore[misc]
+            assert live.stats().running == 2
             engine.error = error
             engine.free = True
             for answer in answers:
@@ -327,6 +340,16 @@ def test_cancel_all_ends_all_and_stays_open() -> None:
         live.cancel_all()
         assert {list(answer)[-1].finish_reason for answer in answers} == {"cancelled"}
         assert said(live.submit(request([3], 2))) == [4, 5]
+
+
+def test_cancel_all_ends_those_who_are_between_two_lists() -> None:
+    engine = Stepped()
+    with open_live(engine) as live:
+        answer = live.submit(request([1], 50))
+        until(lambda: engine.asked == 1)
+        live._all = lambda: []  # type: ignore[method-assign]  # what a look at a bad moment finds
+        live.cancel_all()
+        assert list(answer)[-1].finish_reason == "cancelled"
 
 
 def test_take_gives_what_is_there_and_notify_says_when() -> None:

@@ -73,16 +73,21 @@ def test_who_waits_too_long_is_parked() -> None:
     kept = keeper(price=1.0)  # at 1 GB/s, 10 MB are 10 ms
     waiter = Waiter(10_000_000)
     kept.waits(waiter, "search")
-    assert waiter.parked.wait(5)
+    assert waiter.parked.wait(60)
     kept.returns(waiter)
 
 
 def test_who_returns_in_time_is_not() -> None:
-    kept = keeper(price=1.0)
+    clock = Clock()
+    kept = keeper(price=1.0, clock=clock)
     waiter = Waiter(200_000_000)
     kept.waits(waiter, "search")
     kept.returns(waiter)
+    clock.now += 1000.0
+    with kept._lock:
+        kept._lock.notify()
     assert not waiter.parked.wait(0.4)
+    kept.close()
 
 
 def test_short_of_memory_those_expected_last_go_first() -> None:
@@ -120,6 +125,20 @@ def test_a_conversation_that_is_dropped_is_forgotten() -> None:
     del waiter
     gc.collect()
     assert reference() is None
+    kept.close()
+
+
+def test_chats_that_are_dropped_leave_the_thread_to_the_others() -> None:
+    kept = keeper(price=1.0)
+    for _ in range(50):
+        dropped = [Waiter(10**12) for _ in range(20)]
+        for waiter in dropped:
+            kept.waits(waiter, "search")
+        del dropped, waiter
+        gc.collect()
+    waiter = Waiter(10_000_000)
+    kept.waits(waiter, "search")
+    assert waiter.parked.wait(60)
     kept.close()
 
 
