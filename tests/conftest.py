@@ -31,11 +31,24 @@ hypothesis.settings.load_profile("tests")
 
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
+# Files that take a minute and more: begun last, one of them would keep a single process busy.
+_FIRST = (
+    "test_real_models.py",
+    "test_gpu_check.py",
+    "test_packaging.py",
+    "test_triton_compile.py",
+)
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first."""
+    items.sort(key=lambda item: item.path.name not in _FIRST)
 
 
 def write_byte_tokenizer(folder: Path, template: str | None = CHATML) -> int:
