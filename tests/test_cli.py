@@ -30,7 +30,7 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 def localrt(*args: str | Path, env: dict[str, str], stdin: bytes = b"") -> Any:
     command = [*LOCALRT, *map(str, args)]
-    return subprocess.run(command, input=stdin, capture_output=True, env=env, timeout=120)
+    return subprocess.run(command, input=stdin, capture_output=True, env=env, timeout=600)
 
 
 def assert_one_line(result: Any, status: int, *words: str) -> None:
