@@ -1,5 +1,5 @@
 // The scales of groups with the least rounding error: a search over how far to clip. quant/methods/search.py, in numpy,
-// says what is found; this finds it thirty times as fast.
+// says what is found; this finds it ten times as fast.
 #pragma once
 
 namespace {
@@ -74,9 +74,9 @@ struct E2m1Codes {
 // A group, measured from `centre` in units of its farthest weight.
 struct SearchedGroup {
     alignas(64) float values[128];
-    float farthest, size;  // as it is; its distance from the centre
+    float centre, farthest, size;  // the last two: the weight as it is, and its distance
 
-    SearchedGroup(const float* from, int block, float centre) : farthest(from[0]), size(-1.f) {
+    SearchedGroup(const float* from, int block, float centre) : centre(centre), farthest(from[0]), size(-1.f) {
         for (int i = 0; i < block; i++) {
             const float distance = std::fabs(from[i] - centre);
             if (distance > size) size = distance, farthest = from[i];
@@ -88,15 +88,15 @@ struct SearchedGroup {
 };
 
 struct Candidate {
-    float scale, offset;  // offset: of code 0 from the group's centre
+    float scale, minimum;
 };
 
 template <class Codes> float rounding_error(const SearchedGroup& group, int block, const Codes& codes, Candidate tried) {
     const F16L inverse = F16L::set1(tried.scale != 0 ? group.size / tried.scale : 0.f), scale = F16L::set1(tried.scale / group.size);
-    const F16L offset = F16L::set1(tried.offset / group.size);
+    const F16L start = F16L::set1((tried.minimum - group.centre) / group.size);
     F16L total = F16L::zero();
     for (int i = 0; i < block; i += 16) {
-        const F16L value = F16L::load(group.values + i) - offset;
+        const F16L value = F16L::load(group.values + i) - start;
         const F16L error = codes.nearest(value * inverse).fma(scale, F16L::zero() - value);
         total = total + power_of_error(error * error);
     }
@@ -109,15 +109,17 @@ template <class Codes> bool overflows(const SearchedGroup& group, const Codes& c
     return !std::isfinite((code * F16L::set1(std::fabs(tried.scale))).highest());
 }
 
-// The step whose candidate has the least error; `clipped` says how far beyond a candidate's end the farthest weight lies.
-template <class Codes, class Make, class Clipped>
-Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, const Codes& codes, Make make, Clipped clipped) {
+// The candidate with the least error, of those that `fit` makes for how much of the group to cover; `clipped` says how
+// far beyond one's end the farthest weight lies.
+template <class Codes, class Fit, class Clipped>
+Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, const Codes& codes, Fit fit, Clipped clipped) {
     Candidate best = {INFINITY, INFINITY};
     float least_error = INFINITY, bearable = INFINITY;
     for (int step = 0; step < args.steps; step++) {
-        const Candidate tried = make(args.shrinks[step]);
-        if (!std::isfinite(tried.scale) || !std::isfinite(tried.offset)) break;  // too large for the format
-        // The farthest weight is clipped, ever more: once that alone costs more than the best does in all, nothing better follows.
+        const Candidate tried = fit(args.shrinks[step]);
+        if (!std::isfinite(tried.scale) || !std::isfinite(tried.minimum)) break;  // too large for the format
+        // The farthest weight is clipped, ever more: once that alone costs more than the best does in all, nothing
+        // better follows.
         if (clipped(tried) > bearable * group.size) break;
         if (group.size > 1e37f && overflows(group, codes, tried)) continue;
         const float error = rounding_error(group, args.block, codes, tried);
@@ -130,16 +132,16 @@ Candidate best_candidate(const SearchedGroup& group, const SearchArgs& args, con
     return best;
 }
 
-// `fit` makes a scale from a group's extreme and how much of it to cover.
-template <class Codes, class Fit> void search_symmetric(const SearchArgs& args, int64_t index, const Codes& codes, Fit fit) {
-    const SearchedGroup group(args.groups + index * args.block, args.block, 0.f);
-    args.scales[index] = best_candidate(
-        group, args, codes, [&](double shrink) { return Candidate{fit(group.farthest, shrink), 0.f}; },
-        [&](Candidate tried) { return group.size - codes.end * std::fabs(tried.scale); }).scale;
+// `scale_of` makes a scale of the farthest weight and how much of it to cover.
+template <class Codes, class ScaleOf>
+float search_symmetric(const float* from, const SearchArgs& args, const Codes& codes, ScaleOf scale_of) {
+    const SearchedGroup group(from, args.block, 0.f);
+    const auto fit = [&](double shrink) { return Candidate{scale_of(group.farthest, shrink), 0.f}; };
+    const auto clipped = [&](Candidate tried) { return group.size - codes.end * std::fabs(tried.scale); };
+    return best_candidate(group, args, codes, fit, clipped).scale;
 }
 
-inline void search_with_minimum(const SearchArgs& args, int64_t index, const EvenCodes& codes) {
-    const float* from = args.groups + index * args.block;
+inline Candidate search_with_minimum(const float* from, const SearchArgs& args, const EvenCodes& codes) {
     float low = from[0], high = from[0];
     double sum = 0;
     for (int i = 0; i < args.block; i++) {
@@ -149,42 +151,49 @@ inline void search_with_minimum(const SearchArgs& args, int64_t index, const Eve
     }
     const float mean = (float)(sum / args.block);
     const SearchedGroup group(from, args.block, mean);
-    const Candidate best = best_candidate(
-        group, args, codes,
-        [&](double shrink) {
-            const float bottom = shrink == 1 ? low : (float)(mean + shrink * (low - mean));
-            const float top = shrink == 1 ? high : (float)(mean + shrink * (high - mean));
-            return Candidate{rounded_to_half(top / codes.end - bottom / codes.end), rounded_to_half(bottom) - mean};
-        },
-        [&](Candidate tried) {
-            const float at = group.farthest - mean;
-            return at < 0 ? tried.offset - at : at - (tried.offset + codes.end * tried.scale);
-        });
-    args.scales[2 * index] = best.scale;
-    args.scales[2 * index + 1] = std::isfinite(best.offset) ? rounded_to_half(best.offset + mean) : best.offset;
+    const auto fit = [&](double shrink) {
+        const float bottom = shrink == 1 ? low : (float)(mean + shrink * (low - mean));
+        const float top = shrink == 1 ? high : (float)(mean + shrink * (high - mean));
+        return Candidate{rounded_to_half(top / codes.end - bottom / codes.end), rounded_to_half(bottom)};
+    };
+    const auto clipped = [&](Candidate tried) {
+        return group.farthest < mean ? tried.minimum - group.farthest : group.farthest - (tried.minimum + codes.end * tried.scale);
+    };
+    return best_candidate(group, args, codes, fit, clipped);
+}
+
+inline float scale_of_nf4(float farthest, double shrink) { return rounded_to_half(std::fabs(farthest) * (float)shrink); }
+inline float scale_of_nvfp4(float farthest, double shrink) { return rounded_to_e4m3(std::fabs(farthest) * (float)(shrink / 6)); }
+inline float scale_of_mxfp4(float farthest, double shrink) {
+    const int exponent = farthest == 0 ? -127 : std::ilogb(farthest) + std::ilogb(shrink) - 2;
+    return std::ldexp(1.f, least(most(exponent, -127), 127));
+}
+
+inline void search_group(const SearchArgs& args, int64_t index) {
+    const float* from = args.groups + index * args.block;
+    float* scale = args.scales + index;
+    const float end = (float)(1 << (args.bits - 1)), last = (float)((1 << args.bits) - 1);
+    switch (args.family) {
+        case EVEN:
+            *scale = search_symmetric(from, args, EvenCodes{F16L::set1(-end), F16L::set1(end - 1), end},
+                                      [&](float farthest, double shrink) { return rounded_to_half(farthest * (float)(-shrink / end)); });
+            break;
+        case EVEN_WITH_MINIMUM: {
+            const Candidate found = search_with_minimum(from, args, EvenCodes{F16L::zero(), F16L::set1(last), last});
+            args.scales[2 * index] = found.scale;
+            args.scales[2 * index + 1] = found.minimum;
+            break;
+        }
+        case NF4_LEVELS: *scale = search_symmetric(from, args, Nf4Codes(), scale_of_nf4); break;
+        case E2M1_BY_POWERS: *scale = search_symmetric(from, args, E2m1Codes(), scale_of_mxfp4); break;
+        case E2M1_BY_E4M3: *scale = search_symmetric(from, args, E2m1Codes(), scale_of_nvfp4); break;
+    }
 }
 
 void search_scales(Context& context, const SearchArgs& args) {
     constexpr int SHARE = 64;
-    const float end = (float)(1 << (args.bits - 1)), last = (float)((1 << args.bits) - 1);
-    const EvenCodes symmetric = {F16L::set1(-end), F16L::set1(end - 1), end}, rising = {F16L::zero(), F16L::set1(last), last};
     parallel(context, (int)((args.count + SHARE - 1) / SHARE), [&](int task) {
-        for (int64_t i = (int64_t)task * SHARE; i < least(args.count, (int64_t)(task + 1) * SHARE); i++) switch (args.family) {
-                case EVEN: search_symmetric(args, i, symmetric, [&](float x, double shrink) { return rounded_to_half(x * (float)(-shrink / end)); }); break;
-                case EVEN_WITH_MINIMUM: search_with_minimum(args, i, rising); break;
-                case NF4_LEVELS:
-                    search_symmetric(args, i, Nf4Codes(), [](float x, double shrink) { return rounded_to_half(std::fabs(x) * (float)shrink); });
-                    break;
-                case E2M1_BY_POWERS:
-                    search_symmetric(args, i, E2m1Codes(), [](float x, double shrink) {
-                        const int exponent = x == 0 ? -127 : std::ilogb(x) + std::ilogb(shrink) - 2;
-                        return std::ldexp(1.f, least(most(exponent, -127), 127));
-                    });
-                    break;
-                case E2M1_BY_E4M3:
-                    search_symmetric(args, i, E2m1Codes(), [](float x, double shrink) { return rounded_to_e4m3(std::fabs(x) * (float)(shrink / 6)); });
-                    break;
-            }
+        for (int64_t i = (int64_t)task * SHARE; i < least(args.count, (int64_t)(task + 1) * SHARE); i++) search_group(args, i);
     });
 }
 

@@ -325,5 +325,5 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear, read_rows, multiply_peak, read_all,
-                         search_scales, norm_latent_append, latent_output};
+const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
+                         read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output};

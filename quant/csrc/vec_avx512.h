@@ -54,7 +54,9 @@ struct F16L {
     F16L max(F16L o) const { return {_mm512_max_ps(v, o.v)}; }
     F16L min(F16L o) const { return {_mm512_min_ps(v, o.v)}; }
     // Lane by lane: `yes` where this is greater than `bound`, else `no`.
-    F16L above(F16L bound, F16L yes, F16L no) const { return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(v, bound.v, _CMP_GT_OQ), no.v, yes.v)}; }
+    F16L above(F16L bound, F16L yes, F16L no) const {
+        return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(v, bound.v, _CMP_GT_OQ), no.v, yes.v)};
+    }
     float highest() const { return _mm512_reduce_max_ps(v); }
     // Lane i of the result is lane i ^ N.
     template <int N> F16L across() const {
