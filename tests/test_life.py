@@ -31,6 +31,19 @@ ROOT = Path(__file__).parent.parent
 # -- in the background ---------------------------------------------------------------------------
 
 
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Loading in the background waits until it is set."""
+    event, load = threading.Event(), localrt.load
+
+    def held(*arguments: Any, **options: Any) -> localrt.Model:
+        event.wait(60)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr("localrt.api.load", held)
+    return event
+
+
 def test_loading_tells_how_far_it_is(tiny_folder: Path) -> None:
     seen: list[tuple[str, bool]] = []
     begin = threading.Event()
@@ -64,9 +77,10 @@ def test_what_fails_comes_out_of_result(tmp_path: Path) -> None:
         localrt.load_in_background(tmp_path, progress=print)
 
 
-def test_loading_can_be_cancelled(tiny_folder: Path) -> None:
+def test_loading_can_be_cancelled(tiny_folder: Path, gate: threading.Event) -> None:
     loading = localrt.load_in_background(tiny_folder)
     loading.cancel()
+    gate.set()
     with pytest.raises(localrt.CancelledError):
         loading.result(60)
     assert loading.cancelled
@@ -77,17 +91,21 @@ def test_loading_can_be_cancelled(tiny_folder: Path) -> None:
         model.generate("hi")
 
 
-async def test_loading_for_asyncio(tiny_folder: Path) -> None:
+async def test_loading_for_asyncio(tiny_folder: Path, gate: threading.Event) -> None:
     loading = localrt.load_in_background(tiny_folder)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(loading.aresult(), 1e-6)
+    gate.set()
     (await loading.aresult()).close()
 
 
 # -- unloading -----------------------------------------------------------------------------------
 
 
-def test_an_unloaded_model_says_so_and_its_chats_let_go(tmp_path: Path) -> None:
+def test_an_unloaded_model_says_so_and_its_chats_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localrt.chat._PATIENCE_S", 60.0)
     model = localrt.load(write_tiny_model(tmp_path))
     chat, other = model.chat(max_tokens=3), model.chat(max_tokens=400, ignore_eos=True)
     chat.send("hi")
@@ -257,11 +275,12 @@ def test_units_go_and_stay_as_the_budget_says(tmp_path: Path) -> None:
             return placed._residency.ram_nbytes
 
         run()
-        few, at_load = run(), resident()
+        # What is read ahead may count in the pass before: several passes differ by more than that.
+        few, at_load = sum(run() for _ in range(4)), resident()
         placed.set_ram_budget(at_load + caches - 2 * largest, "less")
         run()
         assert resident() < at_load
-        more = run()
+        more = sum(run() for _ in range(4))
         assert more > few
         assert counts[-1].memory_note.endswith(": less")
         with pytest.raises(localrt.MemoryBudgetError):
@@ -270,7 +289,7 @@ def test_units_go_and_stay_as_the_budget_says(tmp_path: Path) -> None:
         placed.set_ram_budget(1 << 40, "plenty")
         for _ in range(3):
             run()
-        assert run() == 0
+        assert any(run() == 0 for _ in range(10))  # what was on its way still counts once
         assert resident() > at_load
         assert "less of the weights" in counts[-1].memory_note
     model.close()

@@ -78,7 +78,7 @@ class Draft:
     def some(self, passes: int = 3) -> None:
         """Wait until a few more passes were made, if anybody makes any."""
         time.sleep(0.006)  # a gap that is worth it
-        before, end = self.ahead, time.perf_counter() + 5
+        before, end = self.ahead, time.perf_counter() + 60
         while any_drafting() and self.ahead < before + passes and self.breaks is None:
             assert time.perf_counter() < end
             time.sleep(0.0005)
@@ -256,7 +256,7 @@ def test_closing_the_draft_meanwhile(
 
     def meanwhile() -> None:
         if any_drafting():
-            assert draft.entered.wait(5)
+            assert draft.entered.wait(60)
             draft._engine.close()
         time.sleep(0.006)
 
@@ -312,7 +312,7 @@ class SlowFiles(StoreFiles):
     """A disk whose reads take a while."""
 
     def read_into(self, name: str, offset: int, out: Any) -> None:
-        time.sleep(0.002)
+        time.sleep(0.01)
         super().read_into(name, offset, out)
 
 
@@ -332,9 +332,12 @@ def test_a_target_that_is_streamed(tmp_path: Path) -> None:
             tuner = Tuner({"model": 0.05}, streamed=True)
             sharp = source(helper, temperature=0.02)
             speculation = Speculation({"model": lambda _: sharp}, tuner)
-            for _ in range(3):
+            told = "drafted while weights load"
+            for turn in range(20):  # a draft that is held up may lose more than one answer gains
                 chunks = run(engine, speculation)
                 assert ids(chunks) == expected
+                if turn > 1 and helper.ahead and told in str(chunks[-1].metrics.speculation):
+                    break
             assert helper.ahead > 0
-            assert "drafted while weights load" in str(chunks[-1].metrics.speculation)
+            assert told in str(chunks[-1].metrics.speculation)
             assert not any_drafting()

@@ -110,7 +110,7 @@ class Model:
         """The decoder that streams these units."""
         budget = options.pop("budget", PLENTY)
         ring = {key: options.pop(key) for key in ("slack", "largest") if key in options}
-        settings: dict[str, Any] = {"mode": MODE, "stall_s": 5.0, **options}
+        settings: dict[str, Any] = {"mode": MODE, "stall_s": 30.0, **options}
         placement = place(self.store, streamed, **ring)
         decoder = open_pipeline(
             self.store, self.ops, self.config, placement, budget=budget, **settings

@@ -191,7 +191,7 @@ def test_processes_that_want_the_same_store_make_it_once_and_share_it(tmp_path: 
     answers = []
     children = [start(), start()]
     for child in children:
-        out, _ = child.communicate(timeout=60)
+        out, _ = child.communicate(timeout=120)
         assert child.returncode == 0
         answers.append(out.split())
     digests = {digest for digest, _ in answers}

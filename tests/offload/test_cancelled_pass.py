@@ -14,6 +14,7 @@ import pytest
 from localrt.errors import CancelledError
 from localrt.offload.files import StoreFiles
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing, tokens
+from tests.offload.waits import wait_for
 
 pytestmark = needs_kernels
 TEXT = tokens(8)
@@ -33,13 +34,15 @@ class SlowFiles:
         self._files = StoreFiles(model.store.path, names)
         self.read: list[tuple[str, int]] = []
         self.held: tuple[str, int, int] | None = None  # a file, from byte to byte
+        self.stuck = threading.Event()  # the read of such a unit has begun
         self.go = threading.Event()
 
     def read_into(self, name: str, offset: int, out: Any) -> None:
         self.read.append((name, offset))
         held = self.held
         if held is not None and held[0] == name and held[1] <= offset < held[2]:
-            assert self.go.wait(10)
+            self.stuck.set()
+            assert self.go.wait(60)
         self._files.read_into(name, offset, out)
 
     def check_unchanged(self) -> None:
@@ -64,7 +67,7 @@ def test_queued_loads_are_dropped(model: Model) -> None:
 
         def check() -> None:
             nonlocal waits
-            waits += 1
+            waits += files.stuck.is_set()
             if waits > 4:  # it waits for the unit that does not come
                 raise CancelledError("stop")
 
@@ -74,13 +77,13 @@ def test_queued_loads_are_dropped(model: Model) -> None:
         assert cache.length == 0
         files.go.set()
         files.held = None
-        time.sleep(0.1)  # what was on its way has arrived, and the ring is filled anew
-        begun = list(files.read)
-        assert (stuck.file, stuck.offset) in begun
+        first, there = units["layers.0.attention"], (stuck.file, stuck.offset)
+        assert there in files.read
+        # What was on its way arrives, and the ring is filled anew.
+        wait_for(lambda: (first.file, first.offset) in files.read[files.read.index(there) :])
         # Nothing of the rest of that pass was read: it began again with the first units.
+        begun = list(files.read)
         assert not any(n == last.file and o >= last.offset for n, o in begun)
-        first = units["layers.0.attention"]
-        assert (first.file, first.offset) in begun[begun.index((stuck.file, stuck.offset)) :]
         assert np.array_equal(extend(decoder, cache, TEXT), expected)
 
 

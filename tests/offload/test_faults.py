@@ -18,6 +18,7 @@ import pytest
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.fetching import POLL_S
 from localrt.offload.files import ReadMode, StoreFiles
 from localrt.offload.pipeline import open_pipeline
 from localrt.offload.ring import PAGE
@@ -33,6 +34,7 @@ from tests.offload.placed import (
     place,
     tokens,
 )
+from tests.offload.waits import naps, wait_for
 
 pytestmark = needs_kernels
 TEXT = tokens(12)
@@ -113,7 +115,7 @@ def threads_and_files() -> tuple[int, int]:
 
 def settled(before: tuple[int, int]) -> bool:
     """Whether there are no more threads and files than before; idle threads take a moment."""
-    end = time.perf_counter() + 3
+    end = time.perf_counter() + 30
     while True:
         if all(now <= then for now, then in zip(threads_and_files(), before, strict=True)):
             return True
@@ -210,19 +212,18 @@ def test_a_disk_that_fails_for_a_while(model: Model) -> None:
 def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
     files, right = bad_files(model), expected(model)
     with model.placed(passing(model.store), files=files) as decoder:
-        cache = decoder.cache(100)
-        failed = threading.Event()
+        cache, reader = decoder.cache(100), decoder._cpu._reader
+        assert reader is not None
 
         def fail(name: str, _offset: int, _count: int) -> None:
-            failed.set()
             raise CheckpointError(f"{name} cannot be read: Input/output error")
 
         files.fault = fail
         with pytest.raises(CheckpointError, match="Input/output error"):
             run_out(decoder, cache)
-        failed.clear()
-        assert failed.wait(10), "the next pass is read ahead"
-        time.sleep(0.05)
+        # What was read for the pass that failed is dropped; the next one is read ahead.
+        wait_for(lambda: not reader._state.draining)
+        wait_for(lambda: decoder._cpu.failed)
         files.fault = None
         cache.trim(0)
         assert np.array_equal(extend(decoder, cache, TEXT), right)
@@ -266,19 +267,22 @@ def test_a_disk_that_stalls_ends_the_pass_not_the_model(model: Model, what: str)
     files, right = bad_files(model), expected(model)
     awake = threading.Event()
     streamed = [*passing(model.store), "embedding"]
-    with model.placed(streamed, files=files, stall_s=0.3) as decoder:
+    with model.placed(streamed, files=files, stall_s=2.0) as decoder:
         cache = decoder.cache(100)
         extend(decoder, cache, TEXT[:3])
 
         def stall(name: str, _offset: int, _count: int) -> None:
             if name.startswith(what):
-                awake.wait(10)
+                awake.wait(60)
 
         files.fault = stall
         started = time.perf_counter()
         with pytest.raises(CheckpointError, match="the disk has not answered"):
             run_out(decoder, cache)
-        assert time.perf_counter() - started < 2.0
+        assert time.perf_counter() - started < 30
+        assert decoder._cpu._reader is not None
+        # A machine that is slow is not this test's business.
+        decoder._cpu._reader._stall_s = decoder._res.embedding._stall_s = 60
         files.fault = None
         awake.set()
         cache.trim(0)
@@ -296,7 +300,7 @@ def test_cancelling_while_the_disk_is_silent(model: Model, what: str) -> None:
 
     def stall(name: str, _offset: int, _count: int) -> None:
         if name.startswith(what):
-            awake.wait(10)
+            awake.wait(60)
 
     with model.placed([*passing(model.store), "embedding"], files=files) as decoder:
         cache = decoder.cache(100)
@@ -304,9 +308,10 @@ def test_cancelling_while_the_disk_is_silent(model: Model, what: str) -> None:
         timer = threading.Timer(0.2, cancel.set)
         timer.start()
         started = time.perf_counter()
-        with pytest.raises(CancelledError):
+        with naps() as found, pytest.raises(CancelledError):
             run_out(decoder, cache, check)
-        assert time.perf_counter() - started < 0.2 + 0.3
+        assert time.perf_counter() - started < 15
+        assert 0 < max(found) <= POLL_S <= 0.05  # at once, but for what a busy machine adds
         timer.join()
         awake.set()
 

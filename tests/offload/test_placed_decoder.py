@@ -285,7 +285,7 @@ def test_a_cancelled_pass_leaves_no_trace(
     names = passing(model.store)
     streamed = data.draw(st.sets(st.sampled_from(names), min_size=2))
     text = tokens(60)
-    with model.placed(streamed, stall_s=2.0) as decoder:
+    with model.placed(streamed) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for part, (layers, with_logits) in enumerate([*ends, (99, True)]):
             left = layers

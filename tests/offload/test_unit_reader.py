@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.offload.fetching import POLL_S
 from localrt.offload.ring import PAGE, Ring
 from localrt.offload.unit_reader import UnitReader
 from tests.offload.fake_source import FakeSource, content, make_units
+from tests.offload.waits import naps, wait_for
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def reading(
     slack: int = 1,
     chunk: int = 1,
     threads: int = 2,
-    stall_s: float = 5.0,
+    stall_s: float = 30.0,
 ) -> Iterator[UnitReader]:
     largest = max(unit.nbytes for unit in units)
     ring = Ring(largest + slack * PAGE, chunk * PAGE)
@@ -52,13 +54,6 @@ def reader_threads() -> list[threading.Thread]:
     others = ("localrt-kv-keeper", "localrt-live", "localrt-serve")  # of models of other tests
     found = [thread for thread in threading.enumerate() if thread.name.startswith("localrt-")]
     return [thread for thread in found if not thread.name.startswith(others)]
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < end, "it did not happen"
-        time.sleep(0.002)
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -92,7 +87,7 @@ def test_every_pass_gets_its_units_whatever_came_before(
 ) -> None:
     units = make_units(pages)
     source = FakeSource(delay_s=0.0005, seed=seed)
-    with reading(source, units, slack=slack, chunk=chunk, threads=threads, stall_s=1.0) as reader:
+    with reading(source, units, slack=slack, chunk=chunk, threads=threads) as reader:
         order = list(units)
         for before, unwanted, ends in passes:
             if before == "rewind":
@@ -158,7 +153,7 @@ def test_leaving_units_out_right_after_a_pass_was_given_up() -> None:
     """The reads of the old pass are still on their way when the new one says what it wants."""
     units = make_units([4, 4, 4])
     for _ in range(20):
-        with reading(FakeSource(delay_s=0.002), units, slack=0, stall_s=2.0) as reader:
+        with reading(FakeSource(delay_s=0.002), units, slack=0) as reader:
             use(reader, units[0])
             reader.rewind()
             reader.skip(["u2"])
@@ -213,12 +208,13 @@ def test_a_failed_read_reaches_the_pass_and_the_next_pass_works(
 def test_a_disk_that_is_silent_is_an_error_in_time() -> None:
     units = make_units([2, 2])
     awake = threading.Event()
-    source = FakeSource(fault=lambda *_: (awake.wait(10), None)[1])
-    with reading(source, units, stall_s=0.2) as reader:
+    source = FakeSource(fault=lambda *_: (awake.wait(60), None)[1])
+    with reading(source, units, stall_s=2.0) as reader:
         started = time.perf_counter()
         with pytest.raises(CheckpointError, match=r"disk has not answered .* u0.*the drive"):
             reader.acquire("u0")
-        assert time.perf_counter() - started < 1.5
+        assert time.perf_counter() - started < 30
+        reader._stall_s = 60  # a machine that is slow is not this test's business
         reader.rewind()
         source.fault = None
         awake.set()
@@ -228,15 +224,15 @@ def test_a_disk_that_is_silent_is_an_error_in_time() -> None:
 
 def test_a_slow_disk_is_not_a_silent_one() -> None:
     units = make_units([8])
-    source = FakeSource(fault=lambda *_: time.sleep(0.08))
-    with reading(source, units, threads=1, stall_s=0.3) as reader:
-        use(reader, units[0])  # 0.64 s
+    source = FakeSource(fault=lambda *_: time.sleep(0.3))
+    with reading(source, units, threads=1, stall_s=2.0) as reader:
+        use(reader, units[0])  # 2.4 s
 
 
 def test_cancelling_ends_the_wait_and_later_passes_work() -> None:
     units = make_units([2, 2])
     awake, cancelled = threading.Event(), threading.Event()
-    source = FakeSource(fault=lambda *_: (awake.wait(10), None)[1])
+    source = FakeSource(fault=lambda *_: (awake.wait(60), None)[1])
 
     def check() -> None:
         if cancelled.is_set():
@@ -245,9 +241,10 @@ def test_cancelling_ends_the_wait_and_later_passes_work() -> None:
     with reading(source, units) as reader:
         threading.Timer(0.05, cancelled.set).start()
         started = time.perf_counter()
-        with pytest.raises(CancelledError):
+        with naps() as found, pytest.raises(CancelledError):
             reader.acquire("u0", check)
-        assert time.perf_counter() - started < 0.05 + 0.2
+        assert time.perf_counter() - started < 15
+        assert 0 < max(found) <= POLL_S <= 0.05  # at once, but for what a busy machine adds
         reader.rewind()
         source.fault = None
         awake.set()
@@ -263,18 +260,18 @@ def test_closing_ends_the_threads_and_every_wait() -> None:
     started = time.perf_counter()
     with pytest.raises(CheckpointError, match="closed"):
         reader.acquire("u1")
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < 15
     reader.close()
 
 
 def test_a_read_that_hangs_does_not_keep_close_from_ending() -> None:
     before = len(reader_threads())
     awake = threading.Event()
-    source = FakeSource(fault=lambda *_: (awake.wait(30), None)[1])
+    source = FakeSource(fault=lambda *_: (awake.wait(60), None)[1])
     started = time.perf_counter()
     with reading(source, make_units([2]), threads=2):
         wait_for(lambda: len(source.fetched) == 2)
-    assert time.perf_counter() - started < 5.0
+    assert time.perf_counter() - started < 15
     awake.set()
     wait_for(lambda: len(reader_threads()) == before)
 

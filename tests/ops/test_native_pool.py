@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,17 @@ def threads() -> set[int]:
     return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
 
 
+def wait_until_asleep(workers: Iterable[int]) -> None:
+    """Only then are they through with what they were woken for, and may run where they may."""
+    states = [Path(f"/proc/self/task/{worker}/stat") for worker in workers]
+    end, looks = time.perf_counter() + 30, 0
+    while looks < 3:  # in a row: one may sleep for a moment, waiting for another
+        assert time.perf_counter() < end, "they do not sleep"
+        time.sleep(ASLEEP)
+        asleep = all(state.read_text().rpartition(")")[2].split()[0] == "S" for state in states)
+        looks = looks + 1 if asleep else 0
+
+
 def rounds_with_pauses(ops: NativeOps) -> None:
     weight = ops.weight((512, 256), [random_tensor("q4_0", 512, 256)])
     x = np.ones((1, 256), np.float32)
@@ -42,7 +54,7 @@ def test_a_pause_takes_no_core_from_the_threads() -> None:
     ops = NativeOps(threads=3)
     workers = threads() - before
     rounds_with_pauses(ops)
-    time.sleep(ASLEEP)
+    wait_until_asleep(workers)
     assert len(workers) >= 2
     assert all(os.sched_getaffinity(worker) == allowed for worker in workers)
 
@@ -53,8 +65,10 @@ def test_a_process_bound_to_one_core_stays_there() -> None:
     os.sched_setaffinity(0, {min(allowed)})
     try:
         ops = NativeOps(threads=2)
+        workers = threads() - before
         rounds_with_pauses(ops)
-        assert all(os.sched_getaffinity(w) == {min(allowed)} for w in threads() - before)
+        wait_until_asleep(workers)
+        assert all(os.sched_getaffinity(worker) == {min(allowed)} for worker in workers)
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -65,11 +79,11 @@ def test_a_core_that_is_taken_away_in_a_pause_stays_away() -> None:
     ops = NativeOps(threads=2)
     workers = threads() - before
     rounds_with_pauses(ops)
-    time.sleep(ASLEEP)
+    wait_until_asleep(workers)
     for worker in workers:
         os.sched_setaffinity(worker, {min(allowed)})
     rounds_with_pauses(ops)
-    time.sleep(ASLEEP)
+    wait_until_asleep(workers)
     assert all(os.sched_getaffinity(worker) == {min(allowed)} for worker in workers)
 
 
@@ -80,7 +94,7 @@ def run_script(code: str) -> None:
         from pathlib import Path
         import numpy as np
         from localrt.quant.ops.native_ops import NativeOps
-        from tests.ops.test_native_pool import ASLEEP, rounds_with_pauses, threads
+        from tests.ops.test_native_pool import rounds_with_pauses, threads, wait_until_asleep
     """
     script = textwrap.dedent(head) + textwrap.dedent(code)
     done = subprocess.run(
@@ -88,7 +102,7 @@ def run_script(code: str) -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -99,7 +113,7 @@ def test_a_forked_child_computes_alone_and_leaves_its_parents_threads_be() -> No
         ops = NativeOps(threads=3)
         workers = threads() - before
         rounds_with_pauses(ops)
-        time.sleep(ASLEEP)
+        wait_until_asleep(workers)
         child = os.fork()
         if not child:
             rounds_with_pauses(ops)
@@ -117,6 +131,7 @@ def test_a_forked_child_computes_alone_and_leaves_its_parents_threads_be() -> No
 )
 def test_where_the_system_gives_no_more_threads_those_that_are_there_compute() -> None:
     run_script("""
+        rounds_with_pauses(NativeOps(threads=1))  # loads what finds no room below the limit
         used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), resource.RLIM_INFINITY))
         before = threads()

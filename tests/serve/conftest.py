@@ -41,7 +41,7 @@ class Running:
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, JSON (or text), headers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, data, headers or {})
@@ -63,7 +63,7 @@ class Running:
         return stats.running == stats.waiting == stats.paused == self.service._inside == 0
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -87,7 +87,7 @@ def serving(model: localrt.Model, **options: Any) -> Iterator[Running]:
         yield running
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
         bound.close()
         assert not thread.is_alive()
 

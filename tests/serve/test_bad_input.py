@@ -156,7 +156,7 @@ def test_large_requests_are_cut_off(model: Any) -> None:
     with serving(model, max_body=2000, max_header=2048) as running:
         long = {"messages": [{"role": "user", "content": "x" * 3000}]}
         refused(running.request("POST", "/v1/chat/completions", long), 413, "2000 bytes")
-        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
             # No length is given, and the body would not end.
             raw.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -164,7 +164,7 @@ def test_large_requests_are_cut_off(model: Any) -> None:
             )
             raw.sendall((b"3e8\r\n" + b"x" * 1000 + b"\r\n") * 3)
             assert b" 413 " in raw.recv(1000)
-        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
             raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"y" * 5000)
             assert b" 400 " in raw.recv(1000)
         assert running.request("GET", "/health")[0] == 200
@@ -172,12 +172,12 @@ def test_large_requests_are_cut_off(model: Any) -> None:
 
 def test_a_request_that_does_not_come_is_given_up(model: Any) -> None:
     with serving(model, read_timeout_s=0.2) as running:
-        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
             raw.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
             )
             assert b" 408 " in raw.recv(1000)
-        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as raw:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
             raw.sendall(b"no http at all\r\n\r\n")
             assert b" 400 " in raw.recv(1000)
         until(running.idle)

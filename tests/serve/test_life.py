@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from tests.serve.conftest import Running, serving, until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 HI = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -29,7 +30,7 @@ def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> so
     raw = socket.socket()
     if small:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    raw.settimeout(30)
+    raw.settimeout(120)
     raw.connect(("127.0.0.1", running.port))
     body = json.dumps(fields).encode()
     raw.sendall(
@@ -42,15 +43,17 @@ def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> so
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_goes_away_ends_his_answer(slow: None, server: Running, stream: bool) -> None:
+    lines = len(server.log)
     raw = send(server, {**LONG, "stream": stream})
     until(lambda: server.service.live.stats().running == 1)
     before = server.service.live.stats().completion_tokens
     if stream:
         assert raw.recv(100)
     raw.close()
-    until(server.idle, seconds=3)
+    until(server.idle)
     assert server.service.live.stats().completion_tokens - before < 300
-    until(lambda: server.log[-1].status == 499)
+    until(lambda: len(server.log) > lines)
+    assert server.log[-1].status == 499
 
 
 def test_who_waits_in_the_queue_may_go_away(slow: None, model: Any) -> None:
@@ -72,7 +75,7 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
         status, got, _ = running.chat(max_tokens=8, ignore_eos=True)
         assert status == 200
         assert got["usage"]["completion_tokens"] == 8
-        until(running.idle, seconds=20)
+        until(running.idle)
         until(lambda: running.log[-1].status == 499)
         assert running.service.live.stats().completion_tokens < 8 * 400
         assert running.chat(max_tokens=2)[0] == 200
@@ -119,15 +122,23 @@ def test_numbers_for_prometheus(model: Any) -> None:
         assert len(names) == text.count("# TYPE")
 
 
-def test_stopping_lets_answers_finish(slow: None, model: Any) -> None:
+def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Any] = []
-    with serving(model, drain_s=20.0) as running:
+    engine: Any = model._parts.engine
+    extend = engine.extend_batch
+    with serving(model, drain_s=100.0) as running:
+
+        def held(*parts: Any, **options: Any) -> Any:
+            until(lambda: running.server.should_exit)  # else the answer may be over before
+            return extend(*parts, **options)
+
+        monkeypatch.setattr(engine, "extend_batch", held, raising=False)
         asked = threading.Thread(
             target=lambda: results.append(running.chat(max_tokens=25, ignore_eos=True))
         )
         asked.start()
         until(lambda: running.service.live.stats().running == 1)
-    asked.join(10)
+    asked.join(120)
     assert results[0][0] == 200
     assert results[0][1]["usage"]["completion_tokens"] == 25
 
@@ -138,8 +149,8 @@ def test_stopping_cuts_off_what_takes_too_long(slow: None, model: Any, stream: b
     with serving(model, drain_s=0.3) as running:
         raw = send(running, {**LONG, "stream": stream})
         until(lambda: running.service.live.stats().running == 1)
-    assert time.monotonic() - began < 10
-    received = b""
+        received = raw.recv(100) if stream else b""
+    assert time.monotonic() - began < 60
     with raw:
         while piece := raw.recv(65536):
             received += piece
@@ -169,7 +180,7 @@ def start(folder: Path, *args: str, **environment: str) -> tuple[subprocess.Pope
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> None:
     process, url = start(tiny_folder, "--name", "me", "--max-tokens", "4", LOCALRT_API_KEY="k")
-    connection = http.client.HTTPConnection(url.split("/")[2], timeout=30)
+    connection = http.client.HTTPConnection(url.split("/")[2], timeout=120)
     connection.request(
         "POST",
         "/v1/chat/completions",
@@ -180,7 +191,7 @@ def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> No
     connection.close()
     assert answer["usage"]["completion_tokens"] == 4
     process.send_signal(number)
-    out, error = process.communicate(timeout=30)
+    out, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     assert error == ""
     (line,) = map(json.loads, out.splitlines())
@@ -193,16 +204,32 @@ def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> No
 
 def test_a_second_signal_does_not_wait(tiny_folder: Path) -> None:
     process, url = start(tiny_folder, "--drain", "60")
-    raw = socket.create_connection(("127.0.0.1", int(url.split("/")[2].split(":")[1])))
-    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
+    address = "127.0.0.1", int(url.split("/")[2].split(":")[1])
+    with socket.create_connection(address, timeout=120) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+        )
+        assert b" 100 " in raw.recv(1000)  # it is inside, and waits for what does not come
+        process.send_signal(signal.SIGINT)
+        until(lambda: refuses(address))
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+        with suppress(ConnectionError):
+            assert b" 408 " not in raw.recv(1000)  # nor had the request's own time run out
     process.communicate()
-    raw.close()
+
+
+def refuses(address: tuple[str, int]) -> bool:
+    """Whether nobody listens there any more."""
+    try:
+        socket.create_connection(address, timeout=120).close()
+    except ConnectionRefusedError:
+        return True
+    except ConnectionError:
+        pass
+    return False
 
 
 def failed(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -210,7 +237,7 @@ def failed(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [*SERVE, *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
     )
 
@@ -236,7 +263,7 @@ def test_a_missing_extra_says_which(tiny_folder: Path, tmp_path: Path) -> None:
 def test_an_open_address_without_a_key_is_told(tiny_folder: Path) -> None:
     process, _ = start(tiny_folder, "--host", "0.0.0.0", "--quiet")
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 0
     assert error.count("\n") == 1
     assert "LOCALRT_API_KEY" in error

@@ -14,7 +14,7 @@ from localrt.offload.waiting import Waiter, waiting
 from localrt.speculative.meanwhile import Meanwhile
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.perf_counter() + seconds
     while not condition():
         assert time.perf_counter() < end, "it did not happen"
@@ -71,12 +71,11 @@ def test_it_works_in_the_gaps_alone() -> None:
         assert layers.done == 0  # the pass computes
         with check.waiting():
             wait_for(lambda: layers.done > 3)
-        time.sleep(0.005)
-        before = layers.done  # at most the layer that was at work has ended since
-        time.sleep(0.02)
-        assert layers.done == before
+        before = layers.done
+        time.sleep(0.025)
+        assert layers.done <= before + 1  # the layer that was at work has ended since
         with check.waiting():
-            wait_for(lambda: layers.done > before)
+            wait_for(lambda: layers.done > before + 1)
         check.ended([7])
     assert layers.ended == "of no use"
     assert not drafting()

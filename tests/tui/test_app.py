@@ -265,12 +265,11 @@ async def test_ctrl_c_stops_then_quits(model: FakeModel) -> None:
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
         await pilot.press("ctrl+c")
-        assert "again quits" in screen.hint(app)
+        await until(pilot, lambda: "again quits" in screen.hint(app))
         await until(pilot, lambda: idle(app))
         assert app.is_running
         await pilot.press("ctrl+c")
-        await pilot.pause()
-        assert not app.is_running
+        await until(pilot, lambda: not app.is_running)
 
 
 async def test_ctrl_c_copies_a_selection(model: FakeModel) -> None:

@@ -112,18 +112,18 @@ async def test_the_view_follows_only_at_the_bottom() -> None:
         assert view.max_scroll_y > 50
 
         await pilot.press("pageup")
+        await until(pilot, lambda: not view.follows)
         place = view.scroll_y
         assert place < view.max_scroll_y
         model.allow(50)
         await until(pilot, lambda: "line 99" in screen.answers(app)[0])
         assert view.scroll_y == place
-        assert screen.hint(app) == "More below: Ctrl+End"
+        await until(pilot, lambda: screen.hint(app) == "More below: Ctrl+End")
 
         await pilot.press("ctrl+end")
         model.allow(50)
         await until(pilot, lambda: "line 149" in screen.answers(app)[0])
-        await until(pilot, lambda: view.follows)
-        assert screen.hint(app) == ""
+        await until(pilot, lambda: view.follows and screen.hint(app) == "")
 
 
 async def test_sending_goes_to_the_bottom(model: FakeModel) -> None:
@@ -135,7 +135,7 @@ async def test_sending_goes_to_the_bottom(model: FakeModel) -> None:
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: idle(app) and view.max_scroll_y > 20)
         await pilot.press("ctrl+home")
-        assert view.scroll_y == 0
+        await until(pilot, lambda: view.scroll_y == 0)
         await screen.say(pilot, "more")
         await until(pilot, lambda: idle(app) and len(screen.answers(app)) == 2)
         assert view.follows
@@ -194,12 +194,15 @@ async def test_answers_wrap_again_when_the_window_changes() -> None:
         heights = []
         for width in (80, 40, 80):
             await pilot.resize_terminal(width, 24)
-            await pilot.pause()
+            await until(pilot, lambda width=width: screen.conversation(app).size.width == width)
             heights.append(screen.conversation(app).virtual_size.height)
         assert heights[0] == heights[2] < heights[1]
 
 
-async def test_a_line_typed_before_the_start_is_sent(model: FakeModel) -> None:
+async def test_a_line_typed_before_the_start_is_sent(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localrt.tui.composer._TYPE_AHEAD_SECONDS", 60)  # keys come slowly here
     app = app_for(FakeLoader(model), type_ahead=True)
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press("h", "i", "ctrl+j")  # how the terminal hands over that Enter

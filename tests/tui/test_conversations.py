@@ -19,7 +19,7 @@ from localrt import History
 from localrt.errors import StorageError
 from localrt.tui import ChatApp
 from localrt.tui.conversations_screen import ConversationsScreen
-from localrt.tui.dialogs import Confirm
+from localrt.tui.dialogs import Ask, Confirm
 from localrt.tui.footer import Phase
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
@@ -107,7 +107,7 @@ async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
         await asked(pilot, "Second")
         options = await listed(pilot)
         await pilot.press("down", "f2")
-        await until(pilot, lambda: bool(pilot.app.screen.query(Input)))
+        await until(pilot, lambda: isinstance(pilot.app.screen, Ask))
         assert pilot.app.screen.query_one(Input).value == "My talk"
         await pilot.press("x", "enter")
         await until(pilot, lambda: "x" in str(options.get_option_at_index(1).prompt))
@@ -229,7 +229,7 @@ _WRITER = """
     writer = conversation.answer(after=user.id)
     writer.write("A whole sentence. And a ha")
     print("written", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
@@ -19,6 +19,7 @@ from localrt.tui.dialogs import Choose, Confirm
 from localrt.tui.loading import LoadingLine
 from localrt.tui.models_library import Library, Room
 from localrt.tui.models_screen import ModelsScreen
+from tests.tui.conftest import until
 
 NOW = time.time()
 MODELS = [
@@ -32,6 +33,7 @@ PREVIEWS = {
         fits=False, weight_bytes=4_100_000_000, read_bytes=410_000_000, tok_s=6.04
     ),
     "org/huge": Preview(fits=False, weight_bytes=90_000_000_000, problem="does not fit: too large"),
+    "org/new-GGUF:Q4_0": Preview(fits=True, weight_bytes=100),  # once it has been pulled
 }
 
 
@@ -51,7 +53,7 @@ class FakeLibrary(Library):
         return list(self.here)
 
     def uses(self) -> dict[str, float]:
-        return {"org/chat:Q4_K_M": NOW - 7200}
+        return {"org/chat:Q4_K_M": time.time() - 7200}
 
     def room(self, models: list[LocalModel]) -> Room:
         return Room(sum(model.bytes for model in models), 81_000_000_000)
@@ -108,14 +110,6 @@ class Bare(App[None]):
         self.push_screen(self.models, self.chosen.append)
 
 
-async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the screen did not get there in time"
-        await pilot.pause(0.01)
-    await pilot.pause()
-
-
 def rows(app: Bare) -> list[str]:
     options = app.models.query_one(OptionList)
     return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
@@ -152,12 +146,12 @@ async def test_a_preview_before_loading() -> None:
         await pilot.press("up")
         await until(pilot, lambda: "streams 410 MB per token, about 6 tok/s" in about(app))
         await pilot.press("enter")
-        await pilot.pause()
-        assert app.chosen == ["org/chat:Q4_K_M"]
+        await until(pilot, lambda: app.chosen == ["org/chat:Q4_K_M"])
         assert app.library.asked == []
 
 
-async def test_a_row_passed_quickly_is_not_planned_for() -> None:
+async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.models_screen._PAUSE", 2.0)  # quicker than that is easy
     app = Bare(FakeLibrary())
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
@@ -174,14 +168,12 @@ async def test_what_does_not_fit_is_asked_about() -> None:
         await pilot.press("down")
         await until(pilot, lambda: "does not fit" in about(app))
         await pilot.press("enter")
-        await pilot.pause()
-        assert isinstance(app.screen, Confirm)
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("n")
         await pilot.pause()
         assert app.chosen == []
         await pilot.press("enter", "y")
-        await pilot.pause()
-        assert app.chosen == ["org/huge"]
+        await until(pilot, lambda: app.chosen == ["org/huge"])
 
 
 async def test_typing_narrows_and_the_hub_is_asked_when_told_to() -> None:
@@ -189,8 +181,7 @@ async def test_typing_narrows_and_the_hub_is_asked_when_told_to() -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
         await pilot.press(*"chat")
-        await pilot.pause()
-        assert len(rows(app)) == 2
+        await until(pilot, lambda: len(rows(app)) == 2)
         assert "Search the hub for “chat”" in rows(app)[1]
         assert app.library.asked == []
         await pilot.press("ctrl+s")
@@ -239,8 +230,7 @@ async def test_esc_stops_a_pull_and_then_closes() -> None:
         await until(pilot, lambda: "goes on from here" in about(app))
         assert app.chosen == []
         await pilot.press("escape", "escape")  # the search, then the screen
-        await pilot.pause()
-        assert app.chosen == [None]
+        await until(pilot, lambda: app.chosen == [None])
 
 
 async def test_an_error_of_the_hub_is_a_line() -> None:
@@ -260,8 +250,7 @@ async def test_deleting_asks_first() -> None:
         await pilot.pause()
         assert app.screen is app.models
         await pilot.press("up", "ctrl+d")
-        await pilot.pause()
-        assert isinstance(app.screen, Confirm)
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("n")
         assert len(app.library.here) == 3
         await pilot.press("ctrl+d", "y")

@@ -183,5 +183,5 @@ async def test_without_a_way_to_load_by_name_it_says_so() -> None:
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: ready(app))
         await pilot.press("f4")
-        await pilot.pause()
+        await until(pilot, lambda: screen.notices(app, "error"))
         assert "localrt chat MODEL" in screen.notices(app, "error")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from localrt.status import LaneUse, MemoryUse
 from localrt.tui.panel import LivePanel
 from localrt.tui.panel_parts import View, lane, of, spark
 from localrt.tui.panel_text import side_lines, strip_lines
+from tests.tui.conftest import until
 from tests.tui.panel_fakes import BEFORE, STREAMED, VIEW, WatchedModel
 
 
@@ -114,10 +116,10 @@ async def test_it_looks_only_while_open_and_generating() -> None:
         panel.begin()
         await asyncio.sleep(0.6)
         assert model.looks == []  # hidden
+        opened = time.monotonic()
         panel.show(True)
-        await asyncio.sleep(0.7)
-        count = len(model.looks)
-        assert 2 <= count <= 4
+        await until(pilot, lambda: len(model.looks) > 2)
+        assert len(model.looks) <= 2 + (time.monotonic() - opened) / 0.5  # twice a second
         assert all(model.looks)
         panel.end()
         await pilot.pause()
@@ -139,10 +141,7 @@ async def test_advice_is_asked_for_once_and_never_beside_an_answer() -> None:
         assert model.advised == 0
         model.now = STREAMED
         panel.end()
-        for _ in range(100):
-            if panel.view.outlook is not None:
-                break
-            await pilot.pause(0.02)
+        await until(pilot, lambda: panel.view.outlook is not None)
         panel.begin()
         panel.end()
         await pilot.pause(0.1)
@@ -177,8 +176,7 @@ async def test_the_place_follows_the_terminal(size: tuple[int, int], side: bool)
     async with app.run_test(size=size) as pilot:
         app.panel.take(model)  # type: ignore[arg-type]
         app.panel.show(True)
-        await pilot.pause()
-        await pilot.pause()
+        await until(pilot, lambda: app.panel.region)
         assert app.panel.has_class("-side") is side
         assert (app.panel.region.height == size[1]) is side
         if not side:

@@ -11,6 +11,7 @@ from localrt.tui import ChatApp
 from localrt.tui.footer import Phase
 from localrt.tui.help_screen import HelpScreen
 from localrt.tui.panel import LivePanel
+from localrt.tui.settings_dialogs import Edit
 from localrt.tui.settings_screen import SettingsScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, until
@@ -39,8 +40,7 @@ async def test_the_panel_is_remembered(tmp_path: Path) -> None:
             await until(pilot, lambda app=app: ready(app))
             assert panel(app).is_open is expected
             await pilot.press("f3")
-            await pilot.pause()
-            assert panel(app).is_open is not expected
+            await until(pilot, lambda app=app, was=expected: panel(app).is_open is not was)
     assert "panel" not in (tmp_path / "config.toml").read_text()
 
 
@@ -64,8 +64,7 @@ async def test_the_panel_follows_an_answer() -> None:
         assert len(model.looks) <= count + 1  # idle
         assert screen.conversation(app).region.width < 100
         await pilot.press("f3")
-        await pilot.pause()
-        assert screen.conversation(app).region.width == 100
+        await until(pilot, lambda: screen.conversation(app).region.width == 100)
 
 
 async def test_preferences_are_there_at_the_start(tmp_path: Path) -> None:
@@ -85,12 +84,10 @@ async def test_preferences_are_there_at_the_start(tmp_path: Path) -> None:
         await pilot.pause()
         assert not panel(app).is_open
         await pilot.press("f9")
-        await pilot.pause()
-        assert panel(app).is_open
+        await until(pilot, lambda: panel(app).is_open)
         assert "F9 hides" in str(panel(app).render())
         await pilot.press("f1")
-        await pilot.pause()
-        assert isinstance(app.screen, HelpScreen)
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         page = "".join(str(each.render()) for each in app.screen.query(Static))
         assert "F9" in page
 
@@ -126,8 +123,7 @@ async def test_a_bad_file_is_told_and_never_written(tmp_path: Path) -> None:
         await until(pilot, lambda: ready(app))
         assert "is not TOML" in screen.notices(app, "error")[0]
         await pilot.press("f3")
-        await pilot.pause()
-        assert panel(app).is_open
+        await until(pilot, lambda: panel(app).is_open and len(screen.notices(app, "error")) > 1)
         assert "Not remembered" in screen.notices(app, "error")[1]
     assert (tmp_path / "config.toml").read_text() == "theme = "
 
@@ -140,9 +136,9 @@ async def test_settings_change_the_conversation(tmp_path: Path) -> None:
         await screen.say(pilot, "/settings")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.press("down", "down", "down", "down", "enter")
-        await pilot.pause()
+        await until(pilot, lambda: isinstance(app.screen, Edit))
         await pilot.press(*"0.7", "enter")
-        await pilot.pause()
+        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, SettingsScreen))
         assert model.last_chat.options == {"temperature": 0.7}
@@ -178,8 +174,7 @@ async def test_a_resize_moves_the_panel() -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: ready(app))
         await pilot.press("f3")
-        await pilot.pause()
-        assert panel(app).region.x > 0
+        await until(pilot, lambda: panel(app).region.x > 0)
         await pilot.resize_terminal(60, 24)
         await until(pilot, lambda: panel(app).region.x == 0)
         assert panel(app).region.height < 10

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import OptionList, Static
+from textual.widgets import Input, OptionList, Static
 
 from localrt.tui import ChatApp
 from localrt.tui.footer import Phase
@@ -42,6 +42,7 @@ async def streaming(pilot: Pilot[Any]) -> None:
     await until(pilot, lambda: screen.answers(app) == ["".join(ANSWER)])
     assert panel._timer is not None
     panel._timer.pause()
+    panel._model = None  # a look that is on its way already finds nothing
     panel._view = VIEW
     panel._draw()
     await pilot.pause()
@@ -67,13 +68,18 @@ def test_panel_on_a_narrow_terminal(snap_compare: Compare) -> None:
     assert snap_compare(app_for(FakeLoader(model)), terminal_size=(60, 24), run_before=streaming)
 
 
-def test_models_with_a_preview(snap_compare: Compare) -> None:
+def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The row that is left at once is not planned for, however late the key comes.
+    monkeypatch.setattr("localrt.tui.models_screen._PAUSE", 60.0)
+
     async def before(pilot: Pilot[Any]) -> None:
         app = await ready(pilot)
         await pilot.press("f4")
         await until(pilot, lambda: isinstance(app.screen, ModelsScreen))
         models = app.screen
+        models.query_one(Input).cursor_blink = False
         await until(pilot, lambda: models.query_one(OptionList).option_count == 3)
+        monkeypatch.setattr("localrt.tui.models_screen._PAUSE", 0.1)
         await pilot.press("up")
         about = models.query_one("#about", Static)
         await until(pilot, lambda: "about 6 tok/s" in str(about.render()))

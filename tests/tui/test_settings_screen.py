@@ -17,6 +17,7 @@ from localrt.tui.settings_dialogs import Edit, PickTheme
 from localrt.tui.settings_screen import SettingsScreen
 from localrt.tui.settings_work import OPTION_HELP, SettingsWork
 from localrt.tui.themes import offered, register
+from tests.tui.conftest import until
 from tests.tui.fakes import FakeModel
 
 
@@ -57,6 +58,7 @@ def row(app: Bare, name: str) -> str:
 
 async def choose(pilot: Pilot[None], app: Bare, name: str, key: str = "enter") -> None:
     """Go to the row and press a key."""
+    await until(pilot, lambda: app.settings.query(OptionList) and rows(app))
     place = next(i for i, row in enumerate(rows(app)) if row.strip().startswith(name))
     app.settings.query_one(OptionList).highlighted = place
     await pilot.pause()

@@ -16,14 +16,17 @@ from pathlib import Path
 import pytest
 
 from localrt import History
+from localrt.history import Turn
 from tests.real_models import real_model
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
     pytest.mark.real,
+    pytest.mark.timeout(900),
 ]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 120  # for one thing to be seen
 
 
 class Terminal:
@@ -34,7 +37,7 @@ class Terminal:
         settings = [f"{name}={value}" for name, value in environment.items()]
         # A size in the environment would count for more than the terminal's own.
         line = shlex.join(["env", "-u", "COLUMNS", "-u", "LINES", *settings, *command])
-        line += "; echo ended with $?; sleep 60"
+        line += "; echo ended with $?; sleep 600"
         start = ["-f", os.devnull, "new-session", "-d", "-x", "100", "-y", "30", line]
         try:
             self.tmux(*start)
@@ -53,12 +56,19 @@ class Terminal:
     def screen(self) -> str:
         return self.tmux("capture-pane", "-p")
 
-    def wait_for(self, text: str, seconds: float = 30, *, gone: bool = False) -> str:
-        deadline = time.monotonic() + seconds
+    def wait_for(self, text: str, *, gone: bool = False) -> str:
+        deadline = time.monotonic() + SECONDS
         while (text in (shown := self.screen())) is gone:
             assert time.monotonic() < deadline, f"waited for {text!r}, {gone=}:\n{shown}"
             time.sleep(0.1)
         return shown
+
+    def wait_below(self, text: str) -> None:
+        """Until something is written below it."""
+        deadline = time.monotonic() + SECONDS
+        while not (shown := self.screen()).partition(text)[2].strip():
+            assert time.monotonic() < deadline, f"waited for more than {text!r}:\n{shown}"
+            time.sleep(0.1)
 
     def close(self) -> None:
         subprocess.run(
@@ -78,6 +88,12 @@ def terminal(data: Path) -> Iterator[Terminal]:
     terminal = Terminal([*command, "--seed", "1", "--max-tokens", "2000"], environment)
     yield terminal
     terminal.close()
+
+
+def last_turns(data: Path) -> tuple[Turn, ...]:
+    """The turns of the conversation used last, as they are kept by now."""
+    with History(data / "localrt" / "history.db") as history:
+        return tuple(history.open(history.list()[0].id).turns)
 
 
 def process_of(data: Path) -> int:
@@ -113,11 +129,13 @@ def test_a_chat_that_is_killed_goes_on(terminal: Terminal, data: Path) -> None:
     terminal.tmux("resize-window", "-x", "60", "-y", "20")
     terminal.wait_for("Message")
     terminal.wait_for(" tok/s")
-    time.sleep(1)
+    deadline = time.monotonic() + SECONDS
+    while not last_turns(data)[-1].content:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     os.kill(process_of(data), signal.SIGKILL)
     terminal.wait_for("ended with 137")
-    with History(data / "localrt" / "history.db") as history:
-        *_, user, answer = history.open(history.list()[0].id).turns
+    *_, user, answer = last_turns(data)
     assert user.content == "Count from one to five hundred."
     assert answer.state == "cut"
     assert answer.content
@@ -131,8 +149,9 @@ def test_plain_on_a_dumb_terminal(tmp_path: Path) -> None:
         terminal.wait_for("You:")
         terminal.keys("/set ignore_eos true", "Enter")
         terminal.wait_for("ignore_eos = true")
+        terminal.wait_below("ignore_eos = true")  # it asks again
         terminal.keys("Write down the numbers from 1 to 300.", "Enter")
-        time.sleep(2)
+        terminal.wait_below("to 300.")
         terminal.keys("C-c")
         terminal.wait_for("(stopped)")
         terminal.keys("/quit", "Enter")

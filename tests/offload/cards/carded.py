@@ -72,7 +72,7 @@ def on_card(
     """The decoder that follows a placement, on a virtual card."""
     trace = Trace(keep=100_000)
     accelerator, clock = virtual_card(model.ops, trace, **(card or {}))
-    settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 5.0, **options}
+    settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_pipeline(
         model.store,
         model.ops,
@@ -123,9 +123,9 @@ def placements(names: list[str]) -> st.SearchStrategy[dict[str, Where]]:
 
 
 def pipeline_threads() -> list[str]:
-    """The threads that pipelines have left running, a second after they were told to end."""
+    """The threads that pipelines have left running, seconds after they were told to end."""
     others = ("localrt-kv-keeper", "localrt-live", "localrt-serve")  # of models of other tests
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 5
     while True:
         names = [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]
         names = [name for name in names if not name.startswith(others)]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.fetching import POLL_S
 from localrt.offload.files import StoreFiles
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch, KVCache
@@ -28,6 +29,7 @@ from tests.offload.cards.carded import (
     placements,
 )
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
+from tests.offload.waits import naps
 
 pytestmark = needs_kernels
 
@@ -162,7 +164,7 @@ def test_cancelling_while_the_disk_is_silent(model: Talking) -> None:
     class HangingFiles(StoreFiles):
         def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
             if hangs.is_set():
-                awake.wait(10)
+                awake.wait(60)
             super().read_into(name, offset, out)
 
     files = HangingFiles(model.store.path, {unit.file for unit in model.store.manifest.units})
@@ -182,9 +184,10 @@ def test_cancelling_while_the_disk_is_silent(model: Talking) -> None:
             for _ in range(100):
                 decoder.forward(Batch.extend([(cache, [1])]), check=check)
 
-        with pytest.raises(CancelledError):
+        with naps() as found, pytest.raises(CancelledError):
             use_up_what_is_there()
-        assert time.perf_counter() - started < 0.5
+        assert time.perf_counter() - started < 15
+        assert 0 < max(found) <= POLL_S <= 0.05  # at once, but for what a busy machine adds
         hangs.clear()
         awake.set()
         cache.trim(1)
@@ -220,20 +223,22 @@ def test_an_unreadable_unit_on_its_way_to_the_card(model: Talking) -> None:
 
             with pytest.raises(CheckpointError, match="Input/output error"):
                 use_up_what_is_there()
-            assert time.perf_counter() - started < 3.0
+            assert time.perf_counter() - started < 15
             unit.clear()
             cache.trim(1)
             assert_same([extend(decoder, cache, [4])], [extend(model.resident, twin, [4])])
 
 
 def test_closing_ends_all_threads_at_once(model: Talking) -> None:
-    before = pipeline_threads()
+    before, took = pipeline_threads(), []
     for offset in range(5):
         with on_card(model, spread(model, offset)) as decoder:
             extend(decoder, decoder.cache(10), [1, 2])
             started = time.perf_counter()
-        assert time.perf_counter() - started < 1.0
+        took.append(time.perf_counter() - started)
         assert pipeline_threads() == before
+    assert max(took) < 15
+    assert min(took) < 1.0  # others may keep the machine busy now and then
 
 
 # -- memory that is given back ---------------------------------------------------------------------

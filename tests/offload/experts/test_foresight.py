@@ -206,7 +206,7 @@ class Slow:
         """Note what is fetched, wait, and fill it."""
         self.fetched.append(unit.name)
         self.entered.release()
-        assert self.gate.acquire(timeout=5)
+        assert self.gate.acquire(timeout=60)
         out[:] = 7
         return None
 
@@ -220,7 +220,7 @@ def unit(name: str, nbytes: int = 400) -> StoredUnit:
 
 def test_a_demand_waits_for_the_piece_that_is_being_read_and_for_no_more() -> None:
     source = Slow()
-    reader = DemandReader(source, threads=1, block=100, stall_s=5.0)
+    reader = DemandReader(source, threads=1, block=100, stall_s=30.0)
     try:
         memory = {name: np.zeros(400, np.uint8) for name in "abc"}
         guess = reader.ask(unit("a"), memory["a"], urgent=False)
@@ -239,7 +239,7 @@ def test_a_demand_waits_for_the_piece_that_is_being_read_and_for_no_more() -> No
 
 def test_what_is_called_off_is_not_read_on() -> None:
     source = Slow()
-    reader = DemandReader(source, threads=1, block=100, stall_s=5.0)
+    reader = DemandReader(source, threads=1, block=100, stall_s=30.0)
     try:
         ended: deque[Load] = deque()
         first = reader.ask(unit("a"), np.zeros(400, np.uint8), urgent=False, ends=ended)
@@ -261,7 +261,7 @@ def test_what_is_called_off_is_not_read_on() -> None:
 def test_only_what_was_demanded_counts_as_busy() -> None:
     source = Slow()
     source.gate.release(20)
-    reader = DemandReader(source, threads=2, block=100, stall_s=5.0)
+    reader = DemandReader(source, threads=2, block=100, stall_s=30.0)
     try:
         guess = reader.ask(unit("a"), np.zeros(400, np.uint8), urgent=False)
         reader.wait(guess)
