@@ -63,7 +63,7 @@ def test_every_kind_of_attention_keeps_sequences_apart(name: str, tmp_path: Path
     save_tiny(name, tmp_path)
     with localrt.load(tmp_path) as model:
 
-        @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
         @given(
             lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
             shared=st.integers(0, 20),

@@ -226,7 +226,7 @@ harmless = st.lists(
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(messages=harmless)
 def test_harmless_chats_encode_as_one_text(name: str, messages: list[dict[str, Any]]) -> None:
     tokenizer, template = real(name)

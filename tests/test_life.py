@@ -296,7 +296,7 @@ def test_units_go_and_stay_as_the_budget_says(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_budget_changes_a_bit(data: st.DataObject, stored: StoredModel) -> None:
     names = passing(stored.store)

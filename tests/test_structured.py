@@ -155,9 +155,7 @@ def test_what_cannot_be_followed_is_said_before_any_work(
         tiny.chat(**options).send("hi")
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=12))
 def test_any_text_as_an_expression_is_followed_or_refused(tiny: localrt.Model, text: str) -> None:
     try:

@@ -26,7 +26,7 @@ from tests.checkpoints.make_gguf import (
 
 MOST_MEMORY = 8 << 20
 EXAMPLES = int(os.environ.get("LOCALRT_FUZZ_EXAMPLES", "150"))
-FUZZ = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 
 
 def number(value: int) -> bytes:

@@ -290,7 +290,7 @@ def test_room_for_caches_keeps_to_the_budgets() -> None:
     assert kv_room(engine, ram=None, gpu_memory=500) == 400
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=12),
     size=st.none() | st.integers(1, PASS_ROWS),

@@ -403,7 +403,7 @@ def test_an_engine_that_cannot_join_runs_one_after_another() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=10),
     buffer=st.integers(1, 20),

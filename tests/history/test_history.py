@@ -66,7 +66,7 @@ def test_editing_begins_a_branch_and_loses_nothing(history: History) -> None:
     assert said(talk) == ["one", "uno"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=25))
 def test_every_turn_can_be_shown_again(steps: list[tuple[bool, int]]) -> None:
     with TemporaryDirectory() as folder, History(Path(folder) / "h.db") as history:

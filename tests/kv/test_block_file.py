@@ -48,7 +48,7 @@ def read(file: BlockFile, length: int) -> tuple[int, Bytes]:
     return file.read(length, put), got
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 1500)), min_size=1, max_size=4))
 def test_a_sequence_that_goes_on_or_turns_off_comes_back(steps: list[tuple[int, int]]) -> None:
     with TemporaryDirectory() as folder:

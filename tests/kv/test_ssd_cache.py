@@ -127,9 +127,7 @@ def test_chunks_tokens_and_trims_are_bitwise_those_of_ram(
     assert not list(tmp_path.iterdir())  # the file has no name
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_work_equals_ram(data: st.DataObject, pairs: Any) -> None:
     """Several sequences, buffers, layers on the SSD, trims and passes that were given up."""

@@ -92,7 +92,7 @@ def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
         assert np.array_equal(mine, other)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), slack=st.integers(0, 40), embedded=st.booleans())
 def test_any_placement_computes_the_same(
     model: Model, data: st.DataObject, slack: int, embedded: bool
@@ -106,7 +106,7 @@ def test_any_placement_computes_the_same(
         assert_same(conversation(decoder), conversation(model.resident))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_head_that_is_the_embedding_is_read_by_row_where_it_is_not_in_ram(
     tied: Model, data: st.DataObject
@@ -277,7 +277,7 @@ def test_what_is_given_back_is_little_more_than_asked(model: Model) -> None:
 # -- a pass that ends early ------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data(), ends=st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=5))
 def test_a_cancelled_pass_leaves_no_trace(
     model: Model, data: st.DataObject, ends: list[tuple[int, bool]]

@@ -90,7 +90,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRing.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def fill(ring: Ring, lease: Lease) -> int:
@@ -101,7 +101,7 @@ def fill(ring: Ring, lease: Lease) -> int:
     return done
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40),
     slack=st.integers(0, 12),
@@ -134,7 +134,7 @@ def test_any_units_go_through_when_they_are_given_back_in_order(
         assert moved, "stuck"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(unit=st.integers(2, 12), slack=st.integers(1, 12), turns=st.integers(2, 9))
 def test_a_little_more_than_a_unit_is_filled_while_the_unit_is_computed(
     unit: int, slack: int, turns: int

@@ -53,7 +53,7 @@ def rows(model: Model, table: RowTable, ids: list[int]) -> np.ndarray:
     return np.array(table.embed(model.ops, step, wanted, 1.0))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(passes=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), max_size=12))
 def test_rows_do_not_depend_on_what_was_kept(model: Model, passes: list[list[int]]) -> None:
     table, _ = open_table(model)

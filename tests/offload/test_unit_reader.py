@@ -59,7 +59,7 @@ def reader_threads() -> list[threading.Thread]:
 # -- what is read ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pages=st.lists(st.integers(1, 7), min_size=1, max_size=7),
     slack=st.integers(0, 14),

@@ -186,7 +186,7 @@ def test_rows_without_numbers_give_weights_without_numbers(bad, scoring, isa: st
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_router(data: st.DataObject) -> None:
     groups = data.draw(st.sampled_from([1, 2, 3, 7]))
     count = groups * data.draw(st.integers(1, 40))

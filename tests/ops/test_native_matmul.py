@@ -138,7 +138,7 @@ def test_blocks_of_one_tensor_are_joined_before_tiling() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["zero", "tiny", "outlier", "plain"]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_activations_of_any_size_stay_close(seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((2, 64)).astype(np.float32)

@@ -266,7 +266,7 @@ def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
         torch.testing.assert_close(got, whole[rows], rtol=1e-2, atol=float(whole.abs().max()) / 200)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_routing(data: st.DataObject) -> None:
     ops = TritonOps(device=DEVICE)

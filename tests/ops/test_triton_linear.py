@@ -81,7 +81,7 @@ def test_rows_are_the_reference_exactly(name: str) -> None:
         assert torch.equal(picked.cpu(), wanted[1])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     name=st.sampled_from(MANY),
     rows=st.integers(1, 70),

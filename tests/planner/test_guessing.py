@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.errors import OptionError
@@ -27,7 +27,6 @@ def grown(p: float, guesses: int, depth: int) -> float:
     return tokens
 
 
-@settings(deadline=None)
 @given(p=SHARES, guesses=st.integers(1, 12), depth=st.integers(1, 8))
 def test_it_is_the_tree_that_grows_best_first(p: float, guesses: int, depth: int) -> None:
     tree = guessed_tree(p, guesses, depth)
@@ -35,7 +34,6 @@ def test_it_is_the_tree_that_grows_best_first(p: float, guesses: int, depth: int
     assert 1 <= tree.levels <= min(guesses, depth)
 
 
-@settings(deadline=None)
 @given(p=SHARES, guesses=st.integers(1, 60), depth=st.integers(1, 15))
 def test_more_guesses_levels_and_acceptance_never_bring_less(
     p: float, guesses: int, depth: int

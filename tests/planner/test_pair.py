@@ -48,7 +48,7 @@ def planned(**options: Any) -> PairPlan:
     return plan
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     vram=st.integers(0, 120),
     ram=st.integers(30, 200),
@@ -82,7 +82,7 @@ def test_no_way_exceeds_a_budget(
         assert plan.best.tok_s >= max(drafted)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     speed=st.floats(1, 20),
     link=st.floats(1, 8),

@@ -57,7 +57,7 @@ def assert_within(plan: Plan) -> None:
     assert placement.ram_ring % 4096 == placement.vram_ring % 4096 == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     ram=st.integers(20, 90),
     vram=st.integers(0, 60),

@@ -57,7 +57,7 @@ def serial(found: Simulation) -> float:
     return found.busy["ssd"] + found.busy["link"] + found.chain
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cases())
 def test_no_faster_than_the_busiest_and_no_slower_than_one_after_another(
     case: tuple[Costs, Placement],
@@ -72,7 +72,7 @@ def test_no_faster_than_the_busiest_and_no_slower_than_one_after_another(
     assert 0 < found.efficiency <= 1 + 1e-9
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases(), st.floats(1.0, 4.0))
 def test_a_faster_disk_or_link_never_costs_time(
     case: tuple[Costs, Placement], times: float
@@ -88,7 +88,7 @@ def test_a_faster_disk_or_link_never_costs_time(
         assert simulate(faster, placement, passes=3, warm_up=0).total_seconds <= now * (1 + 1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases())
 def test_tasks_of_one_resource_do_not_overlap_and_follow_their_inputs(
     case: tuple[Costs, Placement],
@@ -107,7 +107,7 @@ def test_tasks_of_one_resource_do_not_overlap_and_follow_their_inputs(
                 assert ready is None or task.start >= ready - 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(1, 10), st.floats(0.1, 5), st.floats(0, 10)), min_size=1, max_size=40

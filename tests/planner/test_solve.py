@@ -76,7 +76,7 @@ def test_highs_finds_what_trying_everything_finds() -> None:
 
     seen: list[Problem] = []
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(problems(most=2))
     def collect(problem: Problem) -> None:
         seen.append(problem)
@@ -93,7 +93,7 @@ def test_highs_finds_what_trying_everything_finds() -> None:
         assert bound(problem, counts) <= best * 1.002 + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_rules_give_something_feasible_and_near_the_best(problem: Problem) -> None:
     counts = solve_greedily(problem)
@@ -134,7 +134,7 @@ def test_without_a_card_the_rules_read_the_least_that_suffices() -> None:
         assert deficit <= read <= max(1.01 * deficit, deficit + 190 * PAGE)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=3),
     st.floats(0.01, 1.0),
@@ -197,7 +197,7 @@ def test_a_solver_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         solve_exactly([problem])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_arranging_uses_every_count_and_spreads_it(data: st.DataObject) -> None:
     layers = data.draw(st.integers(2, 30))

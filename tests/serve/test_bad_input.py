@@ -235,7 +235,7 @@ def test_options_of_a_server_are_checked() -> None:
         assert is_loopback(host) is here
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=60))
 def test_any_bytes_are_json_or_refused(data: bytes) -> None:
     with _refusing():
@@ -249,7 +249,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(["CHAT", "COMPLETION", "EMBEDDINGS"]),
     _JSON

@@ -23,7 +23,6 @@ schema = schemathesis.openapi.from_dict(describe())
 @schema.parametrize()
 @settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.filter_too_much,

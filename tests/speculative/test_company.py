@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.speculative.company import Company
@@ -46,7 +46,6 @@ trees = st.lists(
 
 
 @given(trees=trees, room=st.integers(0, 60))
-@settings(deadline=None)
 def test_what_is_chosen_are_the_likeliest_that_go_in(trees: list[TokenTree], room: int) -> None:
     chosen = company(len(trees), flat).choose(trees, room)
     assert len(chosen) == len(trees)

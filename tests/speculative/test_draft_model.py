@@ -162,7 +162,7 @@ def test_everything_that_was_prepared_is_a_tree_without_a_pass(decoder: Any) -> 
     assert kept.ready(tokens(30, seed=5)) == 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     steps=st.lists(
         st.tuples(

@@ -58,7 +58,7 @@ def same(tree: TokenTree, other: dict[tuple[int, ...], float]) -> None:
     assert all(ours[path] == pytest.approx(other[path], abs=1e-9) for path in ours)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     steps=st.lists(
         st.tuples(
@@ -88,7 +88,7 @@ def test_a_tree_does_not_depend_on_how_it_grew(
     assert len(asked) == len(set(asked))  # nothing is computed twice
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     first=st.tuples(st.integers(1, 30), st.integers(1, 4)),
     rounds=st.lists(st.integers(1, 8), max_size=5),

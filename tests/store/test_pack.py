@@ -105,7 +105,7 @@ def test_the_safetensors_package_reads_every_file(tmp_path: Path) -> None:
         assert all(name.startswith("_pad.") and not found[name].any() for name in extra)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 70),
     cuts=st.lists(st.integers(0, 70), max_size=6),

@@ -111,9 +111,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damaged_manifest_does_worse_than_one_line(
     packed: Path, store: Path, data: st.DataObject

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
@@ -124,7 +124,6 @@ def test_agrees_on_a_real_vocabulary(name: str) -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", REAL)
-@settings(deadline=None)
 @given(text=st.text(max_size=60))
 def test_agrees_on_any_text_in_a_real_vocabulary(name: str, text: str) -> None:
     agree(real(name), text)

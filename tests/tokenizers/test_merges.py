@@ -4,7 +4,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
@@ -36,7 +36,6 @@ def both(pieces: list[str], merges: list[str]) -> tuple[MergeTable, models.BPE]:
     return MergeTable(table, split_merges(PackedStrings.of(merges))), theirs
 
 
-@settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(0, 60))
 def test_agrees_with_the_package(rng: random.Random, count: int) -> None:
     pieces, merges = random_merges(rng, count)

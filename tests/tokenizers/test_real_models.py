@@ -93,7 +93,7 @@ def test_typed_control_tokens_stay_text(name: str) -> None:
         assert tokenizer.decode(ids) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.binary(max_size=30))
 def test_any_bytes_survive_in_a_vocabulary_with_all_bytes(data: bytes) -> None:
     tokenizer, _ = loaded("gemma270m")
@@ -102,7 +102,7 @@ def test_any_bytes_survive_in_a_vocabulary_with_all_bytes(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_streaming_any_tokens_equals_decoding_them_at_once(name: str, data: st.DataObject) -> None:
     tokenizer, _ = loaded(name)

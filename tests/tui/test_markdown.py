@@ -113,7 +113,7 @@ def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
     assert drawn(lines) == DRAWN
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pieces=st.lists(
         st.sampled_from(

@@ -166,7 +166,7 @@ def test_reads_and_the_cpus_work_are_charged_what_they_take_here(model: Model) -
     assert counts.clock_s <= 1.1 * wall
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
 def test_time_is_between_the_busiest_resource_and_the_sum(
     model: Model, data: st.DataObject, slack: tuple[int, int]

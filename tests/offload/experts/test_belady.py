@@ -17,7 +17,7 @@ from localrt.offload.experts.trace import RoutingTrace
 from tests.offload.experts.routing import random_trace, traces
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=traces, policy=st.sampled_from(sorted(POLICIES)), capacity=st.integers(1, 20))
 def test_no_policy_is_better(trace: RoutingTrace, policy: str, capacity: int) -> None:
     header = trace.header

@@ -36,7 +36,7 @@ def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([experts]), np.linspace(0.9, 0.1, len(experts))[None]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=traces, policy=policies, data=st.data())
 def test_it_is_a_cache(trace: RoutingTrace, policy: str, data: st.DataObject) -> None:
     """Never too full, nothing in use or pinned evicted, the counts right: whatever happens."""
@@ -80,7 +80,7 @@ def test_it_is_a_cache(trace: RoutingTrace, policy: str, data: st.DataObject) ->
     assert (sum(stats.hits), sum(stats.demands)) == (hits, demands)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(trace=traces, policy=policies, smaller=st.integers(1, 12))
 def test_memory_pressure(trace: RoutingTrace, policy: str, smaller: int) -> None:
     """Shrinking gives up just enough, the least worth first; growing makes room again."""

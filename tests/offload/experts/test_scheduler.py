@@ -34,7 +34,7 @@ layers = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_
 EXACT = 1e-9
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(layer=layers, costs=all_costs, ready=all_ready, most=st.none() | st.integers(0, 4))
 @pytest.mark.parametrize("scheduler", [balanced, greedy])
 def test_an_assignment_is_one(
@@ -84,7 +84,7 @@ def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, re
     assert found.end >= max(found.ends) - EXACT
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(layer=layers, costs=all_costs, ready=all_ready)
 def test_never_worse_than_the_simple_ways(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
     rows, resident = layer
@@ -118,7 +118,7 @@ small = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_s
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(used=small, cpu=rates, gpu=seconds, fetch=seconds)
 def test_balanced_is_the_best_for_decoding(
     used: tuple, cpu: Rate, gpu: float, fetch: float
@@ -180,7 +180,7 @@ def test_arrays_are_taken_as_they_come() -> None:
     assert schedule(rows, resident, costs) == schedule([3, 1, 9], [True, False, False], costs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(misses=st.integers(0, 64), link=st.floats(1e9, 60e9), host=st.floats(10e9, 200e9))
 def test_q_star(misses: int, link: float, host: float) -> None:
     """Near misses * link / host, and what the scheduler finds where nothing is cached."""

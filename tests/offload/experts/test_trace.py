@@ -15,9 +15,7 @@ from localrt.offload.experts.trace import RoutingTrace, TraceHeader, TraceRecord
 from tests.offload.experts.routing import random_trace, traces
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=traces)
 def test_a_file_holds_what_was_recorded(tmp_path: Path, trace: RoutingTrace) -> None:
     recorder = TraceRecorder(trace.header)
