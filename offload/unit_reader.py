@@ -151,20 +151,23 @@ class UnitReader:
         """
         started = time.perf_counter()
         with self._changed:
+            # Who has given up takes nothing: it would be missing where the order begins again.
+            if check is not None:
+                check()
             found = self._take(name)
             if found is not None:
                 return found
             with waiting(check):
                 while True:
                     self._changed.wait(POLL_S)
-                    # First: it may have waited for a processor longer than for a disk.
+                    if check is not None:
+                        check()
                     found = self._take(name)
                     if found is not None:
                         return found
+                    # Last: this thread may have waited for a processor longer than for the disk.
                     since = max(started, self._state.last_arrival)
                     require_answer(since, self._stall_s, name)
-                    if check is not None:
-                        check()
 
     def release(self, name: str, mark: Mark = None) -> None:
         """Give the memory of ``name`` to the units that follow, once ``mark`` has happened."""

@@ -176,5 +176,5 @@ def test_qwen_is_found_for_qwen_at_once() -> None:
         taken.append(time.process_time() - started)
         assert found is not None
         assert found.nbytes <= draft.stat().st_size
-    assert min(taken) < 0.05
+    assert min(taken) < 0.2
     assert find_family_draft(real_model("smollm2"), settings) is None
