@@ -165,10 +165,7 @@ class DemandReader:
         with self._changed:
             if not load.done:
                 with waiting(check):
-                    while not load.done:
-                        self._changed.wait(POLL_S)
-                        if load.done:
-                            break
+                    while not self._changed.wait_for(lambda: load.done, POLL_S):
                         self._require_life(load, started)
                         if check is not None:
                             check()

@@ -58,18 +58,19 @@ class IoThread:
         # A SimpleQueue's put can be interrupted by a finalizer that puts as well.
         self._queue: SimpleQueue[IoTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._started = self._closed = False
+        self._started = False
+        self._closed = threading.Event()
 
     def start(self, do: Callable[[], None]) -> IoTask:
         """Queue a task."""
-        if self._closed:
+        if self._closed.is_set():
             return _refused()
         task = IoTask(do)
         self._queue.put(task)
         if not self._started:
             self._started = True
             self._thread.start()
-        if self._closed:  # meanwhile, by another thread
+        if self._closed.is_set():  # meanwhile, by another thread
             self._queue.put(None)
             if not self._thread.is_alive():
                 self._refuse_rest()
@@ -77,7 +78,7 @@ class IoThread:
 
     def close(self) -> None:
         """Finish what is queued, then end the thread."""
-        self._closed = True
+        self._closed.set()
         if self._started:
             self._queue.put(None)
             self._thread.join()

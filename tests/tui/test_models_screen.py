@@ -156,7 +156,7 @@ async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.Monke
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
         await until(pilot, lambda: app.library.planned == ["smollm2"])
-        await pilot.press("up", "down", "down", "up", "up")
+        await pilot.press("down", "up", "up", "down", "up")
         await until(pilot, lambda: len(app.library.planned) == 2)
         assert app.library.planned == ["smollm2", "org/chat:Q4_K_M"]
 
