@@ -324,3 +324,22 @@ def test_tasks_run_in_order_and_keep_their_errors() -> None:
     assert isinstance(tasks[1].error, ZeroDivisionError)
     io.close()
     assert isinstance(io.start(lambda: None).error, StorageError)
+
+
+def test_what_comes_while_the_thread_is_closed_is_refused() -> None:
+    io = IoThread()
+    io.start(lambda: None).wait()
+    put = io._queue.put
+
+    def closed_meanwhile(task: Any) -> None:
+        io._queue = queue  # type: ignore[assignment]
+        io.close()
+        put(task)
+
+    class Late:
+        put = staticmethod(closed_meanwhile)
+
+    queue, io._queue = io._queue, Late()  # type: ignore[assignment]
+    late = io.start(lambda: None)
+    late.wait()
+    assert isinstance(late.error, StorageError)

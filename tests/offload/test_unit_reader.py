@@ -294,3 +294,34 @@ def test_a_hundred_readers_leave_nothing_behind() -> None:
     assert len(reader_threads()) == before[0]
     assert process.num_fds() == before[1]
     assert process.memory_info().rss - before[2] < 8 << 20
+
+
+def test_who_comes_late_takes_what_has_arrived_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    units = make_units([2, 2])
+    with reading(FakeSource(delay_s=0.05), units, stall_s=0.2) as reader:
+        here, wait = threading.current_thread(), threading.Condition.wait
+
+        def late(self: threading.Condition, timeout: float | None = None) -> bool:
+            woken = wait(self, timeout)
+            if threading.current_thread() is here:
+                self.release()  # type: ignore[attr-defined]
+                time.sleep(0.5)  # the processor is busy with something else, the disk is not
+                self.acquire()  # type: ignore[attr-defined]
+            return woken
+
+        monkeypatch.setattr(threading.Condition, "wait", late)
+        for unit in [*units, *units]:
+            use(reader, unit)
+
+
+def test_who_has_given_up_takes_nothing() -> None:
+    units = make_units([2, 2])
+    with reading(FakeSource(), units) as reader:
+
+        def given_up() -> None:
+            raise CancelledError("given up")
+
+        with pytest.raises(CancelledError):
+            reader.acquire(units[0].name, given_up)
+        for unit in units:
+            use(reader, unit)
