@@ -135,7 +135,6 @@ def test_chats_that_are_dropped_leave_the_thread_to_the_others() -> None:
         for waiter in dropped:
             kept.waits(waiter, "search")
         del dropped, waiter
-        gc.collect()
     waiter = Waiter(10_000_000)
     kept.waits(waiter, "search")
     assert waiter.parked.wait(60)
