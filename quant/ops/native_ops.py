@@ -11,13 +11,12 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
-from localrt.quant.formats.codec import Codec
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.aligned import large_floats
@@ -40,7 +39,6 @@ from localrt.quant.ops.native_kv import (
 )
 from localrt.quant.ops.native_latent import LatentArgs, cache_format
 from localrt.quant.ops.native_mlp import NativeMlps
-from localrt.quant.ops.native_scales import NativeSearch
 from localrt.quant.ops.native_turns import Turns
 from localrt.quant.ops.native_weights import (
     NativeVector,
@@ -56,6 +54,9 @@ from localrt.quant.ops.protocol import (
     Rope,
     Span,
 )
+
+if TYPE_CHECKING:
+    from localrt.quant.formats.codec import Codec
 
 __all__ = ["NativeOps", "NativeWeight"]
 
@@ -104,7 +105,6 @@ class NativeOps(NativeMlps):
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
         self._tiler = Tiler(self._api, self._handle)
-        self._search = NativeSearch(self._api, self._handle)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
 
     def __del__(self) -> None:
@@ -134,7 +134,9 @@ class NativeOps(NativeMlps):
 
     def best_scales(self, codec: Codec, groups: Floats) -> Floats:
         """Scales of groups (n, block) with the least rounding error: see ``methods/search.py``."""
-        return self._search(codec, groups)
+        from localrt.quant.ops.native_scales import NativeSearch  # quantizers: not at start-up
+
+        return NativeSearch(self._api, self._handle)(codec, groups)
 
     def vector(self, values: npt.NDArray[np.float32]) -> NativeVector:
         """A norm weight or bias."""

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from localrt.quant.formats import CODECS, Codec
-from localrt.quant.methods.search import best_scales
+from localrt.quant.methods.search import ScaleSearch, best_scales
+from localrt.quant.ops.native_scales import fast_search
 from tests.methods.data import weight
 
 
@@ -32,13 +33,14 @@ def test_the_size_of_weights_does_not_matter(name: str, size: float) -> None:
     np.testing.assert_allclose(scaled, best_scales(codec, groups) * power, rtol=0.02)
 
 
+@pytest.mark.parametrize("search", [best_scales, fast_search(2)])
 @pytest.mark.parametrize("name", CODECS)
-def test_groups_of_zeros_and_of_one_value(name: str) -> None:
+def test_groups_of_zeros_and_of_one_value(name: str, search: ScaleSearch) -> None:
     codec = CODECS[name]
     groups = np.zeros((3, codec.format.block), np.float32)
     groups[1] = 0.25
     groups[2, 5] = 1e-7
-    scales = best_scales(codec, groups)
+    scales = search(codec, groups)
     values = codec.decode(codec.encode(groups, scales), scales)
     assert not values[0].any()
     np.testing.assert_allclose(values[1], 0.25, rtol=0.05)

@@ -80,19 +80,6 @@ def test_no_group_loses_more_than_with_numpys(name: str, values: np.ndarray) -> 
         assert (loss(codec, groups[fits], found[fits]) <= least * 1.001 + 1e-6).all()
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_groups_of_zeros_and_of_one_value(name: str) -> None:
-    codec = CODECS[name]
-    groups = np.zeros((3, codec.format.block), np.float32)
-    groups[1] = 0.25
-    groups[2, 5] = 1e-7
-    scales = fast_search()(codec, groups)
-    values = codec.decode(codec.encode(groups, scales), scales)
-    assert not values[0].any()
-    np.testing.assert_allclose(values[1], 0.25, rtol=0.05)
-    assert np.abs(values[2]).max() <= 2e-7
-
-
 def test_a_weight_is_quantized_with_it() -> None:
     values = heavy_tailed(8, 256)
     codec = CODECS["nvfp4"]
