@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +17,7 @@ from localrt.engine.sampling import Sampling
 from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
 from tests.engine.fake_session import VOCAB
 from tests.engine.test_batch import CTX, KV, PASS_ROWS, ScriptedEngine, Session, request
+from tests.waits import wait_for
 
 
 class Stepped(ScriptedEngine):
@@ -55,20 +54,13 @@ def said(answer: LiveAnswer) -> list[int]:
     return [token for chunk in answer for token in chunk.token_ids]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_requests_join_the_next_pass_and_share_it() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         first = live.submit(request([10] * 4, 4))
         engine.go(2)
         second = live.submit(request([20] * 3, 2))
-        until(lambda: live.stats().waiting == 0 or not engine.free)
+        wait_for(lambda: live.stats().waiting == 0 or not engine.free)
         engine.go(2)
         engine.free = True
         assert said(first) == [11, 12, 13, 14]
@@ -100,7 +92,7 @@ def test_clients_take_turns() -> None:
     order: list[str] = []
     with open_live(engine, most=1) as live:
         blocker = live.submit(request([9], 2), client="greedy")
-        until(lambda: live.stats().running == 1)
+        wait_for(lambda: live.stats().running == 1)
         answers = [
             live.submit(request([1], 1), client=client, notify=lambda name=name: order.append(name))  # type: ignore[misc]
             for name, client in [("g1", "greedy"), ("g2", "greedy"), ("m1", "meek"), ("m2", "meek")]
@@ -116,7 +108,7 @@ def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
     with open_live(engine) as live:
         long = live.submit(request([1] * 100, 1))
         engine.go(1)
-        until(lambda: engine.asked == 2)
+        wait_for(lambda: engine.asked == 2)
         short = live.submit(request([2] * 8, 1))
         engine.free = True
         assert said(short) == [3]
@@ -143,7 +135,7 @@ def test_a_pass_that_nobody_waits_for_is_abandoned() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         answer = live.submit(request([1] * 50, 3))
-        until(lambda: live.stats().running == 1)
+        wait_for(lambda: live.stats().running == 1)
         answer.cancel()  # the pass is never let through
         assert [chunk.finish_reason for chunk in answer] == ["cancelled"]
         assert engine.passes == []
@@ -153,7 +145,7 @@ def test_who_waits_can_be_cancelled() -> None:
     engine = Stepped()
     with open_live(engine, most=1) as live:
         running = live.submit(request([1], 5))
-        until(lambda: live.stats().running == 1)
+        wait_for(lambda: live.stats().running == 1)
         waiting = live.submit(request([2], 5))
         waiting.cancel()
         engine.go(1)
@@ -166,7 +158,7 @@ def test_who_does_not_read_pauses_and_goes_on_when_read() -> None:
     engine = ScriptedEngine()
     with open_live(engine, buffer=8) as live:
         slow = live.submit(request([7] * 3, 200))
-        until(lambda: live.stats().paused == 1)
+        wait_for(lambda: live.stats().paused == 1)
         passes = len(engine.passes)
         assert said(live.submit(request([100], 50))) == list(range(101, 151))  # not held up
         assert live.stats().paused == 1
@@ -183,7 +175,7 @@ def test_patience_with_readers_ends() -> None:
         live._pause = lambda job: (pause(job), pauses.release())[0]  # type: ignore[method-assign]
         left = live.submit(request([7], 500))
         assert pauses.acquire(timeout=30)
-        until(lambda: live.stats().paused == 0)
+        wait_for(lambda: live.stats().paused == 0)
         chunks = list(left)
         assert chunks[-1].finish_reason == "cancelled"
         assert sum(len(chunk.token_ids) for chunk in chunks) == 4
@@ -192,7 +184,7 @@ def test_patience_with_readers_ends() -> None:
 def test_who_pauses_can_be_cancelled() -> None:
     with open_live(ScriptedEngine(), buffer=4) as live:
         paused = live.submit(request([7], 500))
-        until(lambda: live.stats().paused == 1)
+        wait_for(lambda: live.stats().paused == 1)
         paused.cancel()
         assert list(paused)[-1].finish_reason == "cancelled"
 
@@ -219,7 +211,7 @@ def test_caches_are_given_back_when_nobody_comes(monkeypatch: pytest.MonkeyPatch
     engine = ScriptedEngine()
     with open_live(engine) as live:
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
-        until(lambda: engine.sessions[0].closed)
+        wait_for(lambda: engine.sessions[0].closed)
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
 
 
@@ -304,10 +296,10 @@ def test_a_pass_that_fails_is_told_to_all_who_shared_it() -> None:
         engine = Failing()
         with open_live(engine) as live:
             answers = [live.submit(request([1], 9))]
-            until(lambda engine=engine: engine.asked == 1)  # type: ignore[misc]
+            wait_for(lambda engine=engine: engine.asked == 1)  # type: ignore[misc]
             answers.append(live.submit(request([2], 9)))
             engine.go(1)
-            until(lambda engine=engine: engine.asked == 2)  # type: ignore[misc]
+            wait_for(lambda engine=engine: engine.asked == 2)  # type: ignore[misc]
             assert live.stats().running == 2
             engine.error = error
             engine.free = True
@@ -322,10 +314,10 @@ def test_closing_ends_all() -> None:
     live = Live(engine, None, LiveLimits(ctx=CTX, most=1, buffer=3), room=lambda: 1 << 40)
     engine.free = True
     paused = live.submit(request([5], 100))
-    until(lambda: live.stats().paused == 1)
+    wait_for(lambda: live.stats().paused == 1)
     engine.free = False
     answers = [live.submit(request([1], 50)), live.submit(request([2], 50))]
-    until(lambda: live.stats().running == 1)
+    wait_for(lambda: live.stats().running == 1)
     live.close()
     for answer in [*answers, paused]:
         assert list(answer)[-1].finish_reason == "cancelled"
@@ -336,7 +328,7 @@ def test_closing_ends_all() -> None:
 def test_cancel_all_ends_all_and_stays_open() -> None:
     with open_live(ScriptedEngine(), buffer=4) as live:
         answers = [live.submit(request([n], 400)) for n in range(5)]
-        until(lambda: live.stats().paused == 5)
+        wait_for(lambda: live.stats().paused == 5)
         live.cancel_all()
         assert {list(answer)[-1].finish_reason for answer in answers} == {"cancelled"}
         assert said(live.submit(request([3], 2))) == [4, 5]
@@ -346,7 +338,7 @@ def test_cancel_all_ends_those_who_are_between_two_lists() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         answer = live.submit(request([1], 50))
-        until(lambda: engine.asked == 1)
+        wait_for(lambda: engine.asked == 1)
         live._all = lambda: []  # type: ignore[method-assign]  # what a look at a bad moment finds
         live.cancel_all()
         assert list(answer)[-1].finish_reason == "cancelled"
@@ -389,13 +381,13 @@ def test_an_engine_that_cannot_join_runs_one_after_another() -> None:
     bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
     with open_live(engine, buffer=8) as live:
         unread = live.submit(request([1, 2], 100))
-        until(lambda: live.stats().paused == 1)
+        wait_for(lambda: live.stats().paused == 1)
         assert said(live.submit(request([1, 2, 3], 2))) == [3, 4]
         with pytest.raises(OptionError):
             list(live.submit(request([1], sampling=bad)))
         assert said(unread) == [2 + i for i in range(100)]
         lost = live.submit(request([9], 400))
-        until(lambda: live.stats().paused == 1)
+        wait_for(lambda: live.stats().paused == 1)
         lost.cancel()
         last = list(lost)[-1]
         assert last.finish_reason == "cancelled"

@@ -14,7 +14,7 @@ import pytest
 from localrt.errors import CancelledError
 from localrt.offload.files import StoreFiles
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing, tokens
-from tests.offload.waits import wait_for
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 TEXT = tokens(8)

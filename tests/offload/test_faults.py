@@ -34,7 +34,7 @@ from tests.offload.placed import (
     place,
     tokens,
 )
-from tests.offload.waits import naps, wait_for
+from tests.waits import naps, wait_for
 
 pytestmark = needs_kernels
 TEXT = tokens(12)

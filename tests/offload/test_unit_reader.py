@@ -20,7 +20,7 @@ from localrt.offload.fetching import POLL_S
 from localrt.offload.ring import PAGE, Ring
 from localrt.offload.unit_reader import UnitReader
 from tests.offload.fake_source import FakeSource, content, make_units
-from tests.offload.waits import naps, wait_for
+from tests.waits import naps, wait_for
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from localrt.serve import ServeOptions, create_app, open_socket
 from localrt.serve.guard import LogLine
 from localrt.serve.server import Server
 from localrt.serve.service import Service
+from tests.waits import wait_for
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
@@ -63,13 +64,6 @@ class Running:
         return stats.running == stats.waiting == stats.paused == self.service._inside == 0
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @contextmanager
 def serving(model: localrt.Model, **options: Any) -> Iterator[Running]:
     """A server for ``model`` as long as the block runs."""
@@ -83,7 +77,7 @@ def serving(model: localrt.Model, **options: Any) -> Iterator[Running]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:
-        until(lambda: server.started)
+        wait_for(lambda: server.started)
         yield running
     finally:
         server.should_exit = True

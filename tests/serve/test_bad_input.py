@@ -18,7 +18,8 @@ from localrt.serve.bodies import check_fields, parse_json
 from localrt.serve.calls import chat_call, completion_call
 from localrt.serve.errors import ApiError, api_error
 from localrt.serve.options import is_loopback
-from tests.serve.conftest import Running, serving, until
+from tests.serve.conftest import Running, serving
+from tests.waits import wait_for
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -180,7 +181,7 @@ def test_a_request_that_does_not_come_is_given_up(model: Any) -> None:
         with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
             raw.sendall(b"no http at all\r\n\r\n")
             assert b" 400 " in raw.recv(1000)
-        until(running.idle)
+        wait_for(running.idle)
 
 
 def test_keys(model: Any) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Running, serving, until
+from tests.serve.conftest import Running, serving
+from tests.waits import wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -45,26 +46,26 @@ def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> so
 def test_who_goes_away_ends_his_answer(slow: None, server: Running, stream: bool) -> None:
     lines = len(server.log)
     raw = send(server, {**LONG, "stream": stream})
-    until(lambda: server.service.live.stats().running == 1)
+    wait_for(lambda: server.service.live.stats().running == 1)
     before = server.service.live.stats().completion_tokens
     if stream:
         assert raw.recv(100)
     raw.close()
-    until(server.idle)
+    wait_for(server.idle)
     assert server.service.live.stats().completion_tokens - before < 300
-    until(lambda: len(server.log) > lines)
+    wait_for(lambda: len(server.log) > lines)
     assert server.log[-1].status == 499
 
 
 def test_who_waits_in_the_queue_may_go_away(slow: None, model: Any) -> None:
     with serving(model, max_running=1) as running:
         first, second = send(running, LONG), send(running, LONG)
-        until(lambda: running.service.live.stats().waiting == 1)
+        wait_for(lambda: running.service.live.stats().waiting == 1)
         second.close()
-        until(lambda: running.service.live.stats().waiting == 0)
+        wait_for(lambda: running.service.live.stats().waiting == 0)
         assert running.service.live.stats().running == 1
         first.close()
-        until(running.idle)
+        wait_for(running.idle)
 
 
 def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
@@ -75,8 +76,8 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
         status, got, _ = running.chat(max_tokens=8, ignore_eos=True)
         assert status == 200
         assert got["usage"]["completion_tokens"] == 8
-        until(running.idle)
-        until(lambda: running.log[-1].status == 499)
+        wait_for(running.idle)
+        wait_for(lambda: running.log[-1].status == 499)
         assert running.service.live.stats().completion_tokens < 8 * 400
         assert running.chat(max_tokens=2)[0] == 200
         raw.close()
@@ -85,7 +86,7 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
 def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:
     with serving(model, max_running=1, max_queued=1) as running:
         inside = [send(running, LONG), send(running, LONG)]
-        until(lambda: running.service._inside == 2)
+        wait_for(lambda: running.service._inside == 2)
         status, body, headers = running.chat()
         assert status == 429
         assert body["error"]["type"] == "rate_limit_error"
@@ -96,7 +97,7 @@ def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:
         assert "localrt_rejected_requests_total 1" in running.request("GET", "/metrics")[1]
         for raw in inside:
             raw.close()
-        until(running.idle)
+        wait_for(running.idle)
         assert running.chat(max_tokens=2)[0] == 200
 
 
@@ -129,7 +130,7 @@ def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatc
     with serving(model, drain_s=100.0) as running:
 
         def held(*parts: Any, **options: Any) -> Any:
-            until(lambda: running.server.should_exit)  # else the answer may be over before
+            wait_for(lambda: running.server.should_exit)  # else the answer may be over before
             return extend(*parts, **options)
 
         monkeypatch.setattr(engine, "extend_batch", held, raising=False)
@@ -137,7 +138,7 @@ def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatc
             target=lambda: results.append(running.chat(max_tokens=25, ignore_eos=True))
         )
         asked.start()
-        until(lambda: running.service.live.stats().running == 1)
+        wait_for(lambda: running.service.live.stats().running == 1)
     asked.join(120)
     assert results[0][0] == 200
     assert results[0][1]["usage"]["completion_tokens"] == 25
@@ -148,7 +149,7 @@ def test_stopping_cuts_off_what_takes_too_long(slow: None, model: Any, stream: b
     began = time.monotonic()
     with serving(model, drain_s=0.3) as running:
         raw = send(running, {**LONG, "stream": stream})
-        until(lambda: running.service.live.stats().running == 1)
+        wait_for(lambda: running.service.live.stats().running == 1)
         received = raw.recv(100) if stream else b""
     assert time.monotonic() - began < 60
     with raw:
@@ -212,7 +213,7 @@ def test_a_second_signal_does_not_wait(tiny_folder: Path) -> None:
         )
         assert b" 100 " in raw.recv(1000)  # it is inside, and waits for what does not come
         process.send_signal(signal.SIGINT)
-        until(lambda: refuses(address))
+        wait_for(lambda: refuses(address))
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0

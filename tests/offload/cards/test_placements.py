@@ -29,7 +29,7 @@ from tests.offload.cards.carded import (
     placements,
 )
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
-from tests.offload.waits import naps
+from tests.waits import naps
 
 pytestmark = needs_kernels
 

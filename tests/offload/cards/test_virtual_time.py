@@ -31,7 +31,7 @@ from tests.offload.cards.carded import (
     virtual_card,
 )
 from tests.offload.placed import MODE, PLENTY, Model, extend, needs_kernels, pack_synthetic, passing
-from tests.offload.waits import wait_for
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
