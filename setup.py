@@ -52,7 +52,7 @@ setup(
     cmdclass={"build_ext": BuildInParallel},
     ext_modules=[
         Extension(
-            "localrt.quant.ops._native",
+            "localrt.quant.ops.native._native",
             sources=[f"quant/csrc/{name}.cpp" for name in SOURCES],
             depends=[
                 f"quant/csrc/{name}.h"

@@ -30,8 +30,8 @@ from textual import events  # noqa: E402
 from textual.drivers.headless_driver import HeadlessDriver  # noqa: E402
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.formatting import table  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 from localrt.tui import ChatApp  # noqa: E402
 from localrt.tui.answer import Answer  # noqa: E402
 from localrt.tui.blocks import Block, UserTurn  # noqa: E402

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 
 _READY = b"rite now"  # the cursor is on its first letter
 _ECHO = b"zebra"

@@ -33,11 +33,11 @@ from experts_gguf import SHAPES, VOCABULARY, MixtureShape, write_mixture  # noqa
 from experts_layers import Layers  # noqa: E402
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
-from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppSettings  # noqa: E402
+from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings  # noqa: E402
 from localrt.formatting import format_rate, table  # noqa: E402
-from localrt.loading import LoadOptions, load_parts  # noqa: E402
-from localrt.quant.ops.native_ops import NativeOps  # noqa: E402
+from localrt.loading.parts import LoadOptions, load_parts  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
+from localrt.quant.ops.native.ops import NativeOps  # noqa: E402
 
 PROMPT, TOKENS = 512, 24
 THEIRS = {

@@ -11,7 +11,7 @@ from random_packed import random_packed
 
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.ops import NativeOps
 
 __all__ = ["Layers"]
 

@@ -28,11 +28,11 @@ sys.path[0] = str(ROOT)
 import localrt  # noqa: E402
 from benchmarks.experts_child import held_out, serve, widened  # noqa: E402
 from benchmarks.experts_ssd import PROCESS, PROMPT  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.bench.memory_limit import MemoryLimit  # noqa: E402
 from localrt.bench.page_cache import drop_from_cache  # noqa: E402
 from localrt.bench.process import ChildProcess  # noqa: E402
 from localrt.formatting import format_bytes, format_rate  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 from localrt.offload.experts.prefetch import SOURCES, PrefetchSources  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/experts_prefetch.json"

@@ -27,12 +27,12 @@ sys.path[0] = str(ROOT)
 
 import localrt  # noqa: E402
 from benchmarks.experts_child import held_out, serve, widened  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.bench.memory_limit import MemoryLimit  # noqa: E402
 from localrt.bench.page_cache import drop_from_cache  # noqa: E402
 from localrt.bench.process import ChildProcess  # noqa: E402
 from localrt.bench.process_io import disk_bytes_read  # noqa: E402
 from localrt.formatting import format_bytes, format_rate  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/experts_ssd.json"
 PROCESS = 150_000_000  # what each engine's process may take beside weights

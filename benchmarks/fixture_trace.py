@@ -20,8 +20,8 @@ from tokenizers import Tokenizer  # noqa: E402
 import localrt  # noqa: E402
 from benchmarks.fixture_gguf import fixture_model  # noqa: E402
 from benchmarks.fixture_text import encode, read_texts  # noqa: E402
-from localrt.engine.native import NativeEngine  # noqa: E402
-from localrt.engine.routing import RoutingRecorder  # noqa: E402
+from localrt.engine.native.engine import NativeEngine  # noqa: E402
+from localrt.engine.native.routing import RoutingRecorder  # noqa: E402
 
 PROMPT, LENGTH = 64, 512  # of each stretch of text
 

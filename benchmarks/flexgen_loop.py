@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from localrt.offload.clock import Clock, later
-from localrt.offload.files import FileReader
+from localrt.offload.cards.clock import Clock, later
+from localrt.offload.reading.files import FileReader
 
 __all__ = ["HEAD", "Gate", "GatedCard", "GatedClock", "GatedFiles"]
 

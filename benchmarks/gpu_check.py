@@ -35,7 +35,7 @@ from random_checkpoint import RandomCheckpoint  # noqa: E402
 from localrt.models.decoder import Decoder  # noqa: E402
 from localrt.models.registry import load_decoder, read_config  # noqa: E402
 from localrt.quant.ops.protocol import Batch  # noqa: E402
-from localrt.quant.ops.torch_ops import TorchOps  # noqa: E402
+from localrt.quant.ops.torch.ops import TorchOps  # noqa: E402
 
 # Largest difference over largest magnitude. float32 differs by the order of sums alone (TF32 is
 # off); bf16 keeps 8 bits, through 4 layers.

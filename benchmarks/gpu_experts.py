@@ -27,24 +27,24 @@ from gpu_offload import capped, release
 from gpu_timing import Result, guarded
 from random_store import RandomStore
 
-from localrt.offload.clock import WallClock
-from localrt.offload.cuda_accelerator import CudaAccelerator
-from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.cards.cuda import CudaAccelerator
 from localrt.offload.experts.assignment import Device, ExpertCosts, Rate, all_on
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.scheduler import schedule
 from localrt.offload.experts.synthetic import synthetic_trace
 from localrt.offload.experts.trace import RoutingTrace
-from localrt.offload.files import ReadMode
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.pipeline.building import open_pipeline
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.files import ReadMode
 from localrt.offload.trace import Trace
-from localrt.quant.ops.cuda_memory import CudaCopies
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Ops
-from localrt.quant.ops.triton_ops import TritonOps
+from localrt.quant.ops.torch.cuda_memory import CudaCopies
+from localrt.quant.ops.triton.ops import TritonOps
 
 TARGET = 1.4  # times the better of all on the CPU and all streamed
 SCRATCH = 600 << 20

@@ -20,12 +20,12 @@ from random_packed import random_packed
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
-from localrt.quant.ops.torch_experts import TorchExpertSteps, slots_of
-from localrt.quant.ops.triton_expert_table import TritonExpertTable
-from localrt.quant.ops.triton_experts import run_kind
-from localrt.quant.ops.triton_grouped import plan_blocks
-from localrt.quant.ops.triton_linear import MOST_ROWS
-from localrt.quant.ops.triton_ops import TritonOps
+from localrt.quant.ops.torch.experts import TorchExpertSteps, slots_of
+from localrt.quant.ops.triton.expert_table import TritonExpertTable
+from localrt.quant.ops.triton.experts import run_kind
+from localrt.quant.ops.triton.grouped import plan_blocks
+from localrt.quant.ops.triton.linear import MOST_ROWS
+from localrt.quant.ops.triton.ops import TritonOps
 
 __all__ = ["check_grouped"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from gpu_timing import Result, copies_beyond_cache, copy_bandwidth, guarded, launch_seconds
 
-from localrt.quant.ops.triton_attention import attend
-from localrt.quant.ops.triton_latent import attend_latent_rows
+from localrt.quant.ops.triton.attention import attend
+from localrt.quant.ops.triton.latent import attend_latent_rows
 
 __all__ = ["check_mixture_attention"]
 

@@ -20,8 +20,8 @@ from random_packed import RandomPackedCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.quant.ops.torch_ops import TorchOps
-from localrt.quant.ops.triton_ops import TritonOps
+from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.ops.triton.ops import TritonOps
 
 # bf16 weights and activations through a few layers.
 BOUND = 0.05

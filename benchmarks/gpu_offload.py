@@ -24,17 +24,17 @@ from random_store import RandomStore
 from torch import nn
 
 from localrt.errors import CancelledError
-from localrt.offload.clock import WallClock
-from localrt.offload.cuda_accelerator import CudaAccelerator
-from localrt.offload.decoder import PlacedDecoder
-from localrt.offload.files import ReadMode
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.cards.cuda import CudaAccelerator
+from localrt.offload.pipeline.building import open_pipeline
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.files import ReadMode
 from localrt.offload.trace import Trace
-from localrt.quant.ops.cuda_memory import CudaCopies
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch_ops import TorchOps
-from localrt.quant.ops.triton_ops import TritonOps
+from localrt.quant.ops.torch.cuda_memory import CudaCopies
+from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.ops.triton.ops import TritonOps
 
 TARGET_LINK, TARGET_SPEED = 0.9, 3.0
 

@@ -30,11 +30,11 @@ import numpy as np  # noqa: E402
 from random_packed import random_packed  # noqa: E402
 
 from benchmarks.ggml_kernels import TYPES, GgmlProduct, find_ggml  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.formatting import format_rate, table  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 from localrt.quant.formats import FORMATS  # noqa: E402
-from localrt.quant.ops.native_abi import layout_of  # noqa: E402
-from localrt.quant.ops.native_ops import NativeOps  # noqa: E402
+from localrt.quant.ops.native.abi import layout_of  # noqa: E402
+from localrt.quant.ops.native.ops import NativeOps  # noqa: E402
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights  # noqa: E402
 
 SHAPES = ((4096, 4096), (14336, 4096))

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
-from localrt.offload.process_memory import current_rss  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
+from localrt.offload.memory.process import current_rss  # noqa: E402
 
 _PROMPT = "Tell me of number {0}: what is it good for, and who found it? " * 6
 

@@ -31,9 +31,9 @@ from numpy.typing import NDArray  # noqa: E402
 from benchmarks.moe_cache_costs import CONFIGS, layer_costs  # noqa: E402
 from benchmarks.moe_cache_tables import tables  # noqa: E402
 from benchmarks.moe_cache_time import SCHEDULERS, simulate  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.errors import LocalrtError, OptionError  # noqa: E402
-from localrt.measuring import machine_profile  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
+from localrt.machine.measuring import machine_profile  # noqa: E402
 from localrt.offload.experts.belady import belady  # noqa: E402
 from localrt.offload.experts.cache import ExpertCache  # noqa: E402
 from localrt.offload.experts.policies import POLICIES, Policy  # noqa: E402

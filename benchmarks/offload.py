@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.bench.outcome import BenchOptions, Outcome  # noqa: E402
 from localrt.bench.report import to_json, to_table  # noqa: E402
 from localrt.bench.runner import run_bench  # noqa: E402
 from localrt.bench.workload import Workload  # noqa: E402
 from localrt.errors import LocalrtError  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 from localrt.settings import Settings  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/offload.json"

@@ -24,10 +24,10 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
-from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppSettings  # noqa: E402
+from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings  # noqa: E402
 from localrt.formatting import format_rate, table  # noqa: E402
-from localrt.loading import LoadOptions, load_parts  # noqa: E402
+from localrt.loading.parts import LoadOptions, load_parts  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 
 THEIRS = {
     f"{'repacked' if repack else 'plain'}{', flash attention' if flash else ''}": (repack, flash)

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from localrt.offload.budget import parse_size  # noqa: E402
+from localrt.formatting import parse_size  # noqa: E402
 from localrt.offload.placement import Where  # noqa: E402
 from localrt.offload.planner import Budgets, make_plan  # noqa: E402
 from localrt.offload.planner.cards import parse_bandwidth, parse_card  # noqa: E402
@@ -88,7 +88,7 @@ def result(plan: Plan, seconds: float) -> dict[str, Any]:
 
 def _machine(args: argparse.Namespace) -> MachineProfile:
     if args.this_machine:
-        from localrt.measuring import machine_profile
+        from localrt.machine.measuring import machine_profile
         from localrt.settings import Settings
 
         settings = Settings.from_environment()

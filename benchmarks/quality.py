@@ -36,11 +36,12 @@ from benchmarks.quality_texts import (  # noqa: E402
     prose,
     python_source,
 )
-from localrt import __version__, hardware  # noqa: E402
 from localrt.errors import LocalrtError, OptionError  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 from localrt.quant.formats import CODECS  # noqa: E402
 from localrt.quant.methods import METHODS  # noqa: E402
-from localrt.quantize import CALIBRATION_TOKENS  # noqa: E402
+from localrt.quantizing.quantize import CALIBRATION_TOKENS  # noqa: E402
+from localrt.version import __version__  # noqa: E402
 
 MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
 FORMATS = ("int4-g32", "int4-g64", "int4-g32m", "nf4", "mxfp4", "nvfp4", "int5-g32", "int6-g32")

@@ -29,7 +29,7 @@ from benchmarks.quality_texts import Corpus, interleaved
 from localrt.errors import LocalrtError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import default_method
-from localrt.quantize import quantize_model
+from localrt.quantizing.quantize import quantize_model
 
 __all__ = ["Bench", "Job", "Row", "jobs"]
 

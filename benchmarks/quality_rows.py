@@ -21,10 +21,10 @@ import numpy.typing as npt
 import localrt
 from benchmarks.quality_peers import PEERS
 from benchmarks.quality_texts import Corpus
-from localrt.engine.base import Logits
+from localrt.engine.protocol import Logits
 from localrt.errors import MissingExtraError
-from localrt.evaluate import Windows, text_windows
-from localrt.scoring import Tally, log_softmax
+from localrt.evaluating.evaluate import Windows, text_windows
+from localrt.evaluating.scoring import Tally, log_softmax
 
 __all__ = [
     "Measure",
@@ -175,7 +175,7 @@ def _decoder(source: Path, ctx: int, format_: str) -> Any:
     """The model in torch, its weights unpacked to ``format_``."""
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.registry import load_decoder, read_config
-    from localrt.quant.ops.torch_ops import TorchOps
+    from localrt.quant.ops.torch.ops import TorchOps
 
     with closing(open_checkpoint(source)) as checkpoint:
         config = read_config(checkpoint, context=ctx)

@@ -16,7 +16,7 @@ from typing import Any
 import localrt
 from benchmarks.quality_bench import jobs
 from localrt.errors import LocalrtError
-from localrt.quantize import quantize_model
+from localrt.quantizing.quantize import quantize_model
 
 __all__ = ["measure_speeds"]
 

@@ -24,9 +24,9 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 from localrt.quant.methods import best_scales  # noqa: E402
-from localrt.quantize import quantize_model  # noqa: E402
+from localrt.quantizing.quantize import quantize_model  # noqa: E402
 
 
 def main() -> int:

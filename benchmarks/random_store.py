@@ -19,7 +19,7 @@ from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT, StoredUnit
 from localrt.models.decoder import DecoderConfig
 from localrt.models.registry import find_architecture, read_config
 from localrt.models.units import list_units
-from localrt.offload.files import StoreFiles
+from localrt.offload.reading.files import StoreFiles
 from localrt.quant.formats.tiled import TILE_ROWS, tile_tensor
 
 __all__ = ["RandomStore"]

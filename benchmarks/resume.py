@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.formatting import format_bytes  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 
 _WORDS = (
     "the",

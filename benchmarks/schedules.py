@@ -32,22 +32,22 @@ sys.path[:1] = [str(ROOT), str(ROOT / "benchmarks")]
 import numpy as np  # noqa: E402
 from flexgen_loop import HEAD, Gate, GatedCard, GatedClock, GatedFiles  # noqa: E402
 
-from localrt import hardware  # noqa: E402
 from localrt.formatting import table  # noqa: E402
-from localrt.measuring import machine_profile  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
+from localrt.machine.measuring import machine_profile  # noqa: E402
 from localrt.models.checkpoints import open_checkpoint  # noqa: E402
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint  # noqa: E402
 from localrt.models.registry import read_config  # noqa: E402
-from localrt.offload.clock import Clock, VirtualClock, WallClock  # noqa: E402
-from localrt.offload.decoder import PlacedDecoder  # noqa: E402
-from localrt.offload.files import StoreFiles  # noqa: E402
-from localrt.offload.pipeline import open_pipeline  # noqa: E402
+from localrt.offload.cards.clock import Clock, VirtualClock, WallClock  # noqa: E402
+from localrt.offload.cards.virtual import VirtualAccelerator  # noqa: E402
+from localrt.offload.pipeline.building import open_pipeline  # noqa: E402
+from localrt.offload.pipeline.decoder import PlacedDecoder  # noqa: E402
 from localrt.offload.placement import Placement, Where  # noqa: E402
 from localrt.offload.planner.cards import parse_card  # noqa: E402
+from localrt.offload.reading.files import StoreFiles  # noqa: E402
 from localrt.offload.store.cached import cached_store  # noqa: E402
 from localrt.offload.trace import Trace  # noqa: E402
-from localrt.offload.virtual_accelerator import VirtualAccelerator  # noqa: E402
-from localrt.quant.ops.native_ops import NativeOps  # noqa: E402
+from localrt.quant.ops.native.ops import NativeOps  # noqa: E402
 from localrt.quant.ops.protocol import Batch  # noqa: E402
 from localrt.settings import Settings  # noqa: E402
 

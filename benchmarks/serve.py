@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder: its kernels.py would hide a package of that name
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.formatting import format_bytes, format_rate, format_seconds, table  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/serve.json"
 MODEL = Path.home() / ".cache/localrt-test-models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"

@@ -32,8 +32,8 @@ from benchmarks.offload import load_record, save_record  # noqa: E402
 from benchmarks.speculation_plot import draw_curve  # noqa: E402
 from benchmarks.speculation_run import Setup  # noqa: E402
 from benchmarks.speculation_tables import speculation_table  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.errors import LocalrtError  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 from localrt.settings import Settings  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/speculation.json"

@@ -20,7 +20,7 @@ from benchmarks.speculation_llamacpp import LlamaSequence, generate
 from localrt.bench.process_io import disk_bytes_read
 from localrt.engine.options import read_options
 from localrt.errors import LocalrtError
-from localrt.offload.process_memory import current_rss
+from localrt.offload.memory.process import current_rss
 
 __all__ = ["child_command", "main"]
 

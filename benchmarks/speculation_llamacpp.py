@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.engine.llamacpp_library import Library, load_library
+from localrt.engine.llamacpp.library import Library, load_library
 from localrt.errors import LocalrtError
 
 __all__ = ["LlamaSequence", "generate"]

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import localrt  # noqa: E402
-from localrt import hardware  # noqa: E402
 from localrt.formatting import table  # noqa: E402
+from localrt.machine import hardware  # noqa: E402
 
 _DROP = Path("/proc/sys/vm/drop_caches")
 

@@ -16,9 +16,14 @@ from importlib import import_module
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
+from localrt.version import __version__
+
 if TYPE_CHECKING:
-    from localrt.advice import Change as Change
-    from localrt.advice import Outlook as Outlook
+    from localrt.answering.status import Flow as Flow
+    from localrt.answering.status import LaneUse as LaneUse
+    from localrt.answering.status import MemoryUse as MemoryUse
+    from localrt.answering.status import PassTrace as PassTrace
+    from localrt.answering.status import Status as Status
     from localrt.api import Model as Model
     from localrt.api import ModelInfo as ModelInfo
     from localrt.api import load as load
@@ -26,13 +31,13 @@ if TYPE_CHECKING:
     from localrt.background import load_in_background as load_in_background
     from localrt.chat import ChatSession as ChatSession
     from localrt.chat import Message as Message
-    from localrt.engine.live_answer import LiveAnswer as LiveAnswer
+    from localrt.engine.batch.live_answer import LiveAnswer as LiveAnswer
     from localrt.engine.options import Options as Options
     from localrt.engine.sampling import Sampling as Sampling
     from localrt.engine.types import Chunk as Chunk
     from localrt.engine.types import Metrics as Metrics
-    from localrt.engine.types import Progress as Progress
     from localrt.engine.types import TokenLogprob as TokenLogprob
+    from localrt.engine.types import ToolCall as ToolCall
     from localrt.errors import CancelledError as CancelledError
     from localrt.errors import CheckpointError as CheckpointError
     from localrt.errors import ContextOverflowError as ContextOverflowError
@@ -64,26 +69,21 @@ if TYPE_CHECKING:
     from localrt.library import search_models as search_models
     from localrt.library import uses as uses
     from localrt.live import LiveModel as LiveModel
-    from localrt.planning import Plan as Plan
     from localrt.planning import plan as plan
-    from localrt.previewing import Preview as Preview
-    from localrt.previewing import preview as preview
-    from localrt.previewing import preview_size as preview_size
+    from localrt.planning.advice import Change as Change
+    from localrt.planning.advice import Outlook as Outlook
+    from localrt.planning.plan import Plan as Plan
+    from localrt.planning.preview import Preview as Preview
+    from localrt.planning.preview import preview as preview
+    from localrt.planning.preview import preview_size as preview_size
+    from localrt.progress import Progress as Progress
     from localrt.settings import Settings as Settings
-    from localrt.status import Flow as Flow
-    from localrt.status import LaneUse as LaneUse
-    from localrt.status import MemoryUse as MemoryUse
-    from localrt.status import PassTrace as PassTrace
-    from localrt.status import Status as Status
-    from localrt.thinking import Thinking as Thinking
-    from localrt.thinking import split_thinking as split_thinking
-    from localrt.tools import ToolCall as ToolCall
-
-__version__ = "0.1.0"
+    from localrt.text.thinking import Thinking as Thinking
+    from localrt.text.thinking import split_thinking as split_thinking
 
 _HOME = {
-    "Change": "localrt.advice",
-    "Outlook": "localrt.advice",
+    "Change": "localrt.planning.advice",
+    "Outlook": "localrt.planning.advice",
     "load": "localrt.api",
     "Model": "localrt.api",
     "ModelInfo": "localrt.api",
@@ -91,12 +91,12 @@ _HOME = {
     "Loading": "localrt.background",
     "ChatSession": "localrt.chat",
     "Message": "localrt.chat",
-    "LiveAnswer": "localrt.engine.live_answer",
+    "LiveAnswer": "localrt.engine.batch.live_answer",
     "Options": "localrt.engine.options",
     "Sampling": "localrt.engine.sampling",
     "Chunk": "localrt.engine.types",
     "Metrics": "localrt.engine.types",
-    "Progress": "localrt.engine.types",
+    "Progress": "localrt.progress",
     "TokenLogprob": "localrt.engine.types",
     "CancelledError": "localrt.errors",
     "CheckpointError": "localrt.errors",
@@ -129,20 +129,20 @@ _HOME = {
     "search_models": "localrt.library",
     "uses": "localrt.library",
     "LiveModel": "localrt.live",
-    "Plan": "localrt.planning",
-    "plan": "localrt.planning",
-    "Preview": "localrt.previewing",
-    "preview": "localrt.previewing",
-    "preview_size": "localrt.previewing",
+    "Plan": "localrt.planning.plan",
+    "plan": "localrt.planning.plan",
+    "Preview": "localrt.planning.preview",
+    "preview": "localrt.planning.preview",
+    "preview_size": "localrt.planning.preview",
     "Settings": "localrt.settings",
-    "Flow": "localrt.status",
-    "LaneUse": "localrt.status",
-    "MemoryUse": "localrt.status",
-    "PassTrace": "localrt.status",
-    "Status": "localrt.status",
-    "split_thinking": "localrt.thinking",
-    "Thinking": "localrt.thinking",
-    "ToolCall": "localrt.tools",
+    "Flow": "localrt.answering.status",
+    "LaneUse": "localrt.answering.status",
+    "MemoryUse": "localrt.answering.status",
+    "PassTrace": "localrt.answering.status",
+    "Status": "localrt.answering.status",
+    "split_thinking": "localrt.text.thinking",
+    "Thinking": "localrt.text.thinking",
+    "ToolCall": "localrt.engine.types",
 }
 
 __all__ = [

@@ -13,35 +13,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from localrt.batching import BatchMethods
+from localrt.answering.batching import BatchMethods
+from localrt.answering.parking import Parking, prompt_cache
+from localrt.answering.requests import Requests
+from localrt.answering.streams import in_thread, joined
+from localrt.answering.watching import Watch
 from localrt.closing import Closing
 from localrt.drafts.choice import Drafts
 from localrt.drafts.loading import draft_loader, load_beside
 from localrt.engine.loop import generate
 from localrt.engine.options import Options, read_options
+from localrt.engine.parking.keeper import KvKeeper, Tier
+from localrt.engine.parking.prompt_cache import PromptCache
 from localrt.engine.pool import SessionPool
-from localrt.engine.prompt_cache import PromptCache
 from localrt.engine.request import Request
-from localrt.engine.types import Chunk, ProgressCallback
-from localrt.engine.waiting import KvKeeper, Tier
+from localrt.engine.types import Chunk
 from localrt.errors import (
     ContextOverflowError,
     OptionError,
 )
-from localrt.loading import LoadedModel, LoadOptions, load_parts
-from localrt.parking import Parking, prompt_cache
-from localrt.requests import Requests
+from localrt.hub.usage import note_use
+from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
+from localrt.progress import ProgressCallback
 from localrt.settings import Settings
-from localrt.streams import in_thread, joined
-from localrt.usage import note_use
-from localrt.watching import Watch
 
 if TYPE_CHECKING:
-    from localrt.advice import Outlook
+    from localrt.answering.status import Status
     from localrt.chat import ChatSession, Message
-    from localrt.engine.base import EngineSession, Logits
+    from localrt.engine.protocol import EngineSession, Logits
     from localrt.models.tokenizers import Tokenizer
-    from localrt.status import Status
+    from localrt.planning.advice import Outlook
 
 __all__ = ["Model", "ModelInfo", "load"]
 
@@ -111,8 +112,8 @@ def load(
     Raises:
         LocalrtError: with one line that says what is wrong and what to do.
     """
+    from localrt.formatting import parse_size
     from localrt.hub import resolve
-    from localrt.offload.budget import parse_size
 
     options = LoadOptions(
         engine=engine,
@@ -342,7 +343,7 @@ class Model(BatchMethods, Closing):
             ContextOverflowError: a text is longer than the context.
             CancelledError: ``cancel`` was set.
         """
-        from localrt.embedding import embed
+        from localrt.answering.embedding import embed
 
         return embed(self, texts, pooling=pooling, normalize=normalize, cancel=cancel)
 
@@ -363,7 +364,7 @@ class Model(BatchMethods, Closing):
         From the plan that the model was placed by, or a new one; measures nothing and may take a
         second: call it from a thread, while nothing is generated.
         """
-        from localrt.advice import outlook
+        from localrt.planning.advice import outlook
 
         found = outlook(self._parts, ram=self._ram, gpu_memory=self._gpu_memory)
         self._watch.token_bytes = found.token_bytes
@@ -386,8 +387,8 @@ class Model(BatchMethods, Closing):
             MemoryBudgetError: it cannot be done, since the model was loaded whole, or not even
                 streaming makes enough room; nothing changes then.
         """
-        from localrt.budgets import change_gpu_memory, change_ram
-        from localrt.offload.budget import parse_size
+        from localrt.answering.budgets import change_gpu_memory, change_ram
+        from localrt.formatting import parse_size
 
         sizes = [None if size is None else parse_size(size) for size in (ram, gpu_memory)]
         engine = self._parts.engine

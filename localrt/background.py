@@ -15,7 +15,7 @@ from localrt.errors import CancelledError, OptionError
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.engine.types import Progress
+    from localrt.progress import Progress
 
 __all__ = ["Loading", "load_in_background"]
 

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, Required, TypedDict
 
 from localrt.engine.options import Options, read_options
-from localrt.engine.types import Chunk, ProgressCallback
-from localrt.engine.waiting import PERSON, Tier
+from localrt.engine.parking.keeper import PERSON, Tier
+from localrt.engine.types import Chunk, ToolCall
 from localrt.errors import LocalrtError, OptionError, StorageError
-from localrt.tools import ToolCall, as_message_calls
+from localrt.progress import ProgressCallback
+from localrt.text.tools import as_message_calls
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.engine.base import EngineSession
+    from localrt.engine.protocol import EngineSession
 
 __all__ = ["ChatSession", "Message"]
 
@@ -203,19 +204,19 @@ class ChatSession:
 
     def send(self, text: str | None = None, **options: Any) -> Chunk:
         """Like ``stream``, as one chunk that holds the whole answer."""
-        from localrt.streams import joined
+        from localrt.answering.streams import joined
 
         return joined(self.stream(text, **options))
 
     def astream(self, text: str | None = None, **options: Any) -> AsyncIterator[Chunk]:
         """Like ``stream``, for asyncio."""
-        from localrt.streams import in_thread
+        from localrt.answering.streams import in_thread
 
         return in_thread(lambda: self.stream(text, **options), self.cancel)
 
     async def asend(self, text: str | None = None, **options: Any) -> Chunk:
         """Like ``send``, for asyncio."""
-        from localrt.streams import joined
+        from localrt.answering.streams import joined
 
         return joined([chunk async for chunk in self.astream(text, **options)])
 

@@ -1,12 +1,49 @@
-"""Numbers and tables as every command prints them. Knows no command and no model."""
+"""Sizes, numbers and tables as people read and write them. Knows no command and no model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from localrt.offload.budget import format_bytes
+from localrt.errors import OptionError
 
-__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "table"]
+__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "parse_size", "table"]
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of ``"8GB"`` (decimal), ``"512MiB"`` (binary), ``"1.5 G"``, ``"4096"`` or ``4096``.
+
+    Raises:
+        OptionError: not a size, or not positive.
+    """
+    # bool is an int to Python, and never a size.
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = size
+    else:
+        match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+        if match is None:
+            raise OptionError(f"{size!r} is not a size: write it like 8GB, 1.5GB or 512MiB")
+        unit = (match[2] or "").upper()
+        value = round(float(match[1]) * {**_UNITS, **_BINARY_UNITS}[unit])
+    if value <= 0:
+        raise OptionError(f"a size must be above zero, not {size!r}")
+    return value
+
+
+def format_bytes(count: float) -> str:
+    """A size for people, in decimal units with two or three digits: ``"98 MB"``, ``"1.1 GB"``."""
+    value, sign = abs(count), "-" if count < 0 else ""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    digits = 1 if value < 9.95 and unit != "B" else 0
+    text = f"{value:.{digits}f}".removesuffix(".0")
+    return f"{sign}{text} {unit}"
 
 
 def format_count(count: int) -> str:

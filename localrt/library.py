@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from localrt.engine.types import ProgressCallback
+from localrt.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from localrt.hub import LocalModel, ResolvedModel
@@ -59,8 +59,8 @@ def pull(
 
 def uses() -> dict[str, float]:
     """When each model was last loaded, in seconds since the epoch, by name."""
+    from localrt.hub.usage import last_used
     from localrt.settings import Settings
-    from localrt.usage import last_used
 
     return last_used(Settings.from_environment())
 
@@ -98,8 +98,8 @@ def remove_model(name: str) -> int:
         StorageError: a file cannot be deleted.
     """
     from localrt.hub import remove_model
+    from localrt.hub.usage import forget_use
     from localrt.settings import Settings
-    from localrt.usage import forget_use
 
     settings = Settings.from_environment()
     freed = remove_model(name, settings)

@@ -1,7 +1,7 @@
 """A running batch of a model's answers, for servers and apps with many askers: ``Model.live``.
 
 It turns prompts into requests as ``Model.stream`` does, and chunks into iterators for threads and
-for asyncio. Passes, memory and turns are the business of ``localrt.engine.live``.
+for asyncio. Passes, memory and turns are the business of ``localrt.engine.batch.live``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from localrt.closing import Closing
-from localrt.engine.live import Live, LiveLimits, LiveStats
-from localrt.engine.live_answer import LiveAnswer
+from localrt.engine.batch.live import Live, LiveLimits, LiveStats
+from localrt.engine.batch.live_answer import LiveAnswer
 from localrt.engine.options import read_options
 from localrt.engine.types import Chunk
 
@@ -69,7 +69,7 @@ class LiveModel(Closing):
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
         """Like ``Model.generate``, beside all others."""
-        from localrt.streams import joined
+        from localrt.answering.streams import joined
 
         return joined(self.stream(prompt, **options))
 
@@ -109,7 +109,7 @@ class LiveModel(Closing):
         self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> Chunk:
         """Like ``generate``, for asyncio."""
-        from localrt.streams import joined
+        from localrt.answering.streams import joined
 
         return joined([chunk async for chunk in self.astream(prompt, **options)])
 

@@ -84,7 +84,7 @@ def find_architecture(name: str) -> Architecture:
             f"architecture {name!r} is not known to the native engine (known: {known}); "
             "a GGUF file may run with --engine llamacpp"
         )
-    module = import_module(f"localrt.models.{ARCHITECTURES[name]}")
+    module = import_module(f"localrt.models.architectures.{ARCHITECTURES[name]}")
     architecture: Architecture = Architecture(module.read_config, module.NAMES)
     return architecture
 

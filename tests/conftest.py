@@ -111,8 +111,9 @@ def tiny(tiny_folder: Path) -> Iterator[localrt.Model]:
 @pytest.fixture
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No card, own folders, and nothing is measured: plans are for given rates."""
-    from localrt import hardware, plan_inputs
+    from localrt.machine import hardware
     from localrt.offload.planner.machine import MachineProfile
+    from localrt.planning import inputs as plan_inputs
     from tests.planner.models import machine
 
     for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):

@@ -6,13 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
-from localrt.offload.budget import (
-    MemoryEstimate,
-    check_fits,
-    format_bytes,
-    memory_state,
-    parse_size,
-)
+from localrt.formatting import format_bytes, parse_size
+from localrt.offload.memory.state import MemoryEstimate, check_fits, memory_state
 
 
 @pytest.mark.parametrize(

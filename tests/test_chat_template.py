@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import TemplateError
-from localrt.models.chat_template import (
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.templates.chat_template import (
     ChatTemplate,
     PlainTemplate,
     encode_chat,
     encode_messages,
     load_template,
 )
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from tests.real_models import real_model
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from localrt import plan_inputs
 from localrt.cli import main
 from localrt.errors import OfflineError
+from localrt.planning import inputs as plan_inputs
 from tests.planner.models import CONFIGS
 
 WHAT_IF = ("--gpu-memory", "8GB", "--ram", "32GB", "--ssd", "3.5GB/s", "--link", "12GB/s")

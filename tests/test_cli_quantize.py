@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from localrt import calibration_text
-from localrt.calibration_text import builtin_text, read_text
 from localrt.cli import main
 from localrt.errors import OptionError
+from localrt.quantizing import text as calibration_text
+from localrt.quantizing.text import builtin_text, read_text
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from localrt import hardware
 from localrt.cli import doctor
+from localrt.machine import hardware
 
 ROOT = Path(__file__).parents[1]
 

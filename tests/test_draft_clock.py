@@ -17,7 +17,7 @@ from localrt.drafts.clock import (
     RoomyDraftDecoder,
 )
 from localrt.errors import CancelledError
-from localrt.offload.clock import VirtualClock
+from localrt.offload.cards.clock import VirtualClock
 from localrt.offload.planner.draft_costs import DraftCosts
 from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch

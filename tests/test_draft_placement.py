@@ -14,10 +14,10 @@ import pytest
 import localrt
 from localrt.drafts.acceptance import FirstChoices, known_acceptance, measured, remember_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
+from localrt.offload.memory.process import current_rss
 from localrt.offload.planner import pair
 from localrt.offload.planner.pair import PairPlan, PairRequest
-from localrt.offload.process_memory import current_rss
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
 from localrt.speculative.source import AheadSource
 from localrt.speculative.tree import TokenTree
@@ -44,9 +44,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of one test is not known to the next."""
-    from localrt import measuring
-    from localrt.offload.disk_speed import DiskProfile
-    from localrt.offload.files import ReadMode
+    from localrt.machine import measuring
+    from localrt.offload.reading.disk_speed import DiskProfile
+    from localrt.offload.reading.files import ReadMode
     from tests.planner.models import machine
 
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt import measuring
+from localrt.machine import measuring
 from localrt.offload.planner import pair
 from localrt.offload.planner.pair import PairPlan, PairRequest
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from tests.conftest import write_tiny_model
 from tests.planner.models import machine
 
 pytest.importorskip("triton")
 
 from localrt.quant.ops import choose
-from localrt.quant.ops.triton_ops import TritonOps
+from localrt.quant.ops.triton.ops import TritonOps
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -50,8 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The devices that were asked for, in order."""
-    from localrt.offload.disk_speed import DiskProfile
-    from localrt.offload.files import ReadMode
+    from localrt.offload.reading.disk_speed import DiskProfile
+    from localrt.offload.reading.files import ReadMode
 
     asked: list[str] = []
     make_ops = choose.make_ops
@@ -115,7 +115,7 @@ def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
 def test_a_draft_that_the_card_has_no_room_for_stays_off_it(
     folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from localrt import loading_native
+    from localrt.loading import native as loading_native
 
     monkeypatch.setattr(loading_native, "_SCRATCH_BYTES", 3 << 30)
     target: list[Any] = []

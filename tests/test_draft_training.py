@@ -19,9 +19,9 @@ from localrt.drafts.head import find_head
 from localrt.drafts.prompts import ChatFrame, Prompts, chat_frame, line_starts
 from localrt.drafts.training import DraftTraining, train_draft
 from localrt.drafts.writing import draw
-from localrt.engine.types import Progress
 from localrt.errors import CancelledError, OptionError
-from localrt.quant.ops.native_abi import find_library
+from localrt.progress import Progress
+from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
 from localrt.speculative.dgf_file import read_dgf
 

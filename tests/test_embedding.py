@@ -12,7 +12,7 @@ import pytest
 
 import localrt
 from localrt.engine.embedding import POOLINGS, embed
-from localrt.engine.native import NativeEngine
+from localrt.engine.native.engine import NativeEngine
 from tests.conftest import write_tiny_model
 from tests.models.tiny import save_tiny
 from tests.offload.placed import Model as StoredModel

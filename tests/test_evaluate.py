@@ -17,7 +17,7 @@ import pytest
 import localrt
 from localrt.cli import main
 from localrt.errors import OptionError, TokenizerError
-from localrt.evaluate import evaluate
+from localrt.evaluating.evaluate import evaluate
 from tests.conftest import write_tiny_model
 from tests.real_models import real_model
 

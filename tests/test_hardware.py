@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt import hardware
+from localrt.machine import hardware
 
 INTEL = """processor\t: 0
 model name\t: Imaginary Xeon @ 3.00GHz
@@ -95,7 +95,7 @@ def test_memory_bandwidth_is_above_that_of_a_disk() -> None:
 
 def test_probing_imports_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; from localrt.hardware import probe; probe();"
+        "import sys; from localrt.machine.hardware import probe; probe();"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.engine.types import Progress
 from localrt.errors import (
     CancelledError,
     CheckpointError,
@@ -16,11 +15,12 @@ from localrt.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from localrt.progress import Progress
 from tests.real_models import find_real_model, real_model
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
 
-from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppSettings, LlamaCppTokenizer
+from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings, LlamaCppTokenizer
 
 pytestmark = pytest.mark.llamacpp
 
@@ -265,7 +265,7 @@ def test_files_that_are_not_gguf_models(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localrt.engine import llamacpp_library
+    from localrt.engine.llamacpp import library as llamacpp_library
 
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'localrt\[llamacpp\]'"):

@@ -58,7 +58,9 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
                 inside = path.relative_to(ROOT)
                 expected.add(str(inside if room == "localrt" else Path("localrt") / inside))
     inside_wheel = {name for name in names if name.startswith("localrt/")}
-    kernels = {name for name in inside_wheel if name.startswith("localrt/quant/ops/_native.")}
+    kernels = {
+        name for name in inside_wheel if name.startswith("localrt/quant/ops/native/_native.")
+    }
     assert inside_wheel - kernels == expected
     assert len(kernels) == 1
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -81,14 +83,15 @@ from pathlib import Path
 from contextlib import closing
 import numpy as np
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.chat_template import PlainTemplate, encode_messages, load_template
+from localrt.models.templates.chat_template import PlainTemplate, encode_messages, load_template
 from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.formats import unpack
 from localrt.engine.sampling import Sampling, distribution, draw
 from localrt.engine.loop import common_prefix
-from localrt.quant.ops.native_abi import find_library
-import localrt.engine.native, localrt.engine.pool, localrt.offload.budget, localrt.chat, localrt.api
+from localrt.quant.ops.native.abi import find_library
+import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory.state
+import localrt.chat, localrt.api
 
 with closing(open_checkpoint(Path(sys.argv[1]))) as checkpoint:
     config = read_config(checkpoint)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import localrt
+from localrt.hub.usage import forget_use, last_used, note_use
 from localrt.offload.planner import known_machine as known
-from localrt.previewing import Preview, preview, preview_size
+from localrt.planning.preview import Preview, preview, preview_size
 from localrt.settings import Settings
-from localrt.usage import forget_use, last_used, note_use
 
 
 def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("nothing is measured for a preview")
 
     monkeypatch.setattr("localrt.offload.planner.measure.measure_machine", never)
-    monkeypatch.setattr("localrt.measuring.machine_profile", never)
+    monkeypatch.setattr("localrt.machine.measuring.machine_profile", never)
     found = preview(tiny_folder, device="cpu")
     assert found.fits
     assert found.read_bytes == 0

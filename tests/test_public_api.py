@@ -117,7 +117,7 @@ def test_errors_have_one_root() -> None:
             assert name in importlib.import_module("localrt.errors").__all__
 
 
-@pytest.mark.parametrize("module", ["localrt.thinking"])
+@pytest.mark.parametrize("module", ["localrt.text.thinking"])
 def test_examples_in_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted

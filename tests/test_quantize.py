@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.calibration import calibration_windows
-from localrt.engine.types import Progress
 from localrt.errors import CancelledError, CheckpointError, LocalrtError, OptionError
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import partial_folder
+from localrt.progress import Progress
 from localrt.quant.formats import F32, PackedTensor, unpack
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.methods import METHODS, block_hadamard, restore
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch_ops import TorchOps
-from localrt.quantize import QuantizeReport, quantize_model
+from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quantizing.calibration import calibration_windows
+from localrt.quantizing.quantize import QuantizeReport, quantize_model
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.store.synthetic import SyntheticCheckpoint
 
@@ -182,7 +182,7 @@ def test_heads_that_the_rotation_does_not_divide_are_rotated_at_run_time(
 def test_the_kernels_compute_what_the_reference_does(
     folders: Mapping[str, Path], tmp_path: Path, format_: str, method: str
 ) -> None:
-    from localrt.quant.ops.native_ops import NativeOps
+    from localrt.quant.ops.native.ops import NativeOps
 
     if format_ == "bf16" and method != "rtn":
         pytest.skip("bf16 is only rounded to")

@@ -11,7 +11,7 @@ import pytest
 
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.quant.methods import restore
-from localrt.quantize import QuantizeReport, quantize_model
+from localrt.quantizing.quantize import QuantizeReport, quantize_model
 from tests.models.tiny import save_tiny
 from tests.test_quantize import TEXT, distance, logits, one_thread
 

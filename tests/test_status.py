@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
+from localrt.answering.status import LaneUse, MemoryUse, Status
+from localrt.answering.watching import last_pass
 from localrt.offload.trace import Task
-from localrt.status import LaneUse, MemoryUse, Status
-from localrt.watching import last_pass
 
 
 def status(**changes: object) -> Status:
@@ -197,7 +197,7 @@ def test_lanes_lie_within_the_pass(reads: list[tuple[float, float]]) -> None:
 
 def test_recording_follows_the_wish(tmp_path: Path) -> None:
     """The pipeline remembers tasks between a call with lanes=True and one with False."""
-    from localrt.watching import Watch
+    from localrt.answering.watching import Watch
 
     asked: list[int | None] = []
 

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
-from localrt.harmony import HarmonyReader, harmony_messages
-from localrt.tools import TextReader, ToolCall, for_template, tool_form
+from localrt.engine.types import ToolCall
+from localrt.text.harmony import HarmonyReader, harmony_messages
+from localrt.text.tools import TextReader, for_template, tool_form
 from tests.conftest import write_tiny_model
 
 WEATHER: dict[str, Any] = {

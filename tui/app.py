@@ -38,7 +38,7 @@ from localrt.tui.work import Loading
 
 if TYPE_CHECKING:
     from localrt import History, Model
-    from localrt.engine.types import ProgressCallback
+    from localrt.progress import ProgressCallback
 
 __all__ = ["ChatApp", "run_chat"]
 

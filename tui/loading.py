@@ -14,7 +14,7 @@ from textual.widget import Widget
 from localrt.tui.text import clean, human_bytes, human_count
 
 if TYPE_CHECKING:
-    from localrt.engine.types import Progress
+    from localrt.progress import Progress
 
 __all__ = ["LoadingLine", "loading_line"]
 

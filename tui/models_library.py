@@ -16,7 +16,7 @@ from localrt.errors import LocalrtError
 
 if TYPE_CHECKING:
     from localrt import FoundModel, LocalModel, Preview, Variant
-    from localrt.engine.types import Progress, ProgressCallback
+    from localrt.progress import Progress, ProgressCallback
 
 __all__ = ["Library", "Pull", "Room"]
 

@@ -18,7 +18,7 @@ from localrt.tui.work import Loading
 
 if TYPE_CHECKING:
     from localrt import Model
-    from localrt.engine.types import ProgressCallback
+    from localrt.progress import ProgressCallback
     from localrt.tui.app import ChatApp
     from localrt.tui.session import Session
 

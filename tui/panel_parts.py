@@ -15,7 +15,7 @@ from localrt.tui.text import human_bytes
 
 if TYPE_CHECKING:
     from localrt import Change, Flow, Outlook, Status
-    from localrt.status import LaneUse, MemoryUse
+    from localrt.answering.status import LaneUse, MemoryUse
 
 __all__ = [
     "FAINT",

@@ -28,7 +28,7 @@ from localrt.tui.text import human_bytes, human_rate
 
 if TYPE_CHECKING:
     from localrt import Status
-    from localrt.status import LaneUse, MemoryUse, PassTrace
+    from localrt.answering.status import LaneUse, MemoryUse, PassTrace
 
 __all__ = ["side_lines", "strip_lines"]
 

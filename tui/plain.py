@@ -27,7 +27,7 @@ from localrt.tui.turns import explained
 
 if TYPE_CHECKING:
     from localrt import ChatSession, Chunk, History, Model
-    from localrt.engine.types import ProgressCallback
+    from localrt.progress import ProgressCallback
 
 __all__ = ["PlainChat", "run_plain"]
 

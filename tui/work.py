@@ -16,7 +16,8 @@ from localrt.errors import CancelledError
 
 if TYPE_CHECKING:
     from localrt import ChatSession, Metrics, Model
-    from localrt.engine.types import FinishReason, Progress, ProgressCallback
+    from localrt.engine.types import FinishReason
+    from localrt.progress import Progress, ProgressCallback
     from localrt.tui.talk import Writer
 
 __all__ = ["Generation", "Loading", "News"]

@@ -65,7 +65,7 @@ def wants_card(options: BenchOptions) -> bool:
     """Whether GPU memory was asked for, of whatever card there is, and there is none."""
     if options.gpu_memory is None or options.device not in (None, "auto"):
         return False
-    from localrt.hardware import gpus
+    from localrt.machine.hardware import gpus
 
     return not gpus()
 
@@ -98,7 +98,7 @@ def simulate_card(options: BenchOptions, settings: Settings) -> CardRun:
         MemoryBudgetError: it does not fit card, RAM and disk.
         LocalrtError: the model cannot be read, or no such card is known.
     """
-    from localrt.measuring import machine_profile
+    from localrt.machine.measuring import machine_profile
     from localrt.models.checkpoints import open_checkpoint
     from localrt.offload.planner import shape_from_checkpoint
 
@@ -116,10 +116,10 @@ def plan_card(
     card: Card, shape: ModelShape, machine: MachineProfile, options: BenchOptions
 ) -> CardRun:
     """The plan for a model on ``machine`` with ``card`` in it."""
+    from localrt.offload.memory.process import ram_budget
     from localrt.offload.planner import Budgets, make_plan
     from localrt.offload.planner.memory_table import total_of
     from localrt.offload.planner.shapes import parse_kv_format
-    from localrt.offload.process_memory import ram_budget
 
     work = options.workload
     assert options.gpu_memory is not None

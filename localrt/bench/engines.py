@@ -120,8 +120,8 @@ class _LocalrtEngine:
         Raises:
             OptionError: the model is no mixture of experts, or not one of the native engine's.
         """
-        from localrt.engine.native import NativeEngine
-        from localrt.engine.routing import RoutingRecorder
+        from localrt.engine.native.engine import NativeEngine
+        from localrt.engine.native.routing import RoutingRecorder
 
         engine = self._model._parts.engine
         if not isinstance(engine, NativeEngine):
@@ -162,9 +162,9 @@ def _load_native(launch: Launch) -> Model:
 def _load_llamacpp(launch: Launch) -> Model:
     """Like ``localrt.load``, with llama.cpp's own settings, which that does not offer."""
     from localrt.api import Model
-    from localrt.engine.llamacpp import LlamaCppEngine, LlamaCppSettings, LlamaCppTokenizer
-    from localrt.loading import LoadedModel
-    from localrt.models.chat_template import PlainTemplate
+    from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings, LlamaCppTokenizer
+    from localrt.loading.parts import LoadedModel
+    from localrt.models.templates.chat_template import PlainTemplate
 
     path = Path(launch.path)
     engine = LlamaCppEngine.load(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from localrt.errors import LocalrtError
-from localrt.offload.budget import format_bytes
+from localrt.formatting import format_bytes
 
 __all__ = ["MemoryLimit"]
 

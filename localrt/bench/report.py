@@ -9,7 +9,7 @@ from typing import Any
 from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
 from localrt.bench.peers import PEERS
 from localrt.formatting import format_bytes, format_rate, format_seconds, table
-from localrt.hardware import Machine
+from localrt.machine.hardware import Machine
 
 __all__ = ["to_json", "to_table"]
 

@@ -24,7 +24,7 @@ from localrt.bench.page_cache import drop_from_cache, model_files
 from localrt.bench.process import ChildError, ChildProcess, child_command
 from localrt.bench.workload import make_prompts
 from localrt.errors import LocalrtError, OptionError
-from localrt.offload.budget import memory_state
+from localrt.offload.memory.state import memory_state
 
 __all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
 

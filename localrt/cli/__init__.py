@@ -12,8 +12,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from localrt import __version__
 from localrt.errors import LocalrtError, OptionError
+from localrt.version import __version__
 
 __all__ = ["build_parser", "main"]
 

@@ -67,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 when no engine could run."""
-    from localrt import hardware
     from localrt.bench.card_mode import wants_card
     from localrt.bench.outcome import BenchOptions
     from localrt.bench.report import to_json, to_table
     from localrt.bench.runner import run_bench
     from localrt.bench.workload import Workload
-    from localrt.offload.budget import parse_size
+    from localrt.formatting import parse_size
+    from localrt.machine import hardware
     from localrt.settings import Settings
 
     def size(text: str | None) -> int | None:
@@ -133,9 +133,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where: Settings) -> int:
     """Print what a named card would do; no engine runs."""
-    from localrt import hardware
     from localrt.bench.card_mode import simulate_card
     from localrt.bench.report import to_json, to_table
+    from localrt.machine import hardware
 
     _notify("no GPU here: planning for a named card, running nothing")
     for option in ("trace", "expert_trace"):
@@ -208,7 +208,7 @@ def _resolve(model: str) -> tuple[str, Path]:
 def _versions() -> dict[str, str]:
     import importlib.metadata
 
-    from localrt import __version__
+    from localrt.version import __version__
 
     versions = {"localrt": __version__}
     for package in _PACKAGES:

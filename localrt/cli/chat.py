@@ -23,7 +23,7 @@ from localrt.errors import OptionError
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.engine.types import ProgressCallback
+    from localrt.progress import ProgressCallback
 
 __all__ = ["HELP", "add_arguments", "run"]
 

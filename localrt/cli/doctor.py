@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from localrt.formatting import format_bytes, table
-from localrt.quant.ops.native_abi import best_isa
+from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(*, quick: bool) -> dict[str, Any]:
-    from localrt import __version__, hardware
+    from localrt.machine import hardware
+    from localrt.version import __version__
 
     settings = Settings.from_environment()
     machine = hardware.probe()
@@ -112,7 +113,7 @@ def _version(package: str) -> str | None:
 
 
 def _disk_speed(folder: Path) -> Any:
-    from localrt import hardware
+    from localrt.machine import hardware
 
     folder.mkdir(parents=True, exist_ok=True)
     return hardware.measure_disk_read(folder)

@@ -18,7 +18,7 @@ from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.drafts.training import TrainingReport
-    from localrt.engine.types import Progress
+    from localrt.progress import Progress
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -86,10 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and say where the head lies and how well it guesses."""
-    from localrt.calibration_text import read_text
     from localrt.drafts.head import TRAINED
     from localrt.drafts.training import DraftTraining, train_draft
     from localrt.hub import resolve
+    from localrt.quantizing.text import read_text
 
     names = ("generate", "tokens", "depth", "vocab", "length", "batch", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

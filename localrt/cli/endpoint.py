@@ -14,7 +14,7 @@ from localrt.settings import ENDPOINT_KEY, Settings
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.engine.types import ProgressCallback
+    from localrt.progress import ProgressCallback
 
 __all__ = ["add_endpoint_arguments", "choose_model", "connect_endpoint", "model_title"]
 
@@ -44,7 +44,7 @@ def choose_model(args: argparse.Namespace) -> None:
             raise OptionError("--api-key goes with --endpoint URL")
         args.model = DEMO_MODEL if args.model is None else args.model
         return
-    from localrt.remote_address import read_address
+    from localrt.remote.address import read_address
 
     read_address(args.endpoint, _key(args))
     given = [name for name, value in load_options(args).items() if value not in (None, "auto")]
@@ -55,7 +55,7 @@ def choose_model(args: argparse.Namespace) -> None:
 
 def connect_endpoint(args: argparse.Namespace, progress: ProgressCallback | None = None) -> Model:
     """The server's model."""
-    from localrt.remote import connect
+    from localrt.remote.model import connect
 
     model = connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
     # It has what commands and the app use of a model.
@@ -64,7 +64,7 @@ def connect_endpoint(args: argparse.Namespace, progress: ProgressCallback | None
 
 def model_title(args: argparse.Namespace) -> str:
     """What to call the model until it says its own name."""
-    from localrt.remote_address import read_address
+    from localrt.remote.address import read_address
 
     return str(args.model or read_address(args.endpoint).place)
 

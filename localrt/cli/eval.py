@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.calibration_text import read_file
 from localrt.cli.model_options import DEMO_MODEL, add_load_arguments, load_options
 from localrt.formatting import format_rate
+from localrt.quantizing.text import read_file
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.engine.types import Progress
-    from localrt.evaluate import Evaluation
+    from localrt.evaluating.evaluate import Evaluation
+    from localrt.progress import Progress
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print."""
-    from localrt.evaluate import evaluate
+    from localrt.evaluating.evaluate import evaluate
 
     text = read_file(args.text)
     with ExitStack() as models:

@@ -21,7 +21,7 @@ from localrt.errors import OptionError, StorageError
 if TYPE_CHECKING:
     from localrt.offload.planner import Plan
     from localrt.offload.planner.pair import PairPlan
-    from localrt.plan_inputs import Inputs
+    from localrt.planning.inputs import Inputs
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from localrt.offload.planner import make_plan
     from localrt.offload.planner.explain import explain
     from localrt.offload.planner.picture import to_html, to_svg
-    from localrt.plan_inputs import PlanTarget, read_inputs
+    from localrt.planning.inputs import PlanTarget, read_inputs
 
     for name in ("ctx", "batch"):
         value = getattr(args, name)

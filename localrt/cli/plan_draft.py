@@ -53,7 +53,7 @@ def plan_draft(args: argparse.Namespace, plan: Plan) -> PairPlan:
     from localrt.drafts.acceptance import known_acceptance
     from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
     from localrt.offload.planner.pair import AcceptanceSource, PairRequest, plan_pair
-    from localrt.plan_inputs import PlanTarget, read_draft
+    from localrt.planning.inputs import PlanTarget, read_draft
 
     target = plan.request
     draft = read_draft(PlanTarget(model=args.draft, revision=args.revision, offline=args.offline))

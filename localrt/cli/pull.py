@@ -8,9 +8,9 @@ import sys
 import time
 from typing import TextIO
 
-from localrt.engine.types import Progress
 from localrt.formatting import format_bytes, format_seconds
 from localrt.hub import DEMO_NAME, resolve
+from localrt.progress import Progress
 from localrt.settings import Settings
 
 __all__ = ["HELP", "add_arguments", "run"]

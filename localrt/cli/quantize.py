@@ -20,7 +20,7 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.hub import ResolvedModel
     from localrt.models.checkpoints import Checkpoint
-    from localrt.quantize import QuantizeReport
+    from localrt.quantizing.quantize import QuantizeReport
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from localrt.hub import resolve
     from localrt.models.checkpoints import open_checkpoint
     from localrt.quant.methods import quantized_format
-    from localrt.quantize import CALIBRATION_TOKENS, quantize_model
+    from localrt.quantizing.quantize import CALIBRATION_TOKENS, quantize_model
 
     quantized_format(args.format)  # before anything is downloaded
     if args.method == "rtn" and args.calibration is not None:
@@ -146,9 +146,9 @@ def _calibration(
     args: argparse.Namespace, checkpoint: Checkpoint, notes: list[str]
 ) -> list[int] | None:
     """Token ids of the text to calibrate with; None where only rounding is possible or wanted."""
-    from localrt.calibration_text import BUILTIN, builtin_text, read_text
     from localrt.models.tokenizers import load_tokenizer
     from localrt.quant.methods import default_method, quantized_format
+    from localrt.quantizing.text import BUILTIN, builtin_text, read_text
 
     method = args.method or default_method(quantized_format(args.format), calibrated=True)
     if method == "rtn":

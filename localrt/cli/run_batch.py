@@ -23,7 +23,8 @@ from localrt.formatting import format_rate, format_seconds
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.engine.types import Chunk, Progress
+    from localrt.engine.types import Chunk
+    from localrt.progress import Progress
 
 __all__ = ["BatchPrompt", "parse_prompts", "run_batch"]
 
@@ -164,7 +165,7 @@ def _in_order(
     stream: Iterator[tuple[int, Chunk | LocalrtError]],
 ) -> Iterator[Chunk | LocalrtError]:
     """Whole answers in the order of their prompts, each as soon as it can be."""
-    from localrt.streams import joined
+    from localrt.answering.streams import joined
 
     chunks: dict[int, list[Chunk]] = {}
     whole: dict[int, Chunk | LocalrtError] = {}

@@ -111,7 +111,7 @@ def _check_extra() -> None:
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
-    from localrt.offload.budget import parse_size
+    from localrt.formatting import parse_size
     from localrt.serve.options import ServeOptions
 
     return ServeOptions(

@@ -18,20 +18,20 @@ from localrt.drafts.placement import source_of
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.settings import Settings
+from localrt.speculative.archive import Archive, SaidSource
 from localrt.speculative.draft_model import DraftDecoder, DraftModelSource
 from localrt.speculative.merged import MergedSource
 from localrt.speculative.ngram import NgramSource
 from localrt.speculative.policy import DEPTH, MOST_NODES, Plan
-from localrt.speculative.said import Archive, SaidSource
 from localrt.speculative.source import DraftSource
 from localrt.speculative.tuner import Tuner
 
 if TYPE_CHECKING:
     from localrt.drafts.placement import DraftPlace
-    from localrt.engine.base import EngineSession
-    from localrt.engine.native import NativeEngine
+    from localrt.engine.native.engine import NativeEngine
     from localrt.engine.options import Options
-    from localrt.loading import LoadedModel
+    from localrt.engine.protocol import EngineSession
+    from localrt.loading.parts import LoadedModel
     from localrt.models.tokenizers import Tokenizer
 
 __all__ = ["PLUS_NGRAM", "Drafts", "LoadDraft", "family_draft", "vocabulary_problem"]
@@ -139,7 +139,7 @@ class Drafts:
         return family_draft(self._target)
 
     def _engine(self) -> NativeEngine | None:
-        from localrt.engine.native import NativeEngine
+        from localrt.engine.native.engine import NativeEngine
 
         engine = self._target.engine
         return engine if isinstance(engine, NativeEngine) else None
@@ -238,7 +238,7 @@ class Drafts:
         return draft
 
     def _check(self, name: str, parts: LoadedModel) -> None:
-        from localrt.engine.native import NativeEngine
+        from localrt.engine.native.engine import NativeEngine
 
         if not isinstance(parts.engine, NativeEngine):
             raise OptionError(f"draft {name} needs the native engine, which does not know it")
@@ -256,7 +256,7 @@ class Drafts:
         return max(8, _ROUND_LOGITS // (4 * info.vocab_size)) if info.streamed else _ROUND_NODES
 
     def _model_source(self, draft: _Draft, session: EngineSession, options: Options) -> DraftSource:
-        from localrt.engine.native import NativeEngine
+        from localrt.engine.native.engine import NativeEngine
 
         parts, target = draft.parts, self._engine()
         assert parts is not None, "there is a draft"

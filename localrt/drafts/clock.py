@@ -15,8 +15,8 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from localrt.offload.budget import format_bytes
-from localrt.offload.clock import Clock
+from localrt.formatting import format_bytes
+from localrt.offload.cards.clock import Clock
 from localrt.offload.planner.draft_costs import DraftCosts
 from localrt.quant.ops.protocol import Batch, KVCache
 from localrt.speculative.draft_model import DraftDecoder

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.formatting import format_bytes
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
-from localrt.offload.budget import format_bytes
 from localrt.speculative.dgf import DgfTarget
 from localrt.speculative.dgf_file import DgfWeights, is_dgf_folder, read_dgf, read_dgf_config
 from localrt.speculative.dgf_head import REMEMBERED, DgfHead, target_parts
 from localrt.speculative.dgf_source import DgfSource
 
 if TYPE_CHECKING:
-    from localrt.engine.base import EngineSession
-    from localrt.engine.native import NativeEngine
+    from localrt.engine.native.engine import NativeEngine
     from localrt.engine.options import Options
-    from localrt.loading import LoadedModel, LoadOptions
+    from localrt.engine.protocol import EngineSession
+    from localrt.loading.parts import LoadedModel, LoadOptions
     from localrt.models.decoder import DecoderConfig
     from localrt.models.tokenizers import Tokenizer
     from localrt.settings import Settings
@@ -181,7 +181,7 @@ class DraftHead:
 
     def source(self, session: EngineSession, options: Options) -> DgfSource:
         """Guesses for a session, whose hidden states are recorded from now on."""
-        from localrt.engine.native import NativeSession
+        from localrt.engine.native.engine import NativeSession
 
         assert isinstance(session, NativeSession), "the engine is native"
         return DgfSource(

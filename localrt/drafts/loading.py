@@ -17,10 +17,10 @@ from localrt.drafts.choice import PLUS_NGRAM, Drafts
 from localrt.drafts.head import beside_head, is_draft_head
 from localrt.drafts.placement import PlacedBeside, place_draft
 from localrt.errors import MemoryBudgetError
-from localrt.loading import LoadedModel, LoadOptions, load_parts
+from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
 
 if TYPE_CHECKING:
-    from localrt.engine.types import ProgressCallback
+    from localrt.progress import ProgressCallback
     from localrt.settings import Settings
 
 # What a draft's passes take beside its weights and its cache: logits of a round, activations.
@@ -82,10 +82,10 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
     Raises:
         MemoryBudgetError: weights, cache and scratch exceed what is left.
     """
-    from localrt.loading_native import _budget, _scratch, _weight_bytes
+    from localrt.formatting import format_bytes
+    from localrt.loading.native import _budget, _scratch, _weight_bytes
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.registry import read_config
-    from localrt.offload.budget import format_bytes
     from localrt.quant.ops.choose import make_ops
 
     with closing(open_checkpoint(path)) as checkpoint:
@@ -156,8 +156,8 @@ class Beside:
 
 def _beside_draft(parts: LoadedModel, options: LoadOptions) -> LoadOptions:
     """The target's options with room in its RAM budget for what the draft will still grow by."""
-    from localrt.engine.native import NativeEngine
-    from localrt.offload.process_memory import ram_budget
+    from localrt.engine.native.engine import NativeEngine
+    from localrt.offload.memory.process import ram_budget
 
     engine = parts.engine
     if not isinstance(engine, NativeEngine) or engine.free_memory() is not None:

@@ -23,12 +23,12 @@ from localrt.drafts.clock import (
     RoomyDraftDecoder,
 )
 from localrt.errors import MemoryBudgetError, UnsupportedModelError
-from localrt.loading import LoadedModel, LoadOptions
+from localrt.loading.parts import LoadedModel, LoadOptions
 
 if TYPE_CHECKING:
-    from localrt.cards import OpenCard
     from localrt.drafts.choice import Drafts
-    from localrt.engine.native import NativeEngine
+    from localrt.engine.native.engine import NativeEngine
+    from localrt.loading.cards import OpenCard
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.planner.draft_costs import DraftCosts
     from localrt.offload.planner.pair import PairPlan
@@ -196,11 +196,11 @@ class PlacedBeside:
 
 def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
     """The card of ``options``, if the target can be placed on it."""
-    from localrt.cards import open_card
+    from localrt.loading.cards import open_card
     from localrt.models.registry import read_config
     from localrt.offload.trace import Trace
     from localrt.quant.ops.choose import make_ops
-    from localrt.quant.ops.native_abi import find_library
+    from localrt.quant.ops.native.abi import find_library
 
     virtual = options.device.startswith("virtual:")
     ops = make_ops(
@@ -224,12 +224,12 @@ def _place(
     options: LoadOptions,
     settings: Settings,
 ) -> DraftPlace:
-    from localrt.measuring import machine_profile
+    from localrt.machine.measuring import machine_profile
+    from localrt.offload.memory.process import current_rss, ram_budget
     from localrt.offload.planner import Budgets, shape_from_checkpoint
     from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
     from localrt.offload.planner.pair import AcceptanceSource, PairRequest, plan_pair
     from localrt.offload.planner.plan import PlanRequest
-    from localrt.offload.process_memory import current_rss, ram_budget
 
     ours, theirs = shape_from_checkpoint(target), shape_from_checkpoint(draft)
     formats = {unit.format for shape in (ours, theirs) for unit in shape.units}
@@ -267,7 +267,7 @@ def _decision(
     plan: PairPlan, card: OpenCard, name: str, options: LoadOptions, *, machine_ram: int
 ) -> DraftPlace:
     """The options of both under the best way."""
-    from localrt.cards import CUDA_CONTEXT
+    from localrt.loading.cards import CUDA_CONTEXT
     from localrt.offload.planner.draft_costs import DraftCosts
 
     best, request = plan.best, plan.request
@@ -333,7 +333,7 @@ def _draft_context(
 
 def _draft_vram(draft: Checkpoint, shape: ModelShape, card: OpenCard, ctx: int) -> int:
     """Bytes of the card's memory that the draft takes with a context of ``ctx``."""
-    from localrt.loading_native import resident_nbytes
+    from localrt.loading.native import resident_nbytes
     from localrt.offload.planner.draft_costs import draft_nbytes
 
     assert card.accelerator is not None, "there is a card"

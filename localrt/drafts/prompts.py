@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import OptionError
-from localrt.models.chat_template import encode_messages
+from localrt.models.templates.chat_template import encode_messages
 
 if TYPE_CHECKING:
-    from localrt.models.chat_template import MessageTemplate
+    from localrt.models.templates.chat_template import MessageTemplate
     from localrt.models.tokenizers import Tokenizer
 
 __all__ = ["Beginning", "ChatFrame", "Prompts", "chat_frame", "line_starts"]

@@ -20,10 +20,10 @@ from localrt.drafts.head import target_identity
 from localrt.drafts.prompts import Prompts, chat_frame, line_starts
 from localrt.drafts.training_work import DraftTraining, Reporter, claim
 from localrt.drafts.writing import write_sequences
-from localrt.engine.batch import kv_room
-from localrt.engine.native import NativeEngine
+from localrt.engine.batch.batch import kv_room
+from localrt.engine.native.engine import NativeEngine
 from localrt.errors import OptionError
-from localrt.loading import LoadedModel, LoadOptions, load_parts
+from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.models.units import EMBEDDING, HEAD

@@ -20,8 +20,8 @@ import numpy as np
 from localrt.drafts.data import SequenceFiles
 from localrt.drafts.text import learnt_text
 from localrt.drafts.training_work import DraftTraining, Reporter
-from localrt.engine.types import ProgressCallback
 from localrt.errors import MissingExtraError, OptionError
+from localrt.progress import ProgressCallback
 from localrt.speculative.dgf_file import is_dgf_folder, write_dgf
 
 if TYPE_CHECKING:

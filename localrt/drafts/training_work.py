@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import CancelledError, OptionError, StorageError
+from localrt.progress import Progress, ProgressCallback
 from localrt.speculative.dgf import MOST_BLOCKS
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from localrt.drafts.prompts import Beginning, Prompts
-    from localrt.engine.native import NativeEngine, NativeSession
+    from localrt.engine.native.engine import NativeEngine, NativeSession
 
 __all__ = ["Written", "draw", "write_sequences"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from localrt.engine.base import EngineSession, Logits
 from localrt.engine.constraint import allowed_ids, constrained
+from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.reader import Reader
 from localrt.engine.request import Request
 from localrt.engine.sampling import adjust_logits, distribution, draw, log_probabilities
@@ -22,10 +22,10 @@ from localrt.engine.stops import StopMatcher
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.offload.memory import peak_rss
+from localrt.offload.memory.peak import peak_rss
 
 if TYPE_CHECKING:
-    from localrt.tools import ToolCall
+    from localrt.engine.types import ToolCall
 
 __all__ = ["Answer", "Guessing", "Meter"]
 

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from localrt.engine.base import Check, EngineInfo, Logits
+from localrt.engine.protocol import Check, EngineInfo, Logits
 from localrt.quant.ops.protocol import Batch, KVCache
 
 __all__ = ["POOLINGS", "EmbeddingEngine", "HiddenEngine", "Pooling", "Rows", "embed", "unit_length"]

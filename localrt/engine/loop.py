@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from localrt.engine.answer import Answer, Meter
-from localrt.engine.base import EngineSession, Logits
+from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
-from localrt.engine.types import Chunk, FinishReason, Progress
+from localrt.engine.types import Chunk, FinishReason
 from localrt.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
+from localrt.progress import Progress
 
 __all__ = ["common_prefix", "generate"]
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from localrt.engine.base import Engine, EngineSession
+from localrt.engine.protocol import Engine, EngineSession
 from localrt.models.prefix import common_prefix
 
 __all__ = ["SessionPool"]

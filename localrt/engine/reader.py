@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from localrt.tools import ToolCall
+    from localrt.engine.types import ToolCall
 
 __all__ = ["MakeReader", "Reader"]
 

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from localrt.engine.base import EngineSession
 from localrt.engine.constraint import MakeConstraint
+from localrt.engine.protocol import EngineSession
 from localrt.engine.reader import MakeReader
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
-from localrt.engine.types import ProgressCallback
+from localrt.progress import ProgressCallback
 
 __all__ = ["Request", "Restore"]
 

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-from localrt.engine.base import Check, EngineSession, Logits
-from localrt.engine.companion import Companion
+from localrt.engine.batch.lookups import Companion
+from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.engine.tree_pass import TreePass, TreeSession, likely
 from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
-from localrt.speculative.meanwhile import Meanwhile, Work
+from localrt.speculative.archive import Archive
+from localrt.speculative.gap_work import Meanwhile, Work
 from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan, Policy
-from localrt.speculative.said import Archive
 from localrt.speculative.source import AheadSource, DraftSource, Outcome
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import Tuner

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from localrt.engine.base import Check, EngineSession, Logits
+from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.verify import follow
 

@@ -5,41 +5,19 @@ Plain values only: no engine, no tokenizer, nothing that needs numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from localrt.tools import ToolCall
+from typing import Any, Literal
 
 __all__ = [
     "Chunk",
     "FinishReason",
     "Metrics",
-    "Progress",
-    "ProgressCallback",
     "TokenLogprob",
+    "ToolCall",
 ]
 
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """One step of long work: ``done`` of ``total`` (None when unknown) in ``unit``.
-
-    ``stage`` names the work (``"download"``, ``"verify"``, ``"load"``, ``"prefill"``), ``unit``
-    what is counted (``"bytes"``, ``"tokens"``), ``detail`` the file.
-    """
-
-    stage: str
-    done: int
-    total: int | None
-    unit: str
-    detail: str = ""
-
-
-ProgressCallback = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +28,15 @@ class TokenLogprob:
     text: str
     logprob: float
     top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that a model asks for. ``arguments`` is the JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(slots=True)

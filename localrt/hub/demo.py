@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
-from localrt.engine.types import ProgressCallback
 from localrt.errors import HubError, StorageError
 from localrt.hub.names import HubRef
 from localrt.hub.remote import storage_error
 from localrt.hub.transfer import Meter, check_cancelled, check_space, file_digest
+from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
 __all__ = [

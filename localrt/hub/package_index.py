@@ -16,10 +16,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import IO
 
-from localrt.engine.types import ProgressCallback
 from localrt.errors import HubError
 from localrt.hub.text import one_line
 from localrt.hub.transfer import Meter, check_cancelled
+from localrt.progress import ProgressCallback
 
 __all__ = ["download_wheel"]
 

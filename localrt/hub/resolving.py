@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Event
 from typing import Literal
 
-from localrt.engine.types import ProgressCallback
 from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.hub.cache import find_cached
 from localrt.hub.demo import (
@@ -28,6 +27,7 @@ from localrt.hub.names import HubRef, close_files, is_revision, looks_like_path,
 from localrt.hub.remote import list_repo
 from localrt.hub.text import one_line
 from localrt.hub.transfer import download as transfer
+from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
 __all__ = ["ResolvedModel", "resolve"]

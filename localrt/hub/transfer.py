@@ -17,11 +17,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import CancelledError, HubError, OfflineError, StorageError
+from localrt.formatting import format_bytes
 from localrt.hub.cache import CachedRepo
 from localrt.hub.remote import RemoteFile, RemoteRepo, http_error_type, hub_errors
-from localrt.offload.budget import format_bytes
+from localrt.progress import Progress, ProgressCallback
 from localrt.settings import Settings
 
 __all__ = ["Meter", "check_cancelled", "check_space", "download", "file_digest"]

@@ -19,15 +19,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from localrt.engine.types import Chunk, Metrics
+from localrt.answering.streams import joined
+from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.errors import CancelledError, LocalrtError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call, Forced
 from localrt.serve.errors import JsonResponse, api_error, error_body, invalid
 from localrt.serve.payloads import Envelope, to_json, usage
 from localrt.serve.service import Service
-from localrt.streams import joined
-from localrt.tools import ToolCall
 
 __all__ = ["Shape", "answer", "until_gone"]
 

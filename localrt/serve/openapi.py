@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localrt import __version__
 from localrt.serve import schemas
+from localrt.version import __version__
 
 __all__ = ["describe"]
 

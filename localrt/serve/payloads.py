@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localrt import __version__
 from localrt.engine.types import Chunk, Metrics, TokenLogprob
+from localrt.version import __version__
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers import Tokenizer

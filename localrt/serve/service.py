@@ -161,7 +161,7 @@ class Service:
         return "\n".join(lines) + "\n"
 
     def _gauges(self) -> Iterator[tuple[str, str, str, float]]:
-        from localrt.offload.process_memory import current_rss
+        from localrt.offload.memory.process import current_rss
 
         if self._live is None:
             return

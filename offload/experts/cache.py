@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrt.errors import MemoryBudgetError
-from localrt.offload.budget import format_bytes
+from localrt.formatting import format_bytes
 from localrt.offload.experts.policies import DEFAULT_POLICY, Policy, make_policy
 
 __all__ = ["CacheStats", "Demand", "ExpertCache", "Key", "slots_within"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.accelerator import Accelerator
+from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.offload.ring import Mark
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.moe import Routed, SparseMlp
-from localrt.offload.clock import Clock, later
+from localrt.offload.cards.clock import Clock, later
 from localrt.offload.experts.assignment import Assignment, ExpertCosts, Ready
 from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.card import CardSlots

@@ -12,15 +12,15 @@ from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import DecoderConfig
-from localrt.offload.accelerator import Accelerator
+from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory, Verify
 from localrt.offload.experts.pools import ExpertPools, size_classes
 from localrt.offload.experts.reader import DemandReader
-from localrt.offload.fetching import Source
-from localrt.offload.files import ReadMode
 from localrt.offload.placement import Where
+from localrt.offload.reading.fetching import Source
+from localrt.offload.reading.files import ReadMode
 from localrt.offload.unit_parts import PartBuilder
 from localrt.quant.ops.experts import ExpertWeights
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from localrt.models.moe import Routed, SparseMlp
-from localrt.offload.clock import Clock, later
+from localrt.offload.cards.clock import Clock, later
 from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pools import ExpertPools

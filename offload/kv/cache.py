@@ -20,8 +20,8 @@ from localrt.offload.kv.slots import Slot, SlotPool
 from localrt.offload.kv.tasks import IoTask, IoThread
 from localrt.offload.placement import KvPlace
 from localrt.quant.ops.kv_growth import grown_capacity
-from localrt.quant.ops.native_kv import BLOCK, KVFormat, NativeKVCache, block_nbytes, map_zeros
-from localrt.quant.ops.native_latent import cache_format
+from localrt.quant.ops.native.kv import BLOCK, KVFormat, NativeKVCache, block_nbytes, map_zeros
+from localrt.quant.ops.native.latent import cache_format
 from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = ["SsdKVCache", "block_stride"]

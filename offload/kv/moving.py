@@ -11,8 +11,8 @@ from typing import Protocol
 
 from localrt.offload.kv.file import Bytes, KvFile
 from localrt.offload.kv.tasks import IoThread
-from localrt.quant.ops.native_kv import BLOCK, KVFormat, block_nbytes, map_zeros
-from localrt.quant.ops.native_kv_select import move_rows
+from localrt.quant.ops.native.kv import BLOCK, KVFormat, block_nbytes, map_zeros
+from localrt.quant.ops.native.kv_select import move_rows
 
 __all__ = ["Kept", "move_stored"]
 

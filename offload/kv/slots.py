@@ -13,7 +13,7 @@ from collections.abc import Callable
 from localrt.errors import MemoryBudgetError
 from localrt.offload.kv.file import PAGE, Bytes
 from localrt.offload.kv.tasks import IoTask
-from localrt.quant.ops.native_kv import map_zeros
+from localrt.quant.ops.native.kv import map_zeros
 
 __all__ = ["Slot", "SlotPool"]
 

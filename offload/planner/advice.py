@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from localrt.offload.budget import format_bytes
+from localrt.formatting import format_bytes
 from localrt.offload.planner.plan import Advice, Plan, PlanRequest, predicted_rate
 from localrt.offload.planner.shapes import ModelShape, aligned
 from localrt.offload.planner.simulate import simulate

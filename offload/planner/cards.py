@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from localrt.errors import OptionError
-from localrt.offload.budget import parse_size
+from localrt.formatting import parse_size
 from localrt.offload.planner.machine import GpuProfile
 
 __all__ = ["CARDS", "DEFAULT_CARD", "Card", "find_card", "parse_bandwidth", "parse_card"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from localrt.offload.budget import format_bytes
+from localrt.formatting import format_bytes
 from localrt.offload.placement import Where
 from localrt.offload.planner.memory_table import total_of
 from localrt.offload.planner.plan import Plan, PlanRequest

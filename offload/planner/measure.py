@@ -18,8 +18,8 @@ import numpy as np
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
-from localrt.quant.ops.native_abi import find_library, layout_of
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library, layout_of
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
 
 __all__ = ["DEFAULT_FORMATS", "DiskRate", "measure_kernel", "measure_machine"]

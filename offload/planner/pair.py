@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from localrt.errors import OptionError
-from localrt.offload.budget import format_bytes
+from localrt.formatting import format_bytes
 from localrt.offload.planner.draft_costs import DraftCosts, draft_nbytes
 from localrt.offload.planner.guessing import (
     PRIOR_ACCEPTANCE,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from localrt.errors import OptionError
-from localrt.offload.budget import format_bytes
+from localrt.formatting import format_bytes
 from localrt.offload.placement import Placement
 from localrt.offload.planner.budgets import (
     KV_BUFFER_BYTES,
@@ -143,6 +143,15 @@ class Plan:
     simulation: Simulation = field(repr=False)
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def for_weights_and_caches(self) -> int:
+        """Bytes that the other parts of the plan leave of the RAM."""
+        fixed = sum(
+            part.nbytes
+            for part in self.memory
+            if part.tier == "ram" and part.what not in ("weights", "keys and values")
+        )
+        return self.request.budgets.ram - fixed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. A mixture's experts are counted by place, not listed."""

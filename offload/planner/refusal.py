@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from localrt.errors import MemoryBudgetError
-from localrt.offload.budget import format_bytes
+from localrt.formatting import format_bytes
 from localrt.offload.planner.budgets import activation_nbytes
 from localrt.offload.planner.plan import PlanRequest, fits
 

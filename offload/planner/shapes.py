@@ -35,7 +35,7 @@ __all__ = [
 KvFormat = Literal["bf16", "int8", "int4"]
 KV_FORMATS: tuple[KvFormat, ...] = ("bf16", "int8", "int4")
 
-_INT4_GROUP = 32  # see ``quant/ops/native_kv.py``
+_INT4_GROUP = 32  # see ``quant/ops/native/kv.py``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

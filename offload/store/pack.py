@@ -1,7 +1,7 @@
 """Packs a model into a store as it was published: every tensor keeps its width and its values.
 
 Tile by tile, so that a model larger than memory can be packed. Quantizing on the way is
-``localrt/quantize.py``'s work; it shares ``describe_source`` and the writer.
+``localrt/quantizing/quantize.py``'s work; it shares ``describe_source`` and the writer.
 """
 
 from __future__ import annotations

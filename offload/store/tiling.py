@@ -24,7 +24,7 @@ Tiler: TypeAlias = Callable[[PackedTensor], TiledTensor]
 def fast_tiler() -> Tiler:
     """The compiled kernels' conversion where they are installed, else numpy's: the same bytes."""
     from localrt.errors import MissingExtraError
-    from localrt.quant.ops.native_ops import NativeOps
+    from localrt.quant.ops.native.ops import NativeOps
 
     try:
         return NativeOps().tile

@@ -20,6 +20,7 @@ from typing import BinaryIO, TypeAlias
 
 from localrt.closing import Closing
 from localrt.errors import CancelledError, LocalrtError, OptionError, StorageError
+from localrt.formatting import format_bytes
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import (
@@ -30,7 +31,6 @@ from localrt.models.checkpoints.store_manifest import (
     UnitTensor,
     read_manifest,
 )
-from localrt.offload.budget import format_bytes
 from localrt.offload.store.layout import FilePlan, UnitPlan
 from localrt.quant.formats.tiled import TiledTensor
 

@@ -1,1 +1,1 @@
-"""The compute room: one protocol, and its implementations (torch today)."""
+"""The compute room: one protocol, and its native, torch and Triton implementations."""

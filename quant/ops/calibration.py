@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.methods.hessian import HessianSum
-from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quant.ops.torch.ops import TorchOps
 
 __all__ = ["CalibrationOps", "calibration_format"]
 

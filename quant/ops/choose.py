@@ -37,9 +37,9 @@ def make_ops(
         if latent and compute_format is None and device != "cpu" and not _triton_runs(0):
             device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
-        from localrt.quant.ops.native_kv import parse_kv_format
-        from localrt.quant.ops.native_latent import cache_format
-        from localrt.quant.ops.native_ops import NativeOps
+        from localrt.quant.ops.native.kv import parse_kv_format
+        from localrt.quant.ops.native.latent import cache_format
+        from localrt.quant.ops.native.ops import NativeOps
 
         kv = parse_kv_format(kv_format)
         cache_format(attention, kv)  # raises where the two do not go together
@@ -52,7 +52,7 @@ def make_ops(
         import torch
     except ImportError as error:
         raise MissingExtraError(_advice(device, compute_format)) from error
-    from localrt.quant.ops.torch_ops import TorchOps
+    from localrt.quant.ops.torch.ops import TorchOps
 
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
@@ -61,13 +61,13 @@ def make_ops(
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
         if compute_format is None and _triton_runs(int(index)):
-            from localrt.quant.ops.triton_ops import TritonOps
+            from localrt.quant.ops.triton.ops import TritonOps
 
             return TritonOps(device=f"cuda:{index}")
         if latent and compute_format is None:
             raise OptionError(NO_LATENTS)
         if compute_format is None and find_spec("bitsandbytes") is not None:
-            from localrt.quant.ops.bnb_ops import BnbOps
+            from localrt.quant.ops.torch.bitsandbytes_ops import BnbOps
 
             return BnbOps(device=f"cuda:{index}")
     return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
@@ -107,8 +107,8 @@ def kernels_take_heads(size: int) -> bool:
 
 
 def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
-    from localrt.quant.ops.native_abi import find_library
-    from localrt.quant.ops.native_latent import kernels_fit
+    from localrt.quant.ops.native.abi import find_library
+    from localrt.quant.ops.native.latent import kernels_fit
 
     return find_library() is not None and all(
         kernels_fit(spec) if isinstance(spec, LatentSpec) else kernels_take_heads(spec.head_dim)
@@ -117,7 +117,7 @@ def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
 
 
 def _advice(device: str, compute_format: str | None) -> str:
-    from localrt.quant.ops.native_abi import find_library
+    from localrt.quant.ops.native.abi import find_library
 
     if device.startswith("cuda"):
         return "a GPU needs torch: pip install 'localrt[gpu]'"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from localrt import hardware, measuring
 from localrt.bench.card_mode import card_for, simulate_card, wants_card
 from localrt.bench.outcome import BenchOptions
 from localrt.bench.report import to_json, to_table
 from localrt.bench.workload import Workload
 from localrt.cli import main
 from localrt.errors import MemoryBudgetError, OptionError
-from localrt.hardware import Gpu
+from localrt.machine import hardware, measuring
+from localrt.machine.hardware import Gpu
 from localrt.offload.planner.machine import typical_machine
 from localrt.settings import Settings
 from tests.bench.test_hf_folder import tiny_gguf

@@ -16,9 +16,9 @@ from benchmarks.fixture_model import FixtureConfig, FixtureModel
 from benchmarks.fixture_text import END, Texts, encode, train_tokenizer
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.tiny import relative_error
 from tests.offload.placed import needs_kernels
 

@@ -16,7 +16,7 @@ from localrt.bench.runner import run_bench
 from localrt.bench.workload import Workload
 from localrt.engine.types import Metrics
 from localrt.errors import LocalrtError, OptionError
-from localrt.hardware import probe
+from localrt.machine.hardware import probe
 
 ROOT = Path(__file__).parents[2]
 FAKE = [
@@ -130,7 +130,7 @@ def test_models_too_large_to_be_loaded_together_run_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from localrt.bench import runner
-    from localrt.offload.budget import MemoryState
+    from localrt.offload.memory.state import MemoryState
 
     monkeypatch.setattr(runner, "memory_state", lambda: MemoryState(10**9, 10**9))
     lines: list[str] = []

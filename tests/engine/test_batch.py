@@ -11,12 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.engine.base import EngineInfo
-from localrt.engine.batch import BatchEngine, BatchLimits, check_request, generate_batch, kv_room
+from localrt.engine.batch.batch import (
+    BatchEngine,
+    BatchLimits,
+    check_request,
+    generate_batch,
+    kv_room,
+)
+from localrt.engine.protocol import EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
-from localrt.engine.types import Chunk, Progress
+from localrt.engine.types import Chunk
 from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
+from localrt.progress import Progress
 from localrt.quant.ops.kv_growth import grown_capacity
 from tests.engine.fake_session import VOCAB, ScriptedSession
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from localrt.engine.base import EngineInfo
-from localrt.engine.batch import BatchLimits, generate_batch
-from localrt.engine.live import Live, LiveLimits
+from localrt.engine.batch.batch import BatchLimits, generate_batch
+from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.loop import generate
-from localrt.engine.native import NativeEngine
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.protocol import EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
-from localrt.offload.files import ReadMode
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.pipeline.building import open_pipeline
 from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.files import ReadMode
 from localrt.offload.store import pack_store
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from tests.models.tiny import tokens
 from tests.store.synthetic import SyntheticCheckpoint
 
@@ -41,7 +41,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_engine(folder: Path, streamed: Sequence[str], budget: int) -> NativeEngine:
-    from localrt.quant.ops.native_ops import NativeOps
+    from localrt.quant.ops.native.ops import NativeOps
 
     checkpoint: Any = open_checkpoint(folder)
     config = read_config(checkpoint, context=CTX)

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.engine.batch import BatchLimits, generate_batch
-from localrt.engine.live import Live, LiveLimits
-from localrt.engine.native import NativeEngine
+from localrt.engine.batch.batch import BatchLimits, generate_batch
+from localrt.engine.batch.live import Live, LiveLimits
+from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
 from localrt.errors import MemoryBudgetError
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
+from localrt.speculative.archive import Archive
 from localrt.speculative.ngram import NgramSource
-from localrt.speculative.said import Archive
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner

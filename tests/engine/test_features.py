@@ -13,8 +13,8 @@ import torch
 import transformers
 
 import localrt
-from localrt.engine.native import NativeEngine, NativeSession
-from localrt.quant.ops.native_abi import find_library
+from localrt.engine.native.engine import NativeEngine, NativeSession
+from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.tree import TokenTree
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")

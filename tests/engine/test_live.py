@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.engine.fair_queue import FairQueue
-from localrt.engine.live import Live, LiveLimits
-from localrt.engine.live_answer import LiveAnswer
+from localrt.engine.batch.fair_queue import FairQueue
+from localrt.engine.batch.live import Live, LiveLimits
+from localrt.engine.batch.live_answer import LiveAnswer
 from localrt.engine.sampling import Sampling
 from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
 from tests.engine.fake_session import VOCAB
@@ -207,7 +207,7 @@ def test_a_conversation_finds_its_cache_again() -> None:
 
 
 def test_caches_are_given_back_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.engine.live._FORGET_S", 0.05)
+    monkeypatch.setattr("localrt.engine.batch.live._FORGET_S", 0.05)
     engine = ScriptedEngine()
     with open_live(engine) as live:
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 

@@ -10,8 +10,9 @@ import pytest
 from localrt.engine.loop import common_prefix, generate
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
-from localrt.engine.types import Chunk, Progress
+from localrt.engine.types import Chunk
 from localrt.errors import ContextOverflowError, OptionError
+from localrt.progress import Progress
 from tests.engine.fake_session import ByteTokenizer, ScriptedSession
 
 GREEDY = Sampling(temperature=0)

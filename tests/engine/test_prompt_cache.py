@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.engine.base import EngineSession
-from localrt.engine.native import NativeEngine
-from localrt.engine.prompt_cache import PromptCache, model_key
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.parking.prompt_cache import PromptCache, model_key
+from localrt.engine.protocol import EngineSession
 from localrt.errors import StorageError
-from localrt.loading import LoadOptions, load_parts
+from localrt.loading.parts import LoadOptions, load_parts
 from localrt.offload.kv.block_file import BlockFile
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from tests.models.tiny import save_tiny, tokens
 
 KERNELS = find_library() is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from localrt.engine.base import Rates
-from localrt.engine.rates import RecentRates
+from localrt.engine.native.rates import RecentRates
+from localrt.engine.protocol import Rates
 from localrt.offload.trace import PipelineCounts
 
 

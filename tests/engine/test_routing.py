@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.engine.native import NativeEngine
-from localrt.engine.routing import RoutingRecorder
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.routing import RoutingRecorder
 from localrt.errors import OptionError
 from localrt.offload.experts.trace import RoutingTrace
 from tests.models.tiny import save_tiny, tokens

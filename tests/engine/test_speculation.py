@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.engine.base import EngineInfo
 from localrt.engine.loop import generate
-from localrt.engine.native import NativeEngine
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.protocol import EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
@@ -22,13 +22,13 @@ from localrt.engine.types import Chunk
 from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.speculative.archive import Archive, SaidSource
 from localrt.speculative.draft_model import DraftModelSource
 from localrt.speculative.merged import MergedSource
 from localrt.speculative.ngram import NgramSource
 from localrt.speculative.policy import Plan
-from localrt.speculative.said import Archive, SaidSource
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner

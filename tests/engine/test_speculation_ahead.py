@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from localrt.engine.loop import generate
-from localrt.engine.native import NativeEngine
+from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError
-from localrt.offload.files import StoreFiles
-from localrt.offload.waiting import waiting
-from localrt.quant.ops.native_abi import find_library
+from localrt.offload.reading.files import StoreFiles
+from localrt.offload.reading.waiting import waiting
+from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.draft_model import DraftModelSource
 from localrt.speculative.merged import MergedSource
 from localrt.speculative.ngram import NgramSource

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from localrt.engine.types import Progress
 from localrt.errors import CancelledError, HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.hub import demo, list_models, remove_model, resolve
+from localrt.progress import Progress
 from localrt.settings import Settings
 from tests.hub.server import FakeHub
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from localrt.engine.types import Progress
 from localrt.errors import (
     CancelledError,
     GatedModelError,
@@ -24,6 +23,7 @@ from localrt.errors import (
     StorageError,
 )
 from localrt.hub import resolve
+from localrt.progress import Progress
 from localrt.settings import Settings
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub

@@ -23,9 +23,9 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
 from localrt.offload.kv.file import PAGE, KvFile
 from localrt.offload.kv.tasks import IoThread
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_kv import KV_FORMATS, KVFormat
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.kv import KV_FORMATS, KVFormat
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import save_tiny, tokens
 

@@ -3,7 +3,7 @@ import pytest
 
 from localrt.quant.formats import CODECS, Codec
 from localrt.quant.methods.search import ScaleSearch, best_scales
-from localrt.quant.ops.native_scales import fast_search
+from localrt.quant.ops.native.scales import fast_search
 from tests.methods.data import weight
 
 

@@ -22,7 +22,7 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.latent import LatentSpec
 from localrt.quant.ops.protocol import Batch, Rope, Span
-from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.gguf_deepseek import write_deepseek
 from tests.models.test_architectures import oracle
 from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny, tokens
@@ -91,7 +91,7 @@ def test_gguf_files_as_llama_cpp_reads_them(
     name: str, absorbed: bool, groups: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
-    from localrt.engine.llamacpp import LlamaCppEngine
+    from localrt.engine.llamacpp.engine import LlamaCppEngine
 
     if name == "deepseek-v2-lite":  # which it knows by its layers
         config = CONFIGS[name]()

@@ -21,7 +21,7 @@ from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.gguf_mixture import ARCHITECTURES, write_mixture
 from tests.models.tiny import MIXTURES, load_ours, relative_error, save_tiny, tokens
 
@@ -109,7 +109,7 @@ def test_stacked_experts_of_gguf(gguf: Any) -> None:
 def test_llama_cpp_computes_the_same(gguf: Any) -> None:
     """Nearly: its cache is half precision."""
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
-    from localrt.engine.llamacpp import LlamaCppEngine
+    from localrt.engine.llamacpp.engine import LlamaCppEngine
 
     _, path, _ = gguf
     ids = tokens(LENGTH, seed=8)

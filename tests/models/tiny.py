@@ -31,7 +31,7 @@ from transformers import (
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
 
 SIZES: dict[str, Any] = {

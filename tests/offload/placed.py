@@ -13,16 +13,16 @@ import pytest
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.decoder import Decoder, DecoderConfig
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.decoder import PlacedDecoder
-from localrt.offload.files import ReadMode
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.pipeline.building import open_pipeline
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.files import ReadMode
 from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_kv import KVFormat
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.kv import KVFormat
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.store.synthetic import SyntheticCheckpoint
 

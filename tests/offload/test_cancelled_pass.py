@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from localrt.errors import CancelledError
-from localrt.offload.files import StoreFiles
+from localrt.offload.reading.files import StoreFiles
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing, tokens
 from tests.waits import wait_for
 

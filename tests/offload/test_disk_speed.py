@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from localrt.errors import CheckpointError
-from localrt.offload.disk_speed import DiskProfile, measure_disk
-from localrt.offload.files import ReadMode
+from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
+from localrt.offload.reading.files import ReadMode
 from localrt.offload.ring import PAGE
 
 

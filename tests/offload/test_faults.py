@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from localrt.errors import CancelledError, CheckpointError
-from localrt.offload.decoder import PlacedDecoder
-from localrt.offload.fetching import POLL_S
-from localrt.offload.files import ReadMode, StoreFiles
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.pipeline.building import open_pipeline
+from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.offload.reading.fetching import POLL_S
+from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.offload.placed import (

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from localrt.errors import CheckpointError
-from localrt.offload.files import StoreFiles
+from localrt.offload.reading.files import StoreFiles
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.aligned import aligned_buffer
 

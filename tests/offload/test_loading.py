@@ -28,17 +28,17 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 CHILD = """
     import json, psutil, sys, time
-    import localrt, localrt.measuring
-    from localrt.offload.memory import peak_rss
+    import localrt, localrt.machine.measuring
+    from localrt.offload.memory.peak import peak_rss
 
     job = json.loads(sys.argv[1])
     if not job["measure"]:  # measuring takes seconds, and so does integer programming
         import localrt.offload.planner as planner
-        from localrt.offload.disk_speed import DiskProfile
-        from localrt.offload.files import ReadMode
+        from localrt.offload.reading.disk_speed import DiskProfile
+        from localrt.offload.reading.files import ReadMode
         from localrt.offload.planner.machine import typical_machine
         known = DiskProfile(ReadMode(direct=True, threads=2, block=1 << 20), 1e9, 0.0)
-        localrt.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
+        localrt.machine.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
         make_plan = planner.make_plan
         planner.make_plan = lambda *a, **k: make_plan(*a, **{**k, "solver": "greedy"})
 

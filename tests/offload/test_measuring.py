@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-import localrt.offload.disk_speed
 import localrt.offload.planner.measure
-from localrt.measuring import machine_profile
-from localrt.offload.disk_speed import DiskProfile
-from localrt.offload.files import ReadMode
+import localrt.offload.reading.disk_speed
+from localrt.machine.measuring import machine_profile
 from localrt.offload.planner.machine import typical_machine
+from localrt.offload.reading.disk_speed import DiskProfile
+from localrt.offload.reading.files import ReadMode
 from localrt.settings import Settings
 
 PROFILE = DiskProfile(ReadMode(direct=True, threads=3, block=1 << 20), 2e9, 1e-10)
@@ -39,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
         disk_speed(folder)
         return typical_machine()
 
-    monkeypatch.setattr(localrt.offload.disk_speed, "measure_disk", measure_disk)
+    monkeypatch.setattr(localrt.offload.reading.disk_speed, "measure_disk", measure_disk)
     monkeypatch.setattr(localrt.offload.planner.measure, "measure_machine", measure_machine)
 
     def refuse(*_: Any, **__: Any) -> None:

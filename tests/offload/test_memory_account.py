@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.offload.budget import MemoryState, memory_state
-from localrt.offload.memory import peak_rss
-from localrt.offload.process_memory import current_rss, ram_budget
+from localrt.offload.memory.peak import peak_rss
+from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory.state import MemoryState, memory_state
 
 GB = 10**9
 MARGIN = 6 << 20  # within a hard limit, for what is counted in pages

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, MemoryBudgetError
+from localrt.offload.pipeline.stages import list_stages
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
-from localrt.offload.stages import list_stages
-from localrt.quant.ops.native_kv import KVFormat
+from localrt.quant.ops.native.kv import KVFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.placed import (
     Decoders,

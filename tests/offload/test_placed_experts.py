@@ -10,8 +10,8 @@ import pytest
 
 from localrt.errors import CancelledError, CheckpointError, MemoryBudgetError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.offload.decoder import PlacedDecoder
-from localrt.offload.files import StoreFiles
+from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.offload.reading.files import StoreFiles
 from tests.offload.placed import PLENTY, Model, extend, needs_kernels, pack_tiny, tokens
 
 pytestmark = needs_kernels

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.offload import row_table
-from localrt.offload.files import StoreFiles
-from localrt.offload.row_table import RowTable
+from localrt.offload.pipeline import row_table
+from localrt.offload.pipeline.row_table import RowTable
+from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import Model, needs_kernels, pack_synthetic
 

@@ -12,8 +12,8 @@ from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.hadamard import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS, NAMES, PACKED, computed, quantized

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_kv import KVFormat
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.kv import KVFormat
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
-from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.test_architectures import oracle
 from tests.models.tiny import MIXTURES, relative_error, save_tiny, tokens
 from tests.ops.packed import random_tensor

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from localrt.quant.formats import FORMATS, PackedTensor
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_kv import KV_FORMATS, KVFormat, block_nbytes
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.kv import KV_FORMATS, KVFormat, block_nbytes
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,

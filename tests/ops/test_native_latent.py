@@ -18,13 +18,13 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
 from localrt.quant.ops.choose import make_ops
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_kv import KVFormat, block_nbytes
-from localrt.quant.ops.native_kv_select import move_rows
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.kv import KVFormat, block_nbytes
+from localrt.quant.ops.native.kv_select import move_rows
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.quant.ops.torch_ops import TorchOps
-from localrt.quantize import quantize_model
+from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quantizing.quantize import quantize_model
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.test_native_matmul import ISAS
 

@@ -12,8 +12,8 @@ from localrt.quant.formats import FORMATS, Format, PackedTensor, unpack
 from localrt.quant.formats.nf4 import NF4_LEVELS
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.hadamard import block_hadamard
-from localrt.quant.ops.native_abi import find_library, layout_of
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.abi import find_library, layout_of
+from localrt.quant.ops.native.ops import NativeOps
 from tests.ops.packed import random_tensor
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")

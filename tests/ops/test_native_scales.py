@@ -10,9 +10,9 @@ from hypothesis.extra.numpy import arrays
 
 from localrt.quant.formats import CODECS, Codec
 from localrt.quant.methods import best_scales, quantize
-from localrt.quant.ops.native_abi import find_library
-from localrt.quant.ops.native_ops import NativeOps
-from localrt.quant.ops.native_scales import fast_search
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.native.scales import fast_search
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
-from localrt.quant.ops.torch_experts import route
-from localrt.quant.ops.torch_ops import TorchOps
+from localrt.quant.ops.torch.experts import route
+from localrt.quant.ops.torch.ops import TorchOps
 
 
 def spec(count: int = 8, used: int = 2, **options: Any) -> RouterSpec:

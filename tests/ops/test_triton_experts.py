@@ -18,10 +18,10 @@ from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, Rou
 from tests.ops.packed import random_tensor
 from tests.ops.triton_target import DEVICE
 
-from localrt.quant.ops.torch_experts import TorchExpertSteps, route  # isort: skip
-from localrt.quant.ops.triton_ops import TritonOps  # isort: skip
-from localrt.quant.ops.triton_pass import Stream  # isort: skip
-from localrt.quant.ops.triton_weight import TritonWeight  # isort: skip
+from localrt.quant.ops.torch.experts import TorchExpertSteps, route  # isort: skip
+from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
+from localrt.quant.ops.triton.stream import Stream  # isort: skip
+from localrt.quant.ops.triton.weight import TritonWeight  # isort: skip
 
 COUNT, USED = 4, 2
 # Inner rows are bf16, in long passes weights are too; the interpreter cuts bits off, not rounds.

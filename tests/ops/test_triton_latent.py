@@ -13,10 +13,10 @@ from localrt.quant.ops.protocol import Batch, Span
 from tests.ops.test_triton_models import Packed, Restored, load, shallow
 from tests.ops.triton_target import DEVICE
 
-from localrt.quant.ops.torch_ops import TorchOps  # isort: skip
-from localrt.quant.ops.triton_graph import GraphedForward  # isort: skip
-from localrt.quant.ops.triton_latent import attend_latent_rows, latent_append  # isort: skip
-from localrt.quant.ops.triton_ops import TritonOps  # isort: skip
+from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
+from localrt.quant.ops.triton.graph import GraphedForward  # isort: skip
+from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append  # isort: skip
+from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
 from tests.models.test_architectures import oracle  # isort: skip
 from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
 

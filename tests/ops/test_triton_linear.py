@@ -13,9 +13,9 @@ from localrt.quant.formats.tiled import tile_span
 from tests.ops.packed import random_tensor
 from tests.ops.triton_target import DEVICE, tiles_of
 
-from localrt.quant.ops.triton_formats import layout_of  # isort: skip
-from localrt.quant.ops.triton_linear import Tiling, dense_linear, tiled_linear  # isort: skip
-from localrt.quant.ops.triton_rows import unpack_rows  # isort: skip
+from localrt.quant.ops.triton.formats import layout_of  # isort: skip
+from localrt.quant.ops.triton.linear import Tiling, dense_linear, tiled_linear  # isort: skip
+from localrt.quant.ops.triton.rows import unpack_rows  # isort: skip
 
 KNOWN = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) is not None)
 # What is left: float32 sums in another order; NF4's levels are rounded to bf16.

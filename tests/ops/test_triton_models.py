@@ -20,9 +20,9 @@ from localrt.quant.methods.hadamard import block_hadamard
 from localrt.quant.ops.protocol import Batch, Span
 from tests.ops.triton_target import DEVICE
 
-from localrt.quant.ops.torch_ops import TorchOps  # isort: skip
-from localrt.quant.ops.triton_graph import GraphedForward  # isort: skip
-from localrt.quant.ops.triton_ops import TritonOps  # isort: skip
+from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
+from localrt.quant.ops.triton.graph import GraphedForward  # isort: skip
+from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
 from tests.models.test_architectures import oracle  # isort: skip
 from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from localrt.quant.methods.hadamard import block_hadamard
 from tests.ops.triton_target import DEVICE
 
-from localrt.quant.ops.triton_attention import attend  # isort: skip
-from localrt.quant.ops.triton_steps import gate, norm, rope_append, rotate_blocks  # isort: skip
+from localrt.quant.ops.triton.attention import attend  # isort: skip
+from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks  # isort: skip
 
 # bf16 results: 8 bits, and the interpreter cuts off where a GPU rounds.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}

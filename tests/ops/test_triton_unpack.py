@@ -10,9 +10,8 @@ import pytest
 
 from localrt.quant.formats.fp4 import E2M1
 from localrt.quant.formats.nf4 import NF4_LEVELS
+from localrt.quant.ops.triton import unpack as triton_unpack
 from tests.ops.triton_target import DEVICE
-
-from localrt.quant.ops import triton_unpack  # isort: skip
 
 assert DEVICE  # Triton is imported as the other tests want it
 

@@ -20,21 +20,21 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from localrt.quant.formats import FORMATS
-from localrt.quant.ops import triton_device
-from localrt.quant.ops.triton_attention import attend
-from localrt.quant.ops.triton_formats import layout_of
-from localrt.quant.ops.triton_grouped import (
+from localrt.quant.ops.triton import device as triton_device
+from localrt.quant.ops.triton.attention import attend
+from localrt.quant.ops.triton.formats import layout_of
+from localrt.quant.ops.triton.grouped import (
     ADDRESSES,
     Side,
     grouped_down,
     grouped_gate_up,
     plan_blocks,
 )
-from localrt.quant.ops.triton_latent import attend_latent_rows, latent_append
-from localrt.quant.ops.triton_linear import Tiles, dense_linear, tiled_linear
-from localrt.quant.ops.triton_mixture import combined, router_logits
-from localrt.quant.ops.triton_rows import unpack_rows
-from localrt.quant.ops.triton_steps import gate, norm, rope_append, rotate_blocks
+from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
+from localrt.quant.ops.triton.linear import Tiles, dense_linear, tiled_linear
+from localrt.quant.ops.triton.mixture import combined, router_logits
+from localrt.quant.ops.triton.rows import unpack_rows
+from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
 from tests.ops.packed import random_tensor
 
 LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g16m")

@@ -31,8 +31,8 @@ if DEVICE == "cpu":
             allow_module_level=True,
         )
 
-from localrt.quant.ops.triton_formats import layout_of  # noqa: E402
-from localrt.quant.ops.triton_linear import Tiles  # noqa: E402
+from localrt.quant.ops.triton.formats import layout_of  # noqa: E402
+from localrt.quant.ops.triton.linear import Tiles  # noqa: E402
 
 
 def tiles_of(tensor: PackedTensor) -> Tiles:

@@ -91,7 +91,7 @@ class _Disk:
 def test_measuring_is_done_once_for_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("localrt.quant.ops.native_ops")
+    pytest.importorskip("localrt.quant.ops.native.ops")
     calls: list[str] = []
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)

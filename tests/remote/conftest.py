@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.answering.streams import joined
 from localrt.engine.types import Chunk
-from localrt.remote import connect
-from localrt.streams import joined
+from localrt.remote.model import connect
 from tests.fake_endpoint import Fake
 from tests.serve.conftest import Running, serving
 

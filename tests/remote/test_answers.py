@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
+from localrt.answering.streams import joined
 from localrt.cli import main
 from localrt.errors import (
     CancelledError,
@@ -21,11 +22,10 @@ from localrt.errors import (
     LocalrtError,
     OptionError,
 )
-from localrt.remote import connect
-from localrt.remote_address import read_address
-from localrt.remote_answer import events
-from localrt.remote_http import _LOOK_S
-from localrt.streams import joined
+from localrt.remote.address import read_address
+from localrt.remote.answer import events
+from localrt.remote.http import _LOOK_S
+from localrt.remote.model import connect
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, saying, whole
 from tests.remote.conftest import KEY, answer
 from tests.serve.conftest import Running, serving

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localrt.cli import main
-from localrt.remote import RemoteModel, connect
+from localrt.remote.model import RemoteModel, connect
 from localrt.tui.plain import PlainChat
 from tests.fake_endpoint import DONE, HEAD, delta, saying
 from tests.remote.conftest import KEY

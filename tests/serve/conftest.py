@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from localrt.serve import ServeOptions, create_app, open_socket
 from localrt.serve.guard import LogLine
 from localrt.serve.server import Server

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.speculative.company import Company
+from localrt.speculative.shared_passes import Company
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import TOLERANCE, Tuner
 

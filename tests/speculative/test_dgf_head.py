@@ -14,7 +14,7 @@ from localrt.drafts.training_model import DgfModel
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.quant.formats import unpack
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.dgf import DgfConfig
 from localrt.speculative.dgf_file import DgfWeights, read_dgf, write_dgf
 from localrt.speculative.dgf_head import DgfHead, target_parts
@@ -29,7 +29,7 @@ TOKENS = [5, 17, 5, 200, 33, 8, 9, 120]
 @pytest.fixture(scope="module")
 def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Ops, the head, and its weights as they are on disk, in float64."""
-    from localrt.quant.ops.native_ops import NativeOps
+    from localrt.quant.ops.native.ops import NativeOps
 
     config = tiny_config(tiny_folder)
     folder = tmp_path_factory.mktemp("head")

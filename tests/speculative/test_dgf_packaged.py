@@ -8,7 +8,7 @@ import pytest
 
 import localrt
 from localrt.drafts.head import PACKAGED, find_head
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
 from localrt.speculative.dgf_file import read_dgf
 from tests.real_models import real_model

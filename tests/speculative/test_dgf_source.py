@@ -12,10 +12,10 @@ import pytest
 
 import localrt
 from localrt.drafts.head import DraftHead
-from localrt.engine.native import NativeEngine, NativeSession
+from localrt.engine.native.engine import NativeEngine, NativeSession
 from localrt.engine.options import read_options
 from localrt.errors import CancelledError
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.best_first import DECAY, likeliest
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import TokenTree

@@ -15,11 +15,11 @@ import pytest
 from localrt.drafts.head import DraftHead, beside_head, target_identity
 from localrt.engine.options import read_options
 from localrt.errors import LocalrtError, MemoryBudgetError
-from localrt.loading import LoadOptions
+from localrt.loading.parts import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.store import pack_store
-from localrt.quant.ops.native_abi import find_library
+from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
 from localrt.speculative.dgf import DgfConfig
 from localrt.speculative.dgf_file import write_dgf

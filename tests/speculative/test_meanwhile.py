@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from localrt.errors import CancelledError, LocalrtError
-from localrt.offload.waiting import Waiter, waiting
-from localrt.speculative.meanwhile import Meanwhile
+from localrt.offload.reading.waiting import Waiter, waiting
+from localrt.speculative.gap_work import Meanwhile
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

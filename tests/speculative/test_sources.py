@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localrt.speculative.archive import Archive, SaidSource
 from localrt.speculative.merged import MergedSource
 from localrt.speculative.ngram import ORDERS, NgramIndex, NgramSource
-from localrt.speculative.said import Archive, SaidSource
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.speculative.test_tree import words

@@ -10,8 +10,9 @@ from typing import Any
 
 from localrt.api import ModelInfo
 from localrt.engine.options import read_options
-from localrt.engine.types import Chunk, FinishReason, Metrics, Progress, ProgressCallback
+from localrt.engine.types import Chunk, FinishReason, Metrics
 from localrt.errors import StorageError
+from localrt.progress import Progress, ProgressCallback
 
 INFO = ModelInfo(
     name="tiny-model",

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from localrt import Change, Outlook, Status
+from localrt.answering.status import LaneUse, MemoryUse, PassTrace
 from localrt.engine.types import Metrics
-from localrt.status import LaneUse, MemoryUse, PassTrace
 from localrt.tui.panel_parts import View
 from tests.tui.fakes import FakeModel
 

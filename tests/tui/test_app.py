@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from localrt.engine.types import Progress
 from localrt.errors import ContextOverflowError, ModelNotFoundError
+from localrt.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.footer import Phase
 from localrt.tui.loading import LoadingLine

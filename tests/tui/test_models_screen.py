@@ -13,8 +13,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
 from localrt import FoundModel, LocalModel, Preview, Variant
-from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import CancelledError, LocalrtError, OfflineError, StorageError
+from localrt.progress import Progress, ProgressCallback
 from localrt.tui.dialogs import Choose, Confirm
 from localrt.tui.loading import LoadingLine
 from localrt.tui.models_library import Library, Room

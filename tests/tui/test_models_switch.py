@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from localrt.engine.types import Progress, ProgressCallback
 from localrt.errors import CancelledError, CheckpointError
+from localrt.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
 from localrt.tui.dialogs import Confirm
 from localrt.tui.footer import Phase

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
 
-from localrt.status import LaneUse, MemoryUse
+from localrt.answering.status import LaneUse, MemoryUse
 from localrt.tui.panel import LivePanel
 from localrt.tui.panel_parts import View, lane, of, spark
 from localrt.tui.panel_text import side_lines, strip_lines

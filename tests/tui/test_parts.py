@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from localrt.engine.types import Progress
 from localrt.errors import CancelledError
+from localrt.progress import Progress
 from localrt.tui.footer import Phase, Status, footer_line
 from localrt.tui.loading import loading_line
 from localrt.tui.pace import Pace

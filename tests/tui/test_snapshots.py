@@ -12,8 +12,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from localrt import History
-from localrt.engine.types import Progress
 from localrt.errors import ModelNotFoundError
+from localrt.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.answer import Answer
 from localrt.tui.conversations_screen import ConversationsScreen

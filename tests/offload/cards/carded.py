@@ -12,13 +12,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from localrt.models.checkpoints import StoreCheckpoint
-from localrt.offload.clock import VirtualClock
-from localrt.offload.decoder import PlacedDecoder
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.cards.clock import VirtualClock
+from localrt.offload.cards.virtual import VirtualAccelerator
+from localrt.offload.pipeline.building import open_pipeline
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
 from localrt.offload.trace import Trace
-from localrt.offload.virtual_accelerator import VirtualAccelerator
 from localrt.quant.ops.protocol import Batch, Ops, Span
 from tests.models.tiny import tokens
 from tests.offload.placed import MODE, PLENTY, Decoders, Model, extend, passing

@@ -13,13 +13,13 @@ import pytest
 
 from localrt.errors import CancelledError, MemoryBudgetError
 from localrt.models.registry import find_architecture
-from localrt.offload.clock import WallClock
-from localrt.offload.cuda_accelerator import CudaAccelerator
-from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.cards.cuda import CudaAccelerator
 from localrt.offload.experts.assignment import ExpertCosts, Rate
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.pipeline.building import open_pipeline
+from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.offload.pipeline.split_cache import SplitCache
 from localrt.offload.placement import Where
-from localrt.offload.split_cache import SplitCache
 from localrt.offload.trace import Trace
 from localrt.offload.unit_parts import PartBuilder
 from localrt.quant.ops.protocol import Batch
@@ -38,9 +38,9 @@ from tests.offload.placed import (
 
 pytest.importorskip("triton")
 
-from localrt.quant.ops.cuda_memory import CudaCopies
-from localrt.quant.ops.triton_linear import Tiles
-from localrt.quant.ops.triton_ops import TritonOps
+from localrt.quant.ops.torch.cuda_memory import CudaCopies
+from localrt.quant.ops.triton.linear import Tiles
+from localrt.quant.ops.triton.ops import TritonOps
 
 pytestmark = needs_kernels
 

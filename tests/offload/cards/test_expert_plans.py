@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localrt.offload.decoder import PlacedDecoder
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Where
 from localrt.offload.planner import shape_from_checkpoint
 from localrt.offload.planner.costs import Costs

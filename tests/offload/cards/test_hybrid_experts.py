@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
-from localrt.offload.decoder import PlacedDecoder
 from localrt.offload.experts.assignment import Device, ExpertCosts, Rate, all_on
 from localrt.offload.experts.hybrid import HybridStage
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.decoder import PlacedDecoder
-from localrt.offload.fetching import POLL_S
-from localrt.offload.files import StoreFiles
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Where
+from localrt.offload.reading.fetching import POLL_S
+from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import (

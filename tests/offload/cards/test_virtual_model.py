@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt import measuring
 from localrt.cli import main
 from localrt.errors import MemoryBudgetError, OptionError
-from localrt.offload.disk_speed import DiskProfile
-from localrt.offload.files import ReadMode
+from localrt.machine import measuring
 from localrt.offload.planner.machine import typical_machine
+from localrt.offload.reading.disk_speed import DiskProfile
+from localrt.offload.reading.files import ReadMode
 from tests.offload.cards.carded import pipeline_threads
 from tests.offload.placed import needs_kernels
 from tests.real_models import real_model

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import MemoryBudgetError
-from localrt.offload.clock import VirtualClock, later
-from localrt.offload.files import StoreFiles
-from localrt.offload.pipeline import open_pipeline
+from localrt.offload.cards.clock import VirtualClock, later
+from localrt.offload.pipeline.building import open_pipeline
 from localrt.offload.placement import Where
+from localrt.offload.reading.files import StoreFiles
 from localrt.offload.trace import Trace
-from localrt.quant.ops.native_ops import NativeOps
+from localrt.quant.ops.native.ops import NativeOps
 from tests.offload.cards.carded import (
     CALL,
     FLOPS,

@@ -12,11 +12,11 @@ import pytest
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.decoder import PlacedDecoder
 from localrt.offload.experts.assignment import ExpertCosts, Rate
 from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.prefetch import SOURCES, PrefetchSources
 from localrt.offload.experts.reader import DemandReader, Load
+from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.ring import Mark
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch

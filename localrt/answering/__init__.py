@@ -1,0 +1,1 @@
+"""What answers requests: requests are made, passes watched, caches kept, budgets changed."""

@@ -1,0 +1,235 @@
+"""From what a caller gives to a ``Request``: the chat template, options, tools, constraints.
+
+The same for one prompt, a batch and a server. It knows the model's parts, and neither sessions nor
+what drafts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from localrt.engine.options import Options
+from localrt.engine.request import Request
+from localrt.errors import ContextOverflowError, OptionError, TemplateError, TokenizerError
+from localrt.loading.parts import LoadedModel
+from localrt.progress import ProgressCallback
+from localrt.text.tools import TURN_ENDS
+
+if TYPE_CHECKING:
+    from localrt.chat import Message
+    from localrt.engine.constraint import MakeConstraint
+    from localrt.engine.reader import MakeReader
+    from localrt.models.tokenizers import Tokenizer
+    from localrt.text.structured import Grammars
+
+__all__ = ["Requests"]
+
+# Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
+_ANSWER_SHARE = 4
+
+
+class Requests:
+    """Thread-safe."""
+
+    def __init__(self, parts: LoadedModel) -> None:
+        self._engine = parts.engine
+        self._tokenizer = parts.tokenizer
+        self._problem = parts.tokenizer_problem
+        self._template = parts.template
+        self._eos_ids = parts.eos_ids
+        self._ctx = parts.ctx
+        self._grammars: Grammars | None = None
+        self._chat_ends: frozenset[int] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's.
+
+        Raises:
+            TokenizerError: it has none.
+        """
+        if self._tokenizer is None:
+            raise TokenizerError(self._problem)
+        return self._tokenizer
+
+    def make(
+        self,
+        prompt: str | Sequence[Message] | None,
+        options: Options,
+        *,
+        token_ids: Sequence[int] | None = None,
+        raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cancel: threading.Event | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> Request:
+        """See ``Model.stream``.
+
+        Raises:
+            LocalrtError: the prompt or an option cannot be used.
+        """
+        ids = self._prompt_ids(prompt, token_ids, raw, tools, options)
+        chat = not raw and token_ids is None
+        if chat:
+            options = self._with_template_stops(options)
+        return self._request(ids, options, cancel, on_progress, tools=tools, chat=chat)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The conversation's ids, as the chat template writes it before an answer."""
+        from localrt.models.templates.chat_template import encode_messages
+        from localrt.text.harmony import harmony_messages, is_harmony
+        from localrt.text.tools import for_template
+
+        template = self._template
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+            raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
+        given = harmony_messages(messages) if is_harmony(template.tool_source) else messages
+        shaped = for_template(given)
+        try:
+            return encode_messages(self.tokenizer, template, shaped, tools=tools)
+        except TemplateError:
+            # Some put arguments together as text, where most want them as values.
+            as_text = for_template(given, arguments_as_text=True)
+            if as_text == shaped:
+                raise
+            return encode_messages(self.tokenizer, template, as_text, tools=tools)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _with_template_stops(self, options: Options) -> Options:
+        """A plain chat format ends an answer by what begins the next turn."""
+        stops = self._template.stop_strings
+        return replace(options, stop=(*options.stop, *stops)) if stops else options
+
+    def _request(
+        self,
+        ids: Sequence[int],
+        options: Options,
+        cancel: threading.Event | None,
+        on_progress: ProgressCallback | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat: bool = False,
+    ) -> Request:
+        """A request with the prompt ``ids``; ``chat`` says that the chat template wrote them."""
+        stops = options.stop
+        if stops and self._tokenizer is None:
+            raise TokenizerError("stop strings need a tokenizer, and the model has none")
+        return Request(
+            prompt=ids,
+            sampling=options.sampling,
+            max_tokens=options.max_tokens,
+            stop=stops,
+            eos_ids=frozenset() if options.ignore_eos else self._ends(chat),
+            logprobs=options.logprobs,
+            exactness=self._engine.info.exactness,
+            constraint=(constraint := self._constraint(options)),
+            reader=self._reader(ids, tools, constraint is None) if chat else None,
+            cancel=cancel or threading.Event(),
+            on_progress=on_progress,
+        )
+
+    def _ends(self, chat: bool) -> frozenset[int]:
+        """The ids that end an answer; those that hand over to a tool are not always declared."""
+        tokenizer = self._tokenizer
+        if not chat or tokenizer is None or not self._template.tool_source:
+            return self._eos_ids
+        if self._chat_ends is None:
+            found = {tokenizer.token_id(name) for name in TURN_ENDS}
+            self._chat_ends = self._eos_ids | (tokenizer.special_ids & found)
+        return self._chat_ends
+
+    def _constraint(self, options: Options) -> MakeConstraint | None:
+        """What binds an answer to the schema or expression that the options give."""
+        if options.json_schema is None and options.regex is None:
+            return None
+        from localrt.text.structured import Grammars
+
+        if self._grammars is None:
+            take_ram = getattr(self._engine, "take_ram", None)
+            streamed = self._engine.info.streamed
+            self._grammars = Grammars(self.tokenizer, take_ram if streamed else None)
+        return self._grammars.constraint(options)
+
+    def _reader(
+        self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None, free: bool
+    ) -> MakeReader | None:
+        """What finds calls and thinking in an answer to ``ids``; ``free`` if nothing binds it."""
+        source = self._template.tool_source
+        if not source:
+            return None
+        from localrt.text.harmony import HarmonyReader, is_harmony
+        from localrt.text.thinking import CLOSE, OPEN
+        from localrt.text.tools import TextReader, tool_form
+
+        if is_harmony(source):
+            return HarmonyReader
+        end = self.tokenizer.decode(ids[-8:], skip_special=False) if OPEN in source else ""
+        thinking = free and end.rstrip().endswith(OPEN)
+        if not tools and not thinking and CLOSE not in source:
+            return None
+        form = tool_form(source) if tools else None
+        return lambda: TextReader(form, tools or (), thinking=thinking)
+
+    def _prompt_ids(
+        self,
+        prompt: str | Sequence[Message] | None,
+        token_ids: Sequence[int] | None,
+        raw: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Options,
+    ) -> list[int]:
+        if (prompt is None) == (token_ids is None):
+            raise OptionError("give either a prompt or token_ids")
+        if token_ids is not None:
+            ids = [int(token) for token in token_ids]
+        elif isinstance(prompt, str):
+            if not prompt:
+                raise OptionError("the prompt is empty: write something to answer")
+            if raw:
+                ids = self.tokenizer.encode(prompt)
+            else:
+                ids = self.render([{"role": "user", "content": prompt}], tools)
+        else:
+            assert prompt is not None
+            if raw:
+                raise OptionError("raw takes a string, not a list of messages")
+            if not prompt:
+                raise OptionError("the list of messages is empty")
+            ids = self._fitted(prompt, tools, options)
+        if not ids:
+            raise OptionError("the prompt is empty: there is nothing to continue")
+        return ids
+
+    def _fitted(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Options,
+    ) -> list[int]:
+        """The conversation's ids; oldest turns dropped where the options ask for it."""
+        ids = self.render(messages, tools)
+        if options.overflow == "error":
+            return ids
+        ctx = self._ctx
+        room = ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
+        head = 1 if messages[0]["role"] == "system" else 0
+        start = head
+        while len(ids) > room:
+            # A turn begins at a user message: tool results and answers go with it.
+            start = next(
+                (i for i in range(start + 1, len(messages)) if messages[i]["role"] == "user"),
+                len(messages),
+            )
+            if start >= len(messages):
+                raise ContextOverflowError(
+                    f"the last message alone has {len(ids)} tokens with the system prompt and the "
+                    f"context holds {ctx}: shorten it or raise --ctx"
+                )
+            ids = self.render([*messages[:head], *messages[start:]], tools)
+        return ids

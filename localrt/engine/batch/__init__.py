@@ -1,0 +1,1 @@
+"""Sequences that share passes: all there from the start, or joining and leaving."""

@@ -1,0 +1,221 @@
+"""Many prompts at once: each pass over the weights serves a block of sequences.
+
+All prompts are there from the start, and one cancels all; ``schedule.py`` says what a
+pass holds, ``live.py`` is for prompts that come and go. It does not know chat
+templates, files, or where the weights lie.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from localrt.engine.batch.job import Job
+from localrt.engine.batch.schedule import MOST_SEQUENCES, BatchEngine, Schedule, Terms
+from localrt.engine.loop import generate
+from localrt.engine.protocol import Engine
+from localrt.engine.request import Request
+from localrt.engine.types import Chunk
+from localrt.errors import (
+    CancelledError,
+    ContextOverflowError,
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+)
+from localrt.formatting import format_bytes
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.progress import Progress, ProgressCallback
+
+__all__ = ["BatchEngine", "BatchLimits", "Item", "check_request", "generate_batch", "kv_room"]
+
+# A request's number, with its next chunk or what went wrong with it alone.
+Item: TypeAlias = tuple[int, Chunk | LocalrtError]
+
+# The rest is for activations, and for what else the machine does meanwhile.
+_KV_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How many sequences may be on their way at the same time.
+
+    ``ctx`` is the longest sequence, ``room`` the bytes that their KV caches may take. ``size`` is
+    the caller's own number of sequences; None takes up to 64, as many as ``room`` holds. A single
+    sequence always runs.
+    """
+
+    ctx: int
+    room: int
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise OptionError(f"batch_size must be an integer of at least 1, is {size!r}")
+
+
+def kv_room(engine: Engine, *, ram: int | None, gpu_memory: int | None) -> int:
+    """Bytes that KV caches may still take within the budgets, where ``engine`` keeps them.
+
+    Weights that would be streamed instead count as room: a pass reads them once for all sequences.
+    """
+    if not isinstance(engine, BatchEngine):
+        return 0
+    free = engine.free_memory()
+    if free is not None:
+        budget = free if gpu_memory is None else gpu_memory - engine.info.weight_bytes
+        room = min(free, budget)
+    else:
+        room = ram_budget(ram) - current_rss() + engine.reclaimable()
+    return max(0, int(room * _KV_SHARE))
+
+
+def check_request(request: Request, *, ctx: int, vocab_size: int) -> None:
+    """What a prompt must be, checked before any work.
+
+    Raises:
+        ContextOverflowError: it leaves no room for one token.
+        OptionError: it is empty, or has an id outside the vocabulary.
+    """
+    prompt = request.prompt
+    if not prompt:
+        raise OptionError("the prompt is empty: there is nothing to continue")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise OptionError(f"token ids must be from 0 to {vocab_size - 1}")
+    if len(prompt) >= ctx:
+        raise ContextOverflowError(
+            f"the prompt has {len(prompt)} tokens and the context holds {ctx}: shorten it, or "
+            "raise --ctx"
+        )
+
+
+def generate_batch(
+    engine: Engine,
+    tokenizer: Tokenizer | None,
+    requests: Sequence[tuple[int, Request]],
+    limits: BatchLimits,
+    *,
+    cancel: threading.Event,
+    on_progress: ProgressCallback | None = None,
+) -> Generator[Item, None, None]:
+    """The chunks of every request, each with its request's number, as they come.
+
+    ``requests`` have passed ``check_request``. Those waiting start in order, as soon as one on its
+    way has finished. What fails one sequence is its last item; what fails a pass is raised. An
+    engine that cannot join sequences runs one after another. ``on_progress`` counts finished
+    prompts, with the tokens so far in ``detail``, after every pass.
+
+    Raises:
+        MemoryBudgetError: the caches of ``limits.size`` sequences do not fit.
+    """
+    if not isinstance(engine, BatchEngine):
+        return _one_by_one(engine, tokenizer, requests, limits.ctx, on_progress)
+    batch = _Batch(engine, tokenizer, requests, limits, cancel)
+    return batch.run(on_progress)
+
+
+class _Batch:
+    """Jobs that are all there from the start, with their requests' numbers."""
+
+    def __init__(
+        self,
+        engine: BatchEngine,
+        tokenizer: Tokenizer | None,
+        requests: Sequence[tuple[int, Request]],
+        limits: BatchLimits,
+        cancel: threading.Event,
+    ) -> None:
+        self._engine = engine
+        self._cancel = cancel
+        self._waiting = _InOrder(Job(*request, limits.ctx) for request in requests)
+        self._schedule: Schedule[int] = Schedule(
+            engine,
+            tokenizer,
+            self._waiting,
+            Terms(most=limits.size or MOST_SEQUENCES),
+            room=lambda: limits.room,
+            check=self._check,
+        )
+        if limits.size is not None:
+            self._check_size(limits.size, limits.room)
+
+    def run(self, on_progress: ProgressCallback | None) -> Generator[Item, None, None]:
+        """Pass after pass, until all have finished or all are cancelled."""
+        schedule, waiting = self._schedule, self._waiting
+        total, finished, tokens = len(waiting.jobs), 0, 0
+        with closing(schedule):
+            try:
+                while waiting.jobs or schedule.jobs:
+                    self._check()
+                    for job, items in schedule.step():
+                        finished += job.done
+                        for item in items:
+                            tokens += len(item.token_ids) if isinstance(item, Chunk) else 0
+                            yield job.owner, item
+                    if on_progress is not None:
+                        detail = f"{tokens} tokens"
+                        on_progress(Progress("batch", finished, total, "prompts", detail))
+            except CancelledError:
+                for job in [*schedule.jobs, *waiting.jobs]:
+                    yield job.owner, job.end("cancelled")
+
+    def _check(self) -> None:
+        if self._cancel.is_set():
+            raise CancelledError("the generation was cancelled")
+
+    def _check_size(self, size: int, room: int) -> None:
+        if size > self._engine.pass_rows:
+            raise OptionError(f"batch_size must be at most {self._engine.pass_rows}, is {size}")
+        costs = sorted(map(self._schedule.cost, self._waiting.jobs), reverse=True)[:size]
+        if len(costs) > 1 and sum(costs) > room:
+            fitting = max(1, int(np.count_nonzero(np.cumsum(costs) <= room)))
+            raise MemoryBudgetError(
+                f"{len(costs)} sequences at once need {format_bytes(sum(costs))} for their KV "
+                f"caches and {format_bytes(room)} is available: use a batch size of "
+                f"{fitting}, or a smaller max_tokens"
+            )
+
+
+class _InOrder:
+    """Jobs that start one after another; see ``Waiting``."""
+
+    def __init__(self, jobs: Iterable[Job[int]]) -> None:
+        self.jobs = deque(jobs)
+
+    def first(self) -> Job[int] | None:
+        return self.jobs[0] if self.jobs else None
+
+    def pop(self) -> Job[int]:
+        return self.jobs.popleft()
+
+    def put_back(self, job: Job[int]) -> None:
+        self.jobs.appendleft(job)
+
+
+def _one_by_one(
+    engine: Engine,
+    tokenizer: Tokenizer | None,
+    requests: Sequence[tuple[int, Request]],
+    ctx: int,
+    on_progress: ProgressCallback | None,
+) -> Generator[Item, None, None]:
+    tokens = 0
+    with closing(engine.session(ctx)) as session:
+        for finished, (index, request) in enumerate(requests, 1):
+            try:
+                for chunk in generate(session, tokenizer, request):
+                    tokens += len(chunk.token_ids)
+                    yield index, chunk
+            except LocalrtError as error:
+                yield index, error
+            if on_progress is not None:
+                detail = f"{tokens} tokens"
+                on_progress(Progress("batch", finished, len(requests), "prompts", detail))

@@ -1,0 +1,151 @@
+"""One prompt on its way in a batch: the tokens it wants computed next, and what it has said.
+
+A single sequence's business, whatever company it has. It does not know passes or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeAlias, TypeVar
+
+from localrt.engine.answer import Answer
+from localrt.engine.batch.lookups import Companion
+from localrt.engine.loop import common_prefix
+from localrt.engine.protocol import Check, EngineSession, Logits
+from localrt.engine.request import Request
+from localrt.engine.speculation import Stepper
+from localrt.engine.types import Chunk, FinishReason, Metrics
+from localrt.errors import LocalrtError
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.quant.ops.kv_growth import grown_capacity
+
+__all__ = ["Items", "Job", "Owner"]
+
+Owner = TypeVar("Owner")
+# What a pass has brought a sequence: chunks, or what went wrong with it alone.
+Items: TypeAlias = Sequence[Chunk | LocalrtError]
+
+
+class Job(Generic[Owner]):
+    """``pending`` tokens are to be computed; ``done`` says that nothing more is.
+
+    ``owner`` is whoever its chunks are for; ``capacity`` the tokens that its cache may have to
+    hold.
+    """
+
+    def __init__(self, owner: Owner, request: Request, ctx: int) -> None:
+        self.owner = owner
+        self.request = request
+        room = ctx - len(request.prompt)
+        self._limit = room if request.max_tokens is None else min(request.max_tokens, room)
+        self.capacity = min(ctx, grown_capacity(len(request.prompt) + self._limit))
+        self.pending: Sequence[int] = ()
+        self.done = False
+        self._answer: Answer | None = None
+        self._held = 0
+        self._speculation = request.speculation
+        self._steps: Stepper | None = None  # while it is alone
+        self._mate: Companion | None = None  # while it is not
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt and what has been said."""
+        said = None if self._answer is None else self._answer.generated
+        return [*self.request.prompt, *said] if said else self.request.prompt
+
+    @property
+    def length(self) -> int:
+        """The number of ``tokens``."""
+        said = 0 if self._answer is None else len(self._answer.generated)
+        return len(self.request.prompt) + said
+
+    @property
+    def left(self) -> int:
+        """The tokens that may still be said."""
+        return self._limit - (self.length - len(self.request.prompt))
+
+    def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
+        """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
+        tokens = self.tokens
+        # The last token runs in any case: its logits are what we need.
+        held = min(common_prefix(session.tokens, tokens), len(tokens) - 1)
+        session.trim(held)
+        self.pending = tokens[held:]
+        if self._answer is None:
+            self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held
+
+    def guessing(self, session: EngineSession) -> Stepper | None:
+        """What guesses ahead on ``session`` while it is alone; None where nothing does."""
+        if self._steps is None and self._speculation is not None and len(self.pending) == 1:
+            assert self._answer is not None, "it has started"
+            self.settle()
+            self._steps = self._speculation.start(session, self.tokens[:-1], self.left)
+            self._answer.meter.steps = self._steps
+            if self._steps is None:
+                self._speculation = None
+        return self._steps
+
+    def guessed(self, steps: Stepper, check: Check) -> Items:
+        """What follows from its pending token, and from guesses behind it."""
+        (token,) = self.pending
+        return self.accept(steps.advance(token, self.left, check))
+
+    def beside(self, session: EngineSession) -> Companion | None:
+        """What guesses on ``session`` while others share its passes; None where nothing does."""
+        if self._mate is None and self._speculation is not None and len(self.pending) == 1:
+            assert self._answer is not None, "it has started"
+            self._mate = self._speculation.join(session, self.tokens[:-1])
+            self._answer.meter.steps = self._mate
+        return self._mate
+
+    def guess_no_more(self) -> None:
+        """It is to be computed token by token."""
+        self.settle()
+        self._speculation = None
+
+    def not_alone(self) -> None:
+        """Others share its passes: what has guessed for it as long as it was alone is over."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.finish()
+
+    def settle(self) -> None:
+        """Nothing guesses for it any more; its session keeps what was accepted."""
+        self.not_alone()
+        mate, self._mate = self._mate, None
+        if mate is not None:
+            mate.finish()
+
+    def accept(self, logits: Logits) -> Items:
+        """What follows from the logits (vocab,) after all pending tokens."""
+        try:
+            return self._accept(logits)
+        except LocalrtError as error:
+            return self.fail(error)
+
+    def fail(self, error: LocalrtError) -> Items:
+        """It ends here, with ``error`` in place of a last chunk."""
+        self.done = True
+        return [error]
+
+    def _accept(self, logits: Logits) -> list[Chunk]:
+        answer = self._answer
+        assert answer is not None, "it has started"
+        if not answer.generated:
+            answer.meter.prefilled(self._held)
+        chunk = answer.accept(logits)
+        if chunk is None:
+            return [self.end("stop")]
+        self.pending = chunk.token_ids
+        self.done = chunk.finish_reason is not None
+        alone = self.done or len(answer.generated) < self._limit
+        return [chunk] if alone else [chunk, self.end("length")]
+
+    def end(self, reason: FinishReason) -> Chunk:
+        """The last chunk, with the text that was held back."""
+        self.done = True
+        if self._answer is not None:
+            return self._answer.end(reason)
+        request = self.request
+        metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
+        return Chunk("", (), metrics, reason)

@@ -1,0 +1,330 @@
+"""Requests that join and leave a running batch: one thread computes, any thread asks.
+
+Every pass serves all answers that are on their way, and those who come while it runs join the next
+one. Clients take turns; who does not read is paused without holding up the others. What a pass
+holds is ``localrt.engine.batch.schedule``'s business; HTTP and text are not known here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from localrt.engine.batch.batch import check_request
+from localrt.engine.batch.fair_queue import FairQueue
+from localrt.engine.batch.job import Items, Job
+from localrt.engine.batch.live_answer import LiveAnswer
+from localrt.engine.batch.one_by_one import OneByOne
+from localrt.engine.batch.schedule import MOST_SEQUENCES, BatchEngine, Schedule, Terms
+from localrt.engine.protocol import Engine
+from localrt.engine.request import Request
+from localrt.engine.types import Chunk
+from localrt.errors import CancelledError, LocalrtError, OptionError
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.offload.trace import PipelineCounts
+
+__all__ = ["Live", "LiveLimits", "LiveStats"]
+
+# An answer joins where there is room for this many tokens of it; one that outgrows what memory
+# there is waits again, and is computed again.
+_AHEAD = 512
+# Rows of prompts beside answers where weights are in memory: more would make each answer's next
+# token wait, and gain little.
+_PROMPT_ROWS = 128
+# Caches kept for conversations that go on. Where weights are streamed they take their room.
+_KEEP, _KEEP_STREAMED = 8, 2
+_ROOM_AGE_S = 0.5  # others use the memory too
+_LOOK_S = 0.25  # how often a paused answer is looked after where nothing else runs
+_FORGET_S = 600.0  # caches that nobody has gone on with for so long are given back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveLimits:
+    """How much may be on its way.
+
+    ``ctx`` is the longest sequence in tokens. ``most`` answers share a pass, fewer where memory is
+    short. An answer pauses when its reader is ``buffer`` chunks behind, and is cancelled when that
+    lasts ``patience_s``.
+    """
+
+    ctx: int
+    most: int = MOST_SEQUENCES
+    buffer: int = 256
+    patience_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("most", "buffer"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be an integer of at least 1, is {value!r}")
+        if not self.patience_s > 0:
+            raise OptionError(f"patience_s must be more than 0, is {self.patience_s!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveStats:
+    """What there is now, and what has been done so far.
+
+    Answers that are ``running`` share passes; others are ``waiting`` for their turn or ``paused``,
+    since nobody reads them. ``kv_bytes`` are those of all caches.
+    """
+
+    running: int
+    waiting: int
+    paused: int
+    kv_bytes: int
+    passes: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    pipeline: PipelineCounts | None
+
+
+class _Scheduler(Protocol):
+    """What ``Schedule`` and ``OneByOne`` have in common."""
+
+    passes: int
+
+    @property
+    def jobs(self) -> list[Job[LiveAnswer]]: ...
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def step(self) -> list[tuple[Job[LiveAnswer], Items]]: ...
+
+    def remove(self, job: Job[LiveAnswer]) -> None: ...
+
+    def end(self, job: Job[LiveAnswer]) -> Items: ...
+
+    def rest(self, keep: int | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Live:
+    """A batch that runs as long as it is open. Thread-safe; close it before its engine.
+
+    ``room`` says how many bytes caches may take beside those that they take already.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        limits: LiveLimits,
+        *,
+        room: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._more_room = room
+        self._limits = limits
+        self._waiting: FairQueue[Job[LiveAnswer]] = FairQueue()
+        self._schedule = self._scheduler(engine, tokenizer)
+        self._paused: dict[Job[LiveAnswer], float] = {}  # with when patience ends
+        self._room = (0.0, 0)  # when it was looked at, and the bytes that caches may take
+        self._prompted = self._cached = self._said = 0
+        self._changed = threading.Condition()
+        self._news = self._closing = False
+        # Whatever list of the schedule's a job is in, or on its way to.
+        self._asked: weakref.WeakSet[Job[LiveAnswer]] = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        client: Hashable = None,
+        notify: Callable[[], None] | None = None,
+    ) -> LiveAnswer:
+        """Queue ``request`` behind those of the same ``client``; its chunks come as they are made.
+
+        ``notify`` is called by the computing thread when there is something to read: it must not
+        block.
+
+        Raises:
+            OptionError: the prompt is empty, or has an id outside the vocabulary.
+            ContextOverflowError: it leaves no room for one token.
+            LocalrtError: the batch is closed.
+        """
+        limits = self._limits
+        check_request(request, ctx=limits.ctx, vocab_size=self._engine.info.vocab_size)
+        answer = LiveAnswer(request, limits.buffer, wake=self._wake, notify=notify)
+        with self._changed:
+            if self._closing:
+                raise LocalrtError("the batch is closed: nothing can be asked of it any more")
+            job = Job(answer, request, limits.ctx)
+            self._asked.add(job)
+            self._waiting.push(client, job)
+            self._news = True
+            self._changed.notify()
+        return answer
+
+    def stats(self) -> LiveStats:
+        """A snapshot."""
+        counts = getattr(self._engine, "counts", None)
+        return LiveStats(
+            running=len(self._schedule.jobs),
+            waiting=len(self._waiting),
+            paused=len(self._paused),
+            kv_bytes=self._schedule.held_bytes,
+            passes=self._schedule.passes,
+            prompt_tokens=self._prompted,
+            cached_tokens=self._cached,
+            completion_tokens=self._said,
+            pipeline=None if counts is None else counts(),
+        )
+
+    def cancel_all(self) -> None:
+        """Every answer ends, with what it has said."""
+        with self._changed:
+            jobs = list(self._asked)
+        for job in jobs:
+            job.request.cancel.set()
+        self._wake()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be asked of it any more."""
+        return self._closing
+
+    def close(self) -> None:
+        """End every answer as cancelled, and free the caches."""
+        with self._changed:
+            self._closing = self._news = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._ready():
+                self._tend()
+                if self._schedule.jobs or self._waiting.first() is not None:
+                    self._step()
+        finally:
+            with self._changed:
+                self._closing = True
+            for job in self._all():
+                self._end(job)
+            self._schedule.close()
+
+    def _ready(self) -> bool:
+        """Wait until there is something to do; False when closing."""
+        with self._changed:
+            if not self._schedule.jobs and not self._news and self._waiting.first() is None:
+                self._schedule.rest()
+                if not self._changed.wait(_LOOK_S if self._paused else _FORGET_S):
+                    self._schedule.rest(keep=None if self._paused else 0)
+            self._news = False
+            return not self._closing
+
+    def _tend(self) -> None:
+        """Those cancelled leave; those paused go on, or leave when patience is over."""
+        for job in [*self._schedule.jobs, *self._waiting.items()]:
+            if job.request.cancel.is_set():
+                self._end(job)
+            elif job.owner.full:
+                self._pause(job)
+        now = time.monotonic()
+        for job, until in list(self._paused.items()):
+            if job.request.cancel.is_set() or now >= until:
+                self._end(job)
+            elif not job.owner.full:
+                del self._paused[job]
+                self._waiting.put_back(job)
+
+    def _step(self) -> None:
+        try:
+            items = self._schedule.step()
+        except CancelledError:
+            return  # all that shared the pass are cancelled, or the batch is closing
+        except LocalrtError as error:
+            self._fail(error)
+            return
+        except Exception as error:  # noqa: BLE001  the thread serves others after this
+            self._fail(LocalrtError(f"the pass failed: {type(error).__name__}: {error}"))
+            self._schedule.rest(keep=0)  # what the caches hold is not known
+            return
+        for job, found in items:
+            self._give(job, found)
+
+    def _give(self, job: Job[LiveAnswer], items: Items) -> None:
+        for item in items:
+            if isinstance(item, Chunk):
+                self._count(job.owner, item)
+        if not job.owner.put(items):
+            job.request.cancel.set()  # who cannot be told is gone
+
+    def _count(self, answer: LiveAnswer, chunk: Chunk) -> None:
+        if not answer.started and chunk.token_ids:
+            answer.started = True
+            self._prompted += chunk.metrics.prompt_tokens
+            self._cached += chunk.metrics.cached_tokens
+        self._said += len(chunk.token_ids)
+
+    def _fail(self, error: LocalrtError) -> None:
+        """A pass has failed: those who shared it hear why, and others go on."""
+        jobs = self._schedule.jobs
+        for job in jobs:
+            # Each its own: an exception that is raised twice collects both tracebacks.
+            self._give(job, job.fail(error if len(jobs) == 1 else type(error)(str(error))))
+            self._schedule.remove(job)
+
+    def _pause(self, job: Job[LiveAnswer]) -> None:
+        self._schedule.remove(job)
+        self._waiting.remove(job)
+        self._paused[job] = time.monotonic() + self._limits.patience_s
+
+    def _end(self, job: Job[LiveAnswer]) -> None:
+        self._paused.pop(job, None)
+        self._waiting.remove(job)
+        self._give(job, self._schedule.end(job))
+
+    def _all(self) -> list[Job[LiveAnswer]]:
+        return [*self._schedule.jobs, *list(self._paused), *self._waiting.items()]
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._news = True
+            self._changed.notify()
+
+    # -- passes and memory -----------------------------------------------------------------------
+
+    def _scheduler(self, engine: Engine, tokenizer: Tokenizer | None) -> _Scheduler:
+        limits = self._limits
+        keep = min(_KEEP_STREAMED if engine.info.streamed else _KEEP, limits.most)
+        if not isinstance(engine, BatchEngine):
+            return OneByOne(engine, tokenizer, self._waiting, ctx=limits.ctx, keep=1)
+        terms = Terms(
+            most=limits.most,
+            capacity=limits.ctx,
+            ahead=_AHEAD,
+            keep=keep,
+            prompt_rows=None if engine.info.streamed else _PROMPT_ROWS,
+            evenly=True,
+        )
+        return Schedule(
+            engine, tokenizer, self._waiting, terms, room=self._kv_room, check=self._check
+        )
+
+    def _kv_room(self) -> int:
+        """Bytes that caches may take in all, with what they take already."""
+        looked, room = self._room
+        if time.monotonic() - looked > _ROOM_AGE_S:
+            room = self._more_room() + self._schedule.held_bytes
+            self._room = (time.monotonic(), room)
+        return room
+
+    def _check(self) -> None:
+        """Abandon a pass that nobody waits for any more."""
+        jobs = self._schedule.jobs
+        if self._closing or (jobs and all(job.request.cancel.is_set() for job in jobs)):
+            raise CancelledError("the generation was cancelled")

@@ -1,0 +1,1 @@
+"""The llama.cpp engine, on llama-cpp-python's low-level API."""

@@ -1,0 +1,122 @@
+"""llama.cpp's own tokenizer behind the tokenizer contract.
+
+For GGUF models whose tokenizer localrt cannot build itself. It reads the vocabulary of a model that
+a `LlamaCppEngine` has loaded, and must not be used after that engine is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from localrt.errors import TokenizerError
+from localrt.models.tokenizers.detokenize import StreamDetokenizer, decode_tokens
+
+if TYPE_CHECKING:
+    from localrt.engine.llamacpp.engine import LlamaCppEngine
+
+__all__ = ["LlamaCppTokenizer"]
+
+_NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
+
+
+class LlamaCppTokenizer:
+    """Text to token ids and back through llama.cpp. Thread-safe."""
+
+    def __init__(self, engine: LlamaCppEngine) -> None:
+        self._engine = engine  # keeps the vocabulary's memory alive
+        self._api = engine.library.api
+        self._vocab = self._api.llama_model_get_vocab(engine.model)
+        if self._api.llama_vocab_type(self._vocab) == _NO_VOCABULARY:
+            raise TokenizerError("the model file has no tokenizer: pass token_ids instead of text")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the tokenizer knows."""
+        return int(self._api.llama_vocab_n_tokens(self._vocab))
+
+    @property
+    def bos_id(self) -> int | None:
+        """Beginning-of-sequence id, if the model has one."""
+        token = int(self._api.llama_vocab_bos(self._vocab))
+        return token if token >= 0 else None
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a generation."""
+        return self._where(self._api.llama_vocab_is_eog)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Control tokens."""
+        return self._where(self._api.llama_vocab_is_control)
+
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Token ids of ``text``; see the contract for the two options."""
+        data = text.encode("utf-8", "replace")
+        room = len(data) + 8
+        ids = (ctypes.c_int32 * room)()
+        count = self._api.llama_tokenize(
+            self._vocab, data, len(data), ids, room, add_special, parse_special
+        )
+        if count < 0:
+            ids = (ctypes.c_int32 * -count)()
+            count = self._api.llama_tokenize(
+                self._vocab, data, len(data), ids, -count, add_special, parse_special
+            )
+        if count < 0:
+            raise TokenizerError("llama.cpp cannot tokenize this text")
+        return ids[:count]
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of ``tokens``; malformed UTF-8 becomes U+FFFD."""
+        skip = self.special_ids if skip_special else ()
+        return decode_tokens(tokens, self.token_bytes, skip=skip, strip_space=self._adds_space)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that ``token`` stands for; a control token stands for its own name."""
+        if not 0 <= token < self.vocab_size:
+            raise TokenizerError(f"token ids are 0 to {self.vocab_size - 1}, not {token}")
+        buffer = ctypes.create_string_buffer(256)
+        count = self._piece(token, buffer)
+        if count < 0:  # minus the room that it needs
+            buffer = ctypes.create_string_buffer(-count)
+            count = self._piece(token, buffer)
+        return buffer.raw[:count]
+
+    def token_text(self, token: int) -> str:
+        """The vocabulary's own spelling of ``token``."""
+        if not 0 <= token < self.vocab_size:
+            raise TokenizerError(f"token ids are 0 to {self.vocab_size - 1}, not {token}")
+        spelling: bytes = self._api.llama_vocab_get_text(self._vocab, token) or b""
+        return spelling.decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that the vocabulary spells ``text``, if there is one."""
+        return self._ids.get(text)
+
+    def detokenizer(self, *, skip_special: bool = True) -> StreamDetokenizer:
+        """A fresh streaming detokenizer."""
+        skip = self.special_ids if skip_special else ()
+        return StreamDetokenizer(self.token_bytes, skip=skip, strip_space=self._adds_space)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether encoding puts a space in front of every text, as many SentencePiece ones do."""
+        return self.token_bytes(self.encode("a", add_special=False)[0]).startswith(b" ")
+
+    def _piece(self, token: int, buffer: ctypes.Array[ctypes.c_char]) -> int:
+        api = self._api
+        return int(api.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True))
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        # Backwards, so that of two tokens with one spelling the first wins.
+        return {self.token_text(token): token for token in reversed(range(self.vocab_size))}
+
+    def _where(self, test: Callable[[object, int], bool]) -> frozenset[int]:
+        return frozenset(token for token in range(self.vocab_size) if test(self._vocab, token))

@@ -1,0 +1,1 @@
+"""The native engine: our decoders behind the engine contract."""

@@ -1,0 +1,270 @@
+"""KV caches that wait: a card's in RAM for a while, all on the disk, found again by their tokens.
+
+A saved sequence serves every prompt that begins like it, whoever asks; losing it costs only time.
+Saving one that went on writes its new blocks only (FastSwitch, Shen et al. 2024, keeps copies the
+same way). The oldest go when the folder is full. It does not know text or chats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from localrt.engine.protocol import EngineSession
+from localrt.models.prefix import Tokens, common_prefix
+from localrt.offload.kv.block_file import BlockFile
+from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
+
+__all__ = ["BlockSession", "PromptCache", "PutBlocks", "model_key"]
+
+PutBlocks: TypeAlias = Callable[[int, Bytes], None]
+
+_LEAST_TOKENS = 64
+"""Fewer are computed again as quickly."""
+
+
+@runtime_checkable
+class BlockSession(EngineSession, Protocol):
+    """A session whose KV cache can be taken out, in blocks of 256 tokens."""
+
+    @property
+    def kv_layout(self) -> str:
+        """What the bytes mean; empty: they cannot be taken out."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+
+    def take_blocks(self, first: int, count: int) -> Bytes:
+        """Blocks as (count, block_bytes), to be used before the next pass."""
+
+    def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
+        """Hold ``tokens`` instead of what is held: ``read(put)`` gives the blocks, and returns how
+        many tokens they are of, which is returned.
+
+        Raises:
+            MemoryBudgetError: there is no room for them.
+        """
+
+
+class PromptCache:
+    """Sequences of one model in ``folder``, which need not exist. Thread-safe.
+
+    ``limit`` is what the folder's parent may hold in bytes, all models together. Other processes
+    may use the same folder: what one deletes the others no longer find.
+    """
+
+    def __init__(self, folder: Path, *, limit: int) -> None:
+        self.folder = folder
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._files: dict[Path, BlockFile] = {}
+        self._in_ram: list[_RamCopy] = []
+
+    def save(self, session: EngineSession) -> int:
+        """Keep what ``session`` holds; the bytes on the disk, 0 where nothing was kept.
+
+        Raises:
+            StorageError: the disk is full or fails; the session is as it was.
+        """
+        if not isinstance(session, BlockSession) or not session.kv_layout:
+            return 0
+        with self._lock:
+            return self._write(
+                session.tokens, session.kv_layout, session.block_bytes, session.take_blocks
+            )
+
+    def hold(self, session: EngineSession) -> int:
+        """Keep a copy in RAM of what ``session`` holds elsewhere; its bytes, 0 where it cannot.
+
+        It stays until it is restored, or until ``settle``.
+        """
+        if not isinstance(session, BlockSession) or not session.kv_layout:
+            return 0
+        tokens = np.array(session.tokens, np.int64)
+        if len(tokens) < _LEAST_TOKENS:
+            return 0
+        blocks = session.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
+        with self._lock:
+            self._in_ram.append(_RamCopy(tokens, session.kv_layout, blocks))
+        return blocks.nbytes
+
+    def settle(self) -> int:
+        """Move the copies in RAM to the disk; the bytes of RAM freed.
+
+        Raises:
+            StorageError: the disk is full or fails; what was not moved stays.
+        """
+        freed = 0
+        with self._lock:
+            while self._in_ram:
+                copy = self._in_ram[-1]
+                self._write(copy.tokens, copy.layout, copy.blocks.shape[1], copy.take)
+                freed += self._in_ram.pop().blocks.nbytes
+        return freed
+
+    def restore(self, session: EngineSession, prompt: Sequence[int]) -> int:
+        """Give ``session`` the beginning of ``prompt`` where more of it is kept than it holds.
+
+        Returns the tokens that it got; 0 where it stays as it was.
+        """
+        if not isinstance(session, BlockSession) or not session.kv_layout:
+            return 0
+        wanted = np.asarray(prompt, np.int64)
+        held = common_prefix(session.tokens, wanted)
+        if len(wanted) < held + _LEAST_TOKENS:
+            return 0
+        with self._lock:
+            self._look()
+            known: list[BlockFile | _RamCopy] = [*self._in_ram, *self._files.values()]
+            shared = [
+                (common_prefix(kept.tokens, wanted), kept)
+                for kept in known
+                if kept.layout == session.kv_layout
+            ]
+            length, kept = max(shared, key=lambda pair: pair[0], default=(0, None))
+            length = min(length, session.capacity)
+            if kept is None or length < held + _LEAST_TOKENS:
+                return 0
+            source = kept
+            got = session.put_tokens(prompt[:length], lambda put: source.read(length, put))
+            if isinstance(source, _RamCopy):
+                self._in_ram.remove(source)
+            elif got < length:  # damaged
+                source.delete()
+                self._files.pop(source.folder, None)
+            else:
+                source.touch()
+        return got
+
+    def clear(self) -> None:
+        """Forget everything of this model."""
+        with self._lock:
+            self._look()
+            for file in self._files.values():
+                file.delete()
+            self._files.clear()
+            self._in_ram.clear()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        tokens: Sequence[int] | Tokens,
+        layout: str,
+        block_bytes: int,
+        take: Callable[[int, int], Bytes],
+    ) -> int:
+        nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
+        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit:
+            return 0
+        tokens = np.asarray(tokens, np.int64)
+        self._look()
+        same = [file for file in self._files.values() if file.layout == layout]
+        file = max(
+            (file for file in same if _goes_on(file.tokens, tokens)),
+            key=lambda file: len(file.tokens),
+            default=None,
+        )
+        if file is not None and len(file.tokens) > len(tokens):
+            file.touch()  # it holds all of this already
+            return file.nbytes
+        if file is None:
+            file = BlockFile(self.folder / uuid.uuid4().hex)
+        self._make_room(max(0, nbytes - file.nbytes), spare=file)
+        file.write(tokens, layout, block_bytes, take)
+        self._files[file.folder] = file
+        return file.nbytes
+
+    def _look(self) -> None:
+        """Read the descriptions that came, forget those that went."""
+        try:
+            found = {Path(entry.path) for entry in os.scandir(self.folder) if entry.is_dir()}
+        except OSError:
+            found = set()
+        for path in self._files.keys() - found:
+            del self._files[path]
+        for path in found - self._files.keys():
+            file = BlockFile(path)
+            if len(file.tokens):
+                self._files[path] = file
+
+    def _make_room(self, nbytes: int, *, spare: BlockFile) -> None:
+        """Delete those used longest ago, of any model, until ``nbytes`` more are within limits."""
+        kept: list[_Kept] = []
+        for folder in _folders(self.folder.parent):
+            for path in _folders(folder):
+                if path != spare.folder:
+                    kept.append(_Kept(path, *_size_and_time(path)))
+        free = self.limit - spare.nbytes - sum(one.nbytes for one in kept)
+        for one in sorted(kept, key=lambda one: one.used):
+            if free >= nbytes:
+                return
+            BlockFile(one.path).delete()
+            self._files.pop(one.path, None)
+            free += one.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RamCopy:
+    """A sequence as ``BlockFile`` gives it, in RAM: blocks (count, block_bytes)."""
+
+    tokens: Tokens
+    layout: str
+    blocks: Bytes
+
+    def take(self, first: int, count: int) -> Bytes:
+        return self.blocks[first : first + count]
+
+    def read(self, length: int, put: PutBlocks) -> int:
+        put(0, self.blocks[: -(-length // BLOCK_TOKENS)])
+        return length
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    path: Path
+    nbytes: int
+    used: float
+
+
+def model_key(path: Path, *facts: object) -> str:
+    """A name for what a KV cache depends on: the files at ``path``, and ``facts`` of the engine."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    about = [str(path.name), *map(repr, facts)]
+    for file in files:
+        with suppress(OSError):
+            status = file.stat()
+            about.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+
+
+def _goes_on(held: Tokens, tokens: Tokens) -> bool:
+    """Whether one of the two begins with the other, or nearly: a last word may be another."""
+    same = common_prefix(held, tokens)
+    return same >= min(len(held), len(tokens)) - BLOCK_TOKENS and 2 * same > len(held)
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _size_and_time(path: Path) -> tuple[int, float]:
+    size, used = 0, 0.0
+    with suppress(OSError):
+        for entry in os.scandir(path):
+            status = entry.stat()
+            size, used = size + status.st_size, max(used, status.st_mtime)
+    return size, used

@@ -1,0 +1,1 @@
+"""From a checkpoint to an engine: what fits is loaded whole, the rest is placed."""

@@ -1,0 +1,122 @@
+"""The card that a model is placed on: none, one of CUDA, or a virtual one.
+
+Opening gives the accelerator that the pipeline drives, its clock, and its figures for the planner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from localrt.offload.trace import Trace
+
+if TYPE_CHECKING:
+    from localrt.offload.cards.accelerator import Accelerator
+    from localrt.offload.cards.clock import Clock
+    from localrt.offload.planner.machine import GpuProfile, MachineProfile
+    from localrt.quant.ops.protocol import Ops
+
+__all__ = ["CUDA_CONTEXT", "OpenCard", "open_card"]
+
+# Of a real card: what the driver, other programs and the allocator's rounding may still take.
+_SPARE_VRAM = 300 << 20
+# What a process takes of a card before it has allocated anything: CUDA's context and kernels' code.
+CUDA_CONTEXT = 400 << 20
+# Reads and writes of a copy within the card's memory reach about what reading alone does.
+_ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any card since 2018
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCard:
+    """``host_ops`` computes what the CPU does. Without a card ``accelerator`` is None.
+
+    ``capacity`` is bytes of the card's memory that may be used.
+    """
+
+    host_ops: Ops
+    accelerator: Accelerator | None = None
+    clock: Clock | None = None
+    capacity: int = 0
+    profile: GpuProfile | None = None
+    link_bytes_s: float | None = None
+
+    def free_memory(self) -> int | None:
+        """Bytes free on a real card."""
+        return None if self.accelerator is None else self.accelerator.ops.free_memory()
+
+    def on(self, machine: MachineProfile) -> MachineProfile:
+        """The machine with this card in it."""
+        return replace(machine, gpu=self.profile, link_bytes_s=self.link_bytes_s)
+
+
+def open_card(
+    device: str, ops: Ops, trace: Trace, *, threads: int | None, gpu_memory: int | None
+) -> OpenCard:
+    """The card of ``device``, whose ``Ops`` are ``ops`` unless it is virtual or the CPU.
+
+    Raises:
+        OptionError: no such card.
+    """
+    if device.startswith("virtual:"):
+        return _virtual(device, ops, trace, gpu_memory)
+    if ops.free_memory() is None:
+        return OpenCard(host_ops=ops)
+    return _cuda(ops, trace, threads, gpu_memory)
+
+
+def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> OpenCard:
+    from localrt.offload.cards.clock import VirtualClock
+    from localrt.offload.cards.virtual import VirtualAccelerator
+    from localrt.offload.planner.cards import parse_card
+
+    name = device.removeprefix("virtual:")
+    card = parse_card(device if "@" in name else name)
+    profile, clock = card.profile, VirtualClock(trace)
+    capacity = card.vram_bytes if gpu_memory is None else min(card.vram_bytes, gpu_memory)
+    accelerator = VirtualAccelerator(
+        clock,
+        ops,
+        name=card.name,
+        capacity=capacity,
+        link_bytes_s=card.link_bytes_s,
+        memory_bytes_s=profile.bytes_s,
+        flops=profile.flops,
+        call_s=profile.call_s,
+    )
+    return OpenCard(
+        host_ops=ops,
+        accelerator=accelerator,
+        clock=clock,
+        capacity=capacity,
+        profile=profile,
+        link_bytes_s=card.link_bytes_s,
+    )
+
+
+def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -> OpenCard:
+    from localrt.offload.cards.clock import WallClock
+    from localrt.offload.cards.cuda import CudaAccelerator
+    from localrt.offload.planner.machine import GpuProfile
+    from localrt.quant.ops.native.ops import NativeOps
+    from localrt.quant.ops.torch.cuda_memory import CudaCopies
+
+    copies = CudaCopies(ops.device)
+    link, memory = copies.measure()
+    free = ops.free_memory() or 0
+    asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT
+    capacity = max(0, min(free - _SPARE_VRAM, asked))
+    clock = WallClock(trace)
+    profile = GpuProfile(
+        name=copies.name,
+        vram_bytes=capacity,
+        bytes_s=memory,
+        flops=_ARITHMETIC_PER_BYTE * memory,
+    )
+    return OpenCard(
+        host_ops=NativeOps(threads=threads),
+        accelerator=CudaAccelerator(clock, ops, copies, capacity=capacity),
+        clock=clock,
+        capacity=capacity,
+        profile=profile,
+        link_bytes_s=link,
+    )

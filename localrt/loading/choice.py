@@ -1,0 +1,151 @@
+"""Which context a memory budget allows, and the placement that a conversation begins with.
+
+A short conversation leaves the room of a long one's cache to weights. It knows bytes and plans,
+neither files nor threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localrt.offload.planner import Budgets, Plan
+    from localrt.offload.planner.machine import MachineProfile
+    from localrt.offload.planner.shapes import ModelShape
+
+__all__ = ["ContextChoice", "choose_context", "first_plan"]
+
+# Tokens that the first placement has room for; the caches take it from the weights as they grow.
+_FIRST_CONTEXT = 512
+_SMALLEST_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ContextChoice:
+    """A context in tokens, whether some of its cache must live on the SSD, and in what buffers.
+
+    ``buffers`` are bytes of RAM.
+    """
+
+    ctx: int
+    kv_on_ssd: bool = False
+    buffers: int = 0
+
+
+def choose_context(
+    shape: ModelShape,
+    machine: MachineProfile,
+    budgets: Budgets,
+    ctx: int | None,
+    kv_format: str,
+    notes: list[str],
+) -> ContextChoice:
+    """The context as asked, or the longest whose cache fits in RAM; refused before reading.
+
+    One that is asked for and does not fit in RAM keeps layers of its cache on the SSD.
+
+    Raises:
+        MemoryBudgetError: it does not fit, not even so.
+    """
+    from localrt.offload.planner import make_plan
+    from localrt.offload.planner.plan import PlanRequest, fits
+
+    if ctx is not None and ctx > shape.context_length:
+        notes.append(
+            f"the context of {ctx} tokens is longer than the {shape.context_length} that the model "
+            "was trained for: answers may degrade"
+        )
+
+    def request(tokens: int, limits: Budgets, on_ssd: bool = False) -> PlanRequest:
+        return PlanRequest(
+            shape=shape,
+            machine=machine,
+            budgets=limits,
+            ctx=tokens,
+            kv_format=kv_format,  # type: ignore[arg-type]
+            kv_on_ssd=on_ssd,
+        )
+
+    wanted = ctx or shape.context_length
+    while ctx is None and wanted > _SMALLEST_CONTEXT and not fits(request(wanted, budgets)):
+        wanted = max(_SMALLEST_CONTEXT, wanted // 2)
+    if fits(request(wanted, budgets)):
+        if wanted < (ctx or shape.context_length):
+            notes.append(
+                f"the context is {wanted} tokens, not the model's {shape.context_length}, to fit "
+                "in memory"
+            )
+        return ContextChoice(wanted)
+    # A layer that computes and the one that is loaded meanwhile.
+    buffers = 2 * max(shape.kv_nbytes(kv_format, wanted))  # type: ignore[arg-type]
+    less = budgets.less(buffers)
+    if ctx is not None and machine.gpu is None and fits(request(wanted, less, on_ssd=True)):
+        return ContextChoice(wanted, kv_on_ssd=True, buffers=buffers)
+    make_plan(shape, machine, budgets, ctx=wanted, kv_format=kv_format)  # type: ignore[arg-type]
+    return ContextChoice(wanted)  # for rules that disagree: the plan was possible
+
+
+def first_plan(
+    shape: ModelShape,
+    machine: MachineProfile,
+    limits: Budgets,
+    choice: ContextChoice,
+    kv_format: str,
+    *,
+    rows: int = 1,
+) -> Plan:
+    """For a short context, such that the whole one's caches will fit; or for all of it at once
+    where some of its keys and values live on the SSD.
+
+    ``rows`` are those of the passes to place for: more than one where guesses are verified.
+
+    Raises:
+        MemoryBudgetError: the whole context does not fit.
+    """
+    from localrt.offload.planner import make_plan
+
+    ctx = choice.ctx
+    if choice.kv_on_ssd:
+        return make_plan(
+            shape,
+            machine,
+            limits,
+            ctx=ctx,
+            kv_format=kv_format,  # type: ignore[arg-type]
+            kv_on_ssd=True,
+        )
+    first = min(ctx, _FIRST_CONTEXT)
+    while True:
+        plan = make_plan(
+            shape,
+            machine,
+            limits,
+            ctx=first,
+            rows=rows,
+            kv_format=kv_format,  # type: ignore[arg-type]
+        )
+        if first >= ctx or _can_grow(plan, ctx):
+            # What is forecast from now on are plain passes.
+            return replace(plan, request=replace(plan.request, rows=1))
+        first = min(ctx, 2 * first)
+
+
+def _can_grow(plan: Plan, ctx: int) -> bool:
+    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed.
+
+    The ring grows with them, until every unit passes through.
+    """
+    from localrt.offload.pipeline.residency import RING_SLACK
+    from localrt.offload.placement import Where
+
+    shape, placement = plan.request.shape, plan.placement
+    in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
+    table = ("embedding", "norm")
+    stays = sum(u.nbytes for u in in_ram if u.kind in table or not placement.ram_ring)
+    largest = max((u.nbytes for u in in_ram if u.kind not in table), default=0)
+    if largest > placement.ram_ring > 0:
+        stays += largest + RING_SLACK - placement.ram_ring
+    caches = zip(placement.kv, shape.kv_nbytes(plan.request.kv_format, ctx), strict=True)
+    kv = sum(nbytes for place, nbytes in caches if place == "ram")
+    return stays + kv <= plan.for_weights_and_caches()

@@ -1,0 +1,249 @@
+"""A model on the native engine: device and context chosen, memory checked, weights placed.
+
+What fits is loaded whole; what does not is streamed (``placing.py``). Memory is checked before any
+weight is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from localrt.errors import CancelledError, OptionError
+from localrt.progress import Progress, ProgressCallback
+from localrt.quant.ops.latent import LATENT_SCRATCH_NBYTES, LatentSpec
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.engine.protocol import Engine
+    from localrt.loading.parts import LoadOptions
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.models.decoder import DecoderConfig
+    from localrt.quant.ops.protocol import Ops
+
+__all__ = ["load_native", "resident_nbytes"]
+
+# Activations, scratch of one prefill pass, the interpreter and its libraries, with torch.
+_SCRATCH_BYTES = 256 << 20
+_SMALLEST_CONTEXT = 512
+# A shorter context than this is not worth having everything in memory: rather stream some weights.
+_USEFUL_CONTEXT = 4096
+_PREFILL_ROWS = 512
+
+
+def load_native(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    *,
+    settings: Settings,
+    notes: list[str],
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> tuple[Engine, int]:
+    """The engine and its context length.
+
+    Raises:
+        MemoryBudgetError: not even streaming can fit it; the message has the numbers.
+    """
+    from localrt.engine.native.engine import NativeEngine
+    from localrt.engine.protocol import EngineInfo
+    from localrt.models.registry import load_decoder, read_config
+    from localrt.quant.ops.choose import make_ops
+
+    config = read_config(checkpoint, context=options.ctx)
+    virtual = options.device.startswith("virtual:")
+    ops = make_ops(
+        config.attention,
+        device="cpu" if virtual else options.device,
+        compute_format=options.format,
+        kv_format=options.kv_format,
+        threads=options.threads,
+    )
+    infos = checkpoint.tensors.values()
+
+    def engine_info(config: DecoderConfig, *, streamed: bool = False) -> EngineInfo:
+        return EngineInfo(
+            engine="native",
+            architecture=config.architecture,
+            device=options.device if virtual else ops.device,
+            format=_format_name(checkpoint, ops),
+            parameters=sum(_elements(i.shape) for i in infos),
+            layers=config.layers,
+            vocab_size=config.vocab_size,
+            weight_bytes=_weight_bytes(checkpoint, ops),
+            context_length=config.context_length,
+            exactness="bit-exact" if ops.compute_format == "f32" else "approximate",
+            streamed=streamed,
+        )
+
+    if virtual and ops.name != "native":
+        raise OptionError(f"device {options.device} computes on the compiled CPU kernels only")
+    if virtual or _must_stream(checkpoint, config, ops, options):
+        from localrt.loading.placing import open_placed
+
+        placed = open_placed(
+            checkpoint,
+            ops,
+            device=options.device,
+            threads=options.threads,
+            gpu_memory=options.gpu_memory,
+            ram=options.ram,
+            ctx=options.ctx,
+            kv_format=options.kv_format or "bf16",
+            pass_rows=options.pass_rows,
+            settings=settings,
+            notes=notes,
+            progress=progress,
+            cancel=cancel,
+            count_bytes=lambda total: _byte_counter(total, progress, cancel),
+        )
+        engine = NativeEngine(
+            placed.decoder,
+            engine_info(placed.decoder.config, streamed=True),
+            pass_rows=placed.plan.placement.prefill_rows,
+            pipeline=placed.decoder,
+            forecaster=placed.forecaster,
+            ssd_bytes_s=placed.ssd_bytes_s,
+            plan=placed.plan,
+        )
+        return engine, placed.ctx
+    ctx = _fit_context(checkpoint, config, ops, options, notes)
+    if options.ctx != ctx:
+        config = read_config(checkpoint, context=ctx)
+    total = sum(info.nbytes for info in infos)
+    decoder = load_decoder(checkpoint, ops, config, on_bytes=_byte_counter(total, progress, cancel))
+    return NativeEngine(decoder, engine_info(config)), ctx
+
+
+def _must_stream(
+    checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, options: LoadOptions
+) -> bool:
+    """Whether weights and a useful context exceed the budget, where streaming is possible."""
+    from localrt.quant.ops.native.abi import find_library
+
+    if ops.name not in ("native", "triton") or not find_library():
+        return False
+    budget, _ = _budget(ops, options)
+    ctx = options.ctx or min(config.context_length, _USEFUL_CONTEXT)
+    kv = ops.kv_nbytes(config.attention, ctx)
+    return _weight_bytes(checkpoint, ops) + kv + _scratch(config, ops) > budget
+
+
+def _fit_context(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    ops: Ops,
+    options: LoadOptions,
+    notes: list[str],
+) -> int:
+    """The context to use: as asked or the model's own, within the memory there is.
+
+    Raises:
+        MemoryBudgetError: the weights, or an explicitly asked context, do not fit.
+    """
+    from localrt.offload.memory.state import MemoryEstimate, check_fits
+
+    trained = config.context_length
+    if options.ctx is not None and options.ctx > trained:
+        notes.append(
+            f"the context of {options.ctx} tokens is longer than the {trained} that the model was "
+            "trained for: answers may degrade"
+        )
+    budget, tier = _budget(ops, options)
+    scratch = _scratch(config, ops)
+    weights = _weight_bytes(checkpoint, ops)
+    wanted = options.ctx or trained
+
+    def kv(length: int) -> int:
+        return ops.kv_nbytes(config.attention, length)
+
+    ctx = wanted
+    if options.ctx is None:
+        room = budget - weights - scratch
+        while kv(ctx) > room and ctx > _SMALLEST_CONTEXT:
+            ctx = max(ctx // 2, _SMALLEST_CONTEXT)
+        if ctx < wanted:
+            notes.append(
+                f"the context is {ctx} tokens, not the model's {trained}, to fit in memory"
+            )
+    estimate = MemoryEstimate(weights=weights, kv=kv(ctx), scratch=scratch)
+    check_fits(estimate, budget, checkpoint.path.name, ctx=ctx, tier=tier)
+    return ctx
+
+
+def _budget(ops: Ops, options: LoadOptions) -> tuple[int, str]:
+    from localrt.offload.memory.state import memory_state
+
+    free = ops.free_memory()
+    if free is not None:
+        return min(free, options.gpu_memory or free), "GPU memory"
+    if ops.name == "native":
+        from localrt.offload.memory.process import current_rss, ram_budget
+
+        # A budget is for the whole process: what it has taken so far is gone.
+        return ram_budget(options.ram) - current_rss(), "RAM"
+    available = memory_state().available
+    return min(available, options.ram or available), "RAM"
+
+
+def resident_nbytes(checkpoint: Checkpoint, ops: Ops, ctx: int) -> int:
+    """Bytes that the whole model takes on ``ops`` with a context of ``ctx`` tokens."""
+    from localrt.models.registry import read_config
+
+    config = read_config(checkpoint)
+    kv = ops.kv_nbytes(config.attention, ctx)
+    return _weight_bytes(checkpoint, ops) + kv + _scratch(config, ops)
+
+
+def _scratch(config: DecoderConfig, ops: Ops) -> int:
+    """What a pass takes beside weights and caches."""
+    if ops.name != "native":
+        return _SCRATCH_BYTES
+    latent = [spec for spec in config.attention if isinstance(spec, LatentSpec)]
+    queries = max([8 * config.hidden_size, *(spec.row_nbytes for spec in latent)])
+    row = 8 * config.hidden_size + queries + 5 * (config.intermediate_size + config.hidden_size)
+    slots = [m.router.used * (9 * config.hidden_size + 5 * m.inner) for m in config.mixtures if m]
+    row += max(slots, default=0)
+    fixed = (16 << 20) + (LATENT_SCRATCH_NBYTES if latent else 0)
+    return _PREFILL_ROWS * row + 8 * config.vocab_size + fixed
+
+
+def _weight_bytes(checkpoint: Checkpoint, ops: Ops) -> int:
+    matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
+    return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
+
+
+def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:
+    """The format that most weights are computed in."""
+    if ops.compute_format != "packed":
+        return ops.compute_format
+    bytes_of: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        if len(info.shape) == 2 and "embed_tokens" not in info.name:
+            bytes_of[info.format.name] += info.nbytes
+    return bytes_of.most_common(1)[0][0] if bytes_of else "packed"
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _byte_counter(
+    total: int, progress: ProgressCallback | None, cancel: threading.Event | None
+) -> Callable[[int], None]:
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("loading was cancelled")
+        if progress is not None:
+            progress(Progress("load", done, total, "bytes"))
+
+    return count

@@ -1,0 +1,257 @@
+"""From a MODEL on disk to its running parts: engine, tokenizer, chat template, defaults.
+
+It chooses engine, device and context, and checks memory before any weight is read. It does not know
+prompts or sessions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.engine.protocol import Engine
+from localrt.engine.sampling import sampling_defaults
+from localrt.errors import (
+    MissingExtraError,
+    OptionError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from localrt.progress import ProgressCallback
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.models.templates.chat_template import MessageTemplate
+    from localrt.models.tokenizers import Tokenizer
+
+__all__ = ["LoadOptions", "LoadedModel", "load_parts"]
+
+ENGINES = ("auto", "native", "llamacpp")
+FORMATS = (None, "bf16", "f32")
+KV_FORMATS = (None, "bf16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The options of ``localrt.load``, sizes in bytes.
+
+    ``pass_rows`` are the rows of a usual pass, which a placement is made for: more than one where
+    guesses are verified. A ``gpu_memory`` of 0 leaves all to the CPU.
+    """
+
+    engine: str = "auto"
+    format: str | None = None
+    device: str = "auto"
+    gpu_memory: int | None = None
+    ram: int | None = None
+    ctx: int | None = None
+    kv_format: str | None = None
+    threads: int | None = None
+    pass_rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise OptionError(f"engine must be one of {', '.join(ENGINES)}, is {self.engine!r}")
+        if self.format not in FORMATS:
+            raise OptionError(
+                f"format must be bf16 or f32 in this version (or unset), is {self.format!r}"
+            )
+        if self.kv_format not in KV_FORMATS:
+            raise OptionError(
+                f"kv_format must be bf16, int8 or int4 (or unset), is {self.kv_format!r}"
+            )
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith(
+            ("cuda:", "virtual:")
+        ):
+            raise OptionError(
+                "device must be auto, cpu, cuda or virtual:CARD (such as "
+                f"virtual:8GB@12GB/s,256GB/s,20TFLOPS), is {self.device!r}"
+            )
+        for name in ("ctx", "threads"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise OptionError(f"{name} must be an integer, is {value!r}")
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1, is {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """The running parts of a model. ``tokenizer`` is None for a model without one."""
+
+    path: Path
+    engine: Engine
+    tokenizer: Tokenizer | None
+    template: MessageTemplate
+    defaults: Mapping[str, Any]
+    eos_ids: frozenset[int]
+    ctx: int
+    notes: tuple[str, ...]
+    tokenizer_problem: str = ""
+    pooling: str = ""  # what the model was made to be embedded by; empty where it does not say
+
+
+def load_parts(
+    path: Path,
+    options: LoadOptions,
+    *,
+    settings: Settings | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> LoadedModel:
+    """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept."""
+    from localrt.models.checkpoints import open_checkpoint
+    from localrt.models.templates.chat_template import PlainTemplate, load_template
+
+    checkpoint = open_checkpoint(path)
+    try:
+        notes: list[str] = []
+        name = _choose_engine(checkpoint, options, notes)
+        # Before the weights: what building a large vocabulary leaves behind is used again for them.
+        tokenizer, problem = _load_tokenizer(checkpoint)
+        if name == "native":
+            from localrt.loading.native import load_native
+
+            engine, ctx = load_native(
+                checkpoint,
+                options,
+                settings=settings or Settings.from_environment(),
+                notes=notes,
+                progress=progress,
+                cancel=cancel,
+            )
+        else:
+            engine, ctx = _load_llamacpp(checkpoint, options, notes, progress)
+            tokenizer = tokenizer or _llamacpp_tokenizer(engine)
+            problem = ""
+        if problem:
+            notes.append(problem)
+        template: MessageTemplate | None = load_template(checkpoint)
+        if template is None:
+            template = PlainTemplate()
+            if tokenizer is not None:
+                notes.append("the model has no chat template: chatting in a plain format")
+        return LoadedModel(
+            path=checkpoint.path,
+            engine=engine,
+            tokenizer=tokenizer,
+            template=template,
+            defaults=sampling_defaults(checkpoint.generation_config),
+            eos_ids=_eos_ids(tokenizer, checkpoint.generation_config),
+            ctx=ctx,
+            notes=tuple(notes),
+            tokenizer_problem=problem,
+            pooling=_pooling(checkpoint),
+        )
+    finally:
+        checkpoint.close()
+
+
+def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str]) -> str:
+    from localrt.models.checkpoints import GgufCheckpoint
+    from localrt.models.registry import find_architecture, require_readable
+
+    is_gguf = isinstance(checkpoint, GgufCheckpoint)  # a store of one has its kind, not its file
+    if options.engine == "llamacpp":
+        if not is_gguf:
+            raise OptionError("the llamacpp engine reads GGUF files only: use --engine native")
+        return "llamacpp"
+    try:
+        find_architecture(checkpoint.architecture)
+        require_readable(checkpoint)
+    except UnsupportedModelError as error:
+        if options.engine == "native" or not is_gguf:
+            raise
+        if not _has_llamacpp():
+            raise MissingExtraError(
+                f"{error}: install it with pip install 'localrt[llamacpp]'"
+            ) from error
+        notes.append(f"engine: llamacpp, because {_reason(checkpoint)}")
+        return "llamacpp"
+    return "native"
+
+
+def _reason(checkpoint: Checkpoint) -> str:
+    """Why the native engine cannot run a GGUF file, in few words."""
+    from localrt.models.registry import ARCHITECTURES
+
+    if checkpoint.architecture not in ARCHITECTURES:
+        return f"native does not know {checkpoint.architecture!r}"
+    return "native cannot read all of the file's weight types"
+
+
+def _has_llamacpp() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("llama_cpp") is not None
+
+
+def _load_llamacpp(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    notes: list[str],
+    progress: ProgressCallback | None,
+) -> tuple[Engine, int]:
+    from localrt.engine.llamacpp.engine import LlamaCppEngine
+
+    if options.format is not None:
+        raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
+    if options.kv_format is not None:
+        raise OptionError("the llamacpp engine chooses its own cache: leave kv_format out")
+    trained = checkpoint.config.get("max_position_embeddings")
+    ctx = options.ctx or min(int(trained or 4096), 8192)
+    if trained and ctx > int(trained):
+        notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
+    engine = LlamaCppEngine.load(
+        checkpoint.path,
+        ctx=ctx,
+        threads=options.threads,
+        device=options.device,
+        progress=progress,
+    )
+    return engine, ctx
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
+    """The model's tokenizer, or why there is none."""
+    from localrt.models.tokenizers import load_tokenizer
+
+    try:
+        return load_tokenizer(checkpoint), ""
+    except (TokenizerError, UnsupportedModelError) as error:
+        return None, str(error)
+
+
+def _pooling(checkpoint: Checkpoint) -> str:
+    """What an embedding model's files say of pooling, as sentence-transformers and GGUF name it."""
+    if checkpoint.kind == "gguf":
+        kinds = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
+        named = checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type")
+        return kinds.get(named, "") if isinstance(named, int) else ""
+    from localrt.models.tokenizers.hf import read_json
+
+    config = read_json(checkpoint.path / "1_Pooling" / "config.json")
+    modes = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
+    chosen = [kind for mode, kind in modes.items() if config.get(f"pooling_mode_{mode}") is True]
+    return chosen[0] if len(chosen) == 1 else ""
+
+
+def _llamacpp_tokenizer(engine: Engine) -> Tokenizer:
+    """llama.cpp's own, of a type that ours does not know."""
+    from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppTokenizer
+
+    assert isinstance(engine, LlamaCppEngine)
+    return LlamaCppTokenizer(engine)
+
+
+def _eos_ids(tokenizer: Tokenizer | None, generation_config: Mapping[str, Any]) -> frozenset[int]:
+    named = generation_config.get("eos_token_id")
+    ids = set(tokenizer.eos_ids) if tokenizer is not None else set()
+    for value in named if isinstance(named, list) else [named]:
+        if isinstance(value, int):
+            ids.add(value)
+    return frozenset(ids)

@@ -1,0 +1,218 @@
+"""From a model that is larger than its memory budget to a decoder that streams what does not fit.
+
+It packs the model once, measures the machine once, asks the planner, and opens the pipeline. It
+knows neither kernels nor schedules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from localrt.engine.protocol import Forecast, Forecaster, Rates
+from localrt.errors import StorageError
+from localrt.loading.cards import open_card
+from localrt.loading.choice import (
+    ContextChoice,
+    choose_context,
+    first_plan,
+)
+from localrt.offload.memory.pressure import MemoryPressure
+from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.trace import Trace
+from localrt.progress import Progress, ProgressCallback
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
+    from localrt.models.decoder import DecoderConfig
+    from localrt.offload.kv.tier import KvTier
+    from localrt.offload.pipeline.decoder import PlacedDecoder
+    from localrt.offload.placement import Where
+    from localrt.offload.planner import Budgets, Plan
+    from localrt.quant.ops.protocol import Ops
+
+__all__ = ["PlacedModel", "open_placed"]
+
+# What the process still grows by beside the accounted parts: sampling, text, threads' stacks.
+_GROWTH_BYTES = 10 << 20
+# What loading itself leaves behind: a refusal before it has to leave room for that.
+_LOADING_BYTES = 2 << 20
+# Less than this is too little to tell a disk's speed by.
+_LOAD_SAMPLE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A streaming decoder, the plan that it follows, and its context length.
+
+    ``forecaster`` predicts for a rate of the disk; ``ssd_bytes_s`` is what it had on loading.
+    """
+
+    decoder: PlacedDecoder
+    plan: Plan
+    forecaster: Forecaster
+    ssd_bytes_s: float
+    ctx: int
+
+
+def open_placed(
+    checkpoint: Checkpoint,
+    ops: Ops,
+    *,
+    device: str,
+    threads: int | None,
+    gpu_memory: int | None,
+    ram: int | None,
+    ctx: int | None,
+    kv_format: str,
+    pass_rows: int = 1,
+    settings: Settings,
+    notes: list[str],
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+    count_bytes: Callable[[int], Callable[[int], None]],
+) -> PlacedModel:
+    """Open ``checkpoint`` within ``ram`` bytes for the whole process (None: what there is).
+
+    ``device`` is a card for the part of the work that it is better at: the one that ``ops``
+    computes on, of whose memory ``gpu_memory`` bytes may be used, or ``virtual:CARD``.
+    Without ``ctx`` the context is the model's own, or what fits with all weights streamed.
+    ``pass_rows`` are the rows of a usual pass: more than one where guesses are verified.
+    ``count_bytes`` makes a counter for a number of bytes to load.
+
+    Raises:
+        MemoryBudgetError: the budget is too small even so; says the least that would do.
+        StorageError: there is no room on disk for the packed form.
+    """
+    from localrt.machine.measuring import machine_profile
+    from localrt.models.registry import read_config
+    from localrt.offload.pipeline.building import open_pipeline
+    from localrt.offload.pipeline.lane import StoreDiscardedError
+    from localrt.offload.planner import Budgets, shape_from_checkpoint
+    from localrt.offload.planner.expert_costs import expert_costs
+    from localrt.offload.planner.machine import typical_machine
+    from localrt.offload.store.cached import cached_store, discard_store
+    from localrt.quant.ops.native.ops import NativeOps
+
+    def packed(done: int, total: int, file: str) -> None:
+        if progress is not None:
+            progress(Progress("pack", done, total, "bytes", file))
+
+    trace = Trace()
+    card = open_card(device, ops, trace, threads=threads, gpu_memory=gpu_memory)
+    ops = card.host_ops
+
+    def budgets(to_come: int = 0) -> Budgets:
+        return Budgets(
+            ram=ram_budget(ram),
+            process=current_rss() + _GROWTH_BYTES + to_come,
+            vram=card.capacity,
+            cuda_context=0,  # it is there already, and counted
+        )
+
+    shape = shape_from_checkpoint(checkpoint)
+    choice = choose_context(
+        shape, card.on(typical_machine()), budgets(_LOADING_BYTES), ctx, kv_format, notes
+    )
+    ctx = choice.ctx
+    config = read_config(checkpoint, context=ctx)
+    stores = settings.data_dir / "stores"
+    store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
+    shape = shape_from_checkpoint(store)
+    disk, machine = machine_profile(
+        store.path, settings, formats={unit.format for unit in shape.units}
+    )
+    machine = card.on(machine)
+    plan = first_plan(shape, machine, budgets(choice.buffers), choice, kv_format, rows=pass_rows)
+    notes += plan.notes
+    # Experts come later, beside the first passes.
+    loaded = [
+        u for u in shape.units if u.kind != "expert" and not plan.placement.where[u.name].read
+    ]
+    resident = sum(unit.nbytes for unit in loaded)
+
+    def opened(store: StoreCheckpoint) -> PlacedDecoder:
+        kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
+        if kv_tier is not None and isinstance(ops, NativeOps):
+            ops.kv_maker = kv_tier
+        return open_pipeline(
+            store,
+            ops,
+            config,
+            plan.placement,
+            mode=disk.mode,
+            budget=plan.for_weights_and_caches(),
+            card=card.accelerator,
+            clock=card.clock,
+            trace=trace,
+            discard=None if store is checkpoint else lambda: discard_store(store.path),
+            kv_tier=kv_tier,
+            shortage=MemoryPressure(free_vram=card.free_memory),
+            on_bytes=count_bytes(resident),
+            expert_costs=expert_costs(plan.request.costs()),
+        )
+
+    try:
+        decoder = opened(store)
+    except StoreDiscardedError:
+        notes.append("the packed copy was damaged and has been made again")
+        decoder = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
+    rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
+    return PlacedModel(decoder, plan, _forecaster(plan, decoder), rate, ctx)
+
+
+def _kv_tier(
+    plan: Plan, config: DecoderConfig, choice: ContextChoice, kv_format: str, settings: Settings
+) -> KvTier | None:
+    """What keeps some layers' keys and values on the SSD, where the plan has them there.
+
+    Raises:
+        StorageError: the cache folder cannot be made.
+    """
+    if "ssd" not in plan.placement.kv:
+        return None
+    from localrt.offload.kv.tier import KvTier
+    from localrt.quant.ops.native.kv import parse_kv_format
+
+    folder = settings.cache_dir / "kv"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be made: {error.strerror}") from error
+    return KvTier(
+        config.attention,
+        plan.placement.kv,
+        folder,
+        capacity=choice.ctx,
+        kv_format=parse_kv_format(kv_format),
+    )
+
+
+def _forecaster(plan: Plan, decoder: PlacedDecoder) -> Forecaster:
+    """The plan's prediction for the rates, and the places of weights, that there are now."""
+    from localrt.offload.planner.simulate import simulate
+
+    last: list[tuple[object, Forecast]] = []
+
+    def forecast(rates: Rates) -> Forecast:
+        now = {stage.name: stage.where for stage in decoder.stages}
+        if not last or last[0][0] != (rates, now):
+            last[:] = [((rates, now), predict(rates, now))]
+        return last[0][1]
+
+    def predict(rates: Rates, now: Mapping[str, Where]) -> Forecast:
+        machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
+        costs = replace(plan.request, machine=machine).costs(expert_hits=rates.expert_hits)
+        placement = replace(plan.placement, where={**plan.placement.where, **now})
+        steady = simulate(costs, placement)
+        planned = steady.busy["cpu"] - costs.per_pass()  # what no stage does was not measured
+        if rates.cpu_s is not None and planned > 0:
+            machine = machine.with_cpu(rates.cpu_s / planned)
+            request = replace(plan.request, machine=machine)
+            steady = simulate(request.costs(expert_hits=rates.expert_hits), placement)
+        return Forecast(1 / steady.seconds, 1 / steady.bound, decoder.simulated)
+
+    return forecast

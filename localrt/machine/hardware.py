@@ -1,0 +1,282 @@
+"""What this machine is: processor, memory, graphics cards, and how fast memory and disk read.
+
+Finding out is split by cost. `probe` reads what the system already knows, in milliseconds; the
+`measure_*` functions and `gpus` take up to seconds and are called only where asked for. This module
+knows no model, and imports neither torch nor, outside the memory measurement, numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localrt.offload.memory.state import MemoryState, memory_state
+
+__all__ = [
+    "Cpu",
+    "DiskSpeed",
+    "Gpu",
+    "Machine",
+    "gpus",
+    "measure_disk_read",
+    "measure_memory_read",
+    "probe",
+]
+
+# The kernels' name for each feature, and how Linux and macOS spell it.
+_FEATURES = {
+    "avx2": ("avx2",),
+    "fma": ("fma",),
+    "avx_vnni": ("avx_vnni",),
+    "avx512f": ("avx512f",),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512_bf16": ("avx512_bf16",),
+    "amx_int8": ("amx_int8",),
+    "amx_bf16": ("amx_bf16",),
+    "neon": ("asimd", "hw.optional.AdvSIMD"),
+    "dotprod": ("asimddp", "hw.optional.arm.FEAT_DotProd"),
+    "i8mm": ("i8mm", "hw.optional.arm.FEAT_I8MM"),
+    "sve": ("sve",),
+}
+_BLOCK = 4 << 20
+_SAMPLE_BYTES = 128 << 20
+_MEMORY_SAMPLE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processor. ``usable_cores`` are the logical ones that this process may run on."""
+
+    name: str
+    architecture: str
+    physical_cores: int
+    logical_cores: int
+    usable_cores: int
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A graphics card; memory in bytes. Only the name is known without asking the driver."""
+
+    name: str
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+    driver: str | None = None
+    compute_capability: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpeed:
+    """Sequential disk reads in bytes per second; ``method``: how the page cache was avoided."""
+
+    read_bytes_s: float
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Everything known of this machine; what was not measured is None."""
+
+    system: str
+    python: str
+    cpu: Cpu
+    memory: MemoryState
+    gpus: tuple[Gpu, ...] = ()
+    memory_read_bytes_s: float | None = None
+    disk: DiskSpeed | None = field(default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same names as a plain dictionary."""
+        return asdict(self)
+
+
+def probe(root: Path = Path("/")) -> Machine:
+    """What the system tells at once: no driver is called and nothing is measured.
+
+    ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.
+    """
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        cpu=_cpu(root),
+        memory=memory_state(root),
+        gpus=_gpus_at_a_glance(root),
+    )
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The NVIDIA cards as their driver tells, within a second or so; none without a driver."""
+    fields = "name,memory.total,memory.free,driver_version,compute_cap"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return _parse_nvidia_smi(output.stdout)
+
+
+def measure_disk_read(folder: Path, size: int = _SAMPLE_BYTES) -> DiskSpeed:
+    """Read a fresh file of ``size`` bytes in ``folder`` past the page cache; the file is deleted.
+
+    Raises:
+        OSError: ``folder`` cannot be written, or its disk is full.
+    """
+    import mmap
+    import tempfile
+    import time
+
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".localrt-speed-") as file:
+        block = os.urandom(_BLOCK)  # not compressible: some disks would cheat
+        for _ in range(max(1, size // _BLOCK)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        descriptor, method = _open_uncached(Path(file.name), file.fileno())
+        try:
+            with mmap.mmap(-1, _BLOCK) as buffer:  # page-aligned, as direct reads need
+                done, started = 0, time.perf_counter()
+                while count := _read_into(descriptor, buffer):
+                    done += count
+                seconds = time.perf_counter() - started
+        finally:
+            os.close(descriptor)
+    return DiskSpeed(done / seconds, method)
+
+
+def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float:
+    """Bytes per second that ``threads`` threads read from memory: the best of several kernels.
+
+    It is the floor of decoding: a token cannot take less time than its weights take to be read.
+    """
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+
+    data = np.ones(size // 4, np.float32)
+    parts = np.array_split(data, threads)
+    kernels = (
+        lambda part: float(part @ part),
+        lambda part: int(part.view(np.int32).max()),
+        lambda part: int(np.bitwise_or.reduce(part.view(np.uint32))),
+    )
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for kernel in kernels:
+            for _ in range(3):
+                started = time.perf_counter()
+                list(pool.map(kernel, parts))
+                best = max(best, data.nbytes / (time.perf_counter() - started))
+    return best
+
+
+def _cpu(root: Path) -> Cpu:
+    import psutil
+
+    logical = psutil.cpu_count() or 1
+    # Only some systems can restrict a process to some cores.
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    name, flags = _name_and_flags(root)
+    return Cpu(
+        name=name or platform.processor() or "unknown processor",
+        architecture=platform.machine(),
+        physical_cores=psutil.cpu_count(logical=False) or logical,
+        logical_cores=logical,
+        usable_cores=usable,
+        features=tuple(
+            feature for feature, names in _FEATURES.items() if not flags.isdisjoint(names)
+        ),
+    )
+
+
+def _name_and_flags(root: Path) -> tuple[str, set[str]]:
+    """The processor's name and what the system says it can do, in the system's own words."""
+    if sys.platform == "darwin":
+        return _sysctl()
+    try:
+        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "", set()
+    entries: dict[str, str] = {}
+    for line in lines:
+        key, separator, value = line.partition(":")
+        if separator:
+            entries.setdefault(key.strip(), value.strip())
+    flags = entries.get("flags") or entries.get("Features") or ""
+    return entries.get("model name") or entries.get("Model") or "", set(flags.split())
+
+
+def _sysctl() -> tuple[str, set[str]]:
+    arm = [names[1] for names in _FEATURES.values() if len(names) > 1]
+    keys = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features", *arm]
+    # Unknown keys are errors to sysctl, and the known ones are printed all the same.
+    try:
+        output = subprocess.run(["sysctl", *keys], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return "", set()
+    values = dict(line.split(": ", 1) for line in output.stdout.splitlines() if ": " in line)
+    flags = {key for key in arm if values.get(key) == "1"}
+    for key in keys[1:3]:
+        flags.update(values.get(key, "").lower().split())
+    return values.get(keys[0], ""), flags
+
+
+def _gpus_at_a_glance(root: Path) -> tuple[Gpu, ...]:
+    """The cards that a loaded NVIDIA driver lists in ``/proc``, by name only."""
+    found = []
+    for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+        found.append(Gpu(names[0] if names else "NVIDIA GPU"))
+    return tuple(found)
+
+
+def _parse_nvidia_smi(output: str) -> tuple[Gpu, ...]:
+    found = []
+    for line in output.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != 5 or not cells[0]:
+            continue
+        name, total, free, driver, capability = cells
+        found.append(Gpu(name, _mebibytes(total), _mebibytes(free), driver, capability))
+    return tuple(found)
+
+
+def _mebibytes(cell: str) -> int | None:
+    return int(cell) << 20 if cell.isdigit() else None  # "[N/A]" on cards that share RAM
+
+
+def _open_uncached(path: Path, written: int) -> tuple[int, str]:
+    """A descriptor whose reads come from the disk, as far as the system allows."""
+    if hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECT), "direct"
+        except OSError:  # file systems in memory refuse it
+            pass
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(written, 0, 0, os.POSIX_FADV_DONTNEED)
+        return descriptor, "dropped from cache"
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        return descriptor, "uncached"
+    return descriptor, "cached"
+
+
+def _read_into(descriptor: int, buffer: Any) -> int:
+    if hasattr(os, "readv"):
+        return os.readv(descriptor, [buffer])
+    data = os.read(descriptor, len(buffer))
+    buffer[: len(data)] = data
+    return len(data)

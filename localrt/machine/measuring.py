@@ -1,0 +1,143 @@
+"""What this machine reads and computes per second, measured once and kept in the cache folder.
+
+Measuring takes some seconds and a hundred megabytes, so a short-lived process does it: neither
+stays in the one that runs the model.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.offload.planner.machine import MachineProfile
+    from localrt.offload.reading.disk_speed import DiskProfile
+
+__all__ = ["machine_profile", "main"]
+
+_TIMEOUT_S = 120.0
+
+
+def machine_profile(
+    folder: Path, settings: Settings, *, formats: Iterable[str] = (), remeasure: bool = False
+) -> tuple[DiskProfile, MachineProfile]:
+    """The disk that ``folder`` lies on, and the machine; ``formats`` are those to know kernels for.
+
+    Raises:
+        MissingExtraError: the kernels are not compiled.
+        OSError: the disk cannot be read.
+    """
+    wanted = sorted(set(formats))
+    done = not remeasure
+    if remeasure or not _is_known(folder, settings, wanted):
+        done = _measure_aside(folder, settings, wanted, remeasure) or done
+    return _measured(folder, settings, wanted, remeasure=not done)
+
+
+def main(arguments: list[str]) -> None:
+    """The process that measures: folder, cache folder, formats, and whether to measure again."""
+    folder, cache, formats, remeasure = json.loads(arguments[0])
+    _measured(Path(folder), Path(cache), formats, remeasure=remeasure)
+
+
+def _measured(
+    folder: Path, where: Settings | Path, formats: list[str], *, remeasure: bool = False
+) -> tuple[DiskProfile, MachineProfile]:
+    from localrt.machine import hardware
+    from localrt.offload.planner.measure import measure_machine
+    from localrt.version import __version__
+
+    cache = where if isinstance(where, Path) else where.cache_dir
+    cpu = hardware.probe().cpu
+    machine = measure_machine(
+        folder,
+        cache=cache,
+        disk_speed=lambda path: _disk(path, cache, remeasure=remeasure),
+        identity=[cpu.name, *cpu.features, str(cpu.usable_cores), __version__],
+        formats=formats,
+        remeasure=remeasure,
+    )
+    return _disk(folder, cache), machine
+
+
+def _is_known(folder: Path, settings: Settings, formats: list[str]) -> bool:
+    """Whether nothing would be measured; a guess, for the measuring itself decides."""
+    known, disks = _read(settings.cache_dir / "machine.json"), _read(_disk_path(settings.cache_dir))
+    device = str(folder.stat().st_dev)
+    return (
+        device in disks
+        and device in known.get("disks", {})
+        and (set(formats) <= set(known.get("kernels", {})))
+    )
+
+
+def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasure: bool) -> bool:
+    """Whether it was done."""
+    if getattr(sys, "frozen", False):
+        return False  # a packaged app has no interpreter: it would start itself again
+    root = str(Path(__file__).resolve().parents[2])
+    start = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from localrt.machine.measuring import main; main(sys.argv[2:])"
+    )
+    job = json.dumps([str(folder), str(settings.cache_dir), formats, remeasure])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", start, root, job],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False  # it is measured here then
+    return done.returncode == 0
+
+
+def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
+    """How the disk of ``folder`` is read best, by the files that lie in it."""
+    from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
+
+    path, device = _disk_path(cache), str(folder.stat().st_dev)
+    known = _read(path)
+    if device in known and not remeasure:
+        try:
+            return DiskProfile.from_dict(known[device])
+        except (KeyError, TypeError, ValueError):
+            pass
+    profile = measure_disk(_large_files(folder))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**known, device: profile.to_dict()}), encoding="utf-8")
+    except OSError:  # a cache that cannot be written is measured again
+        pass
+    return profile
+
+
+def _large_files(folder: Path) -> list[Path]:
+    """The store's files, or the model's own."""
+    if folder.is_file():
+        return [folder]
+    return sorted(
+        (path for path in folder.iterdir() if path.is_file() and path.stat().st_size >= 1 << 20),
+        key=lambda path: path.name,
+    )
+
+
+def _disk_path(cache: Path) -> Path:
+    return cache / "disks.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,1 @@
+"""Where a model would run and how fast, before it is loaded."""

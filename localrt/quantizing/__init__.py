@@ -1,0 +1,1 @@
+"""Quantizing a model, layer by layer: the driver of the methods in quant/methods."""

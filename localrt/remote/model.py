@@ -1,0 +1,363 @@
+"""A model that runs elsewhere, behind OpenAI's HTTP protocol, with the face of one that runs here.
+
+``connect`` gives a ``RemoteModel`` for what the terminal app and ``localrt run`` do with a model:
+chats with streamed answers, options, cancelling. What cannot be known from here (its memory, its
+pace, its tokens) is None or an estimate. Nothing but the given URL is ever asked.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from localrt.chat import ChatSession, Message
+from localrt.closing import Closing
+from localrt.engine.options import Options
+from localrt.engine.types import Chunk
+from localrt.errors import CancelledError, LocalrtError, OptionError
+from localrt.progress import Progress, ProgressCallback
+from localrt.remote.address import Address, read_address, shown
+from localrt.remote.answer import ListedModel, Reader, events, listed_models, refusal
+from localrt.remote.http import Exchange
+from localrt.text.thinking import split_thinking
+
+if TYPE_CHECKING:
+    from localrt.api import Model, ModelInfo
+
+__all__ = ["RemoteChat", "RemoteModel", "connect"]
+
+_LONGEST_LIST = 8 << 20
+_LONGEST_REFUSAL = 64 << 10
+_BYTES_A_TOKEN = 4  # an estimate; a template's marks take about as many tokens a message
+# Sent under their own names: OpenAI's, then those that vLLM and localrt's server know beyond them.
+_SENT: tuple[str, ...] = (
+    "temperature",
+    "top_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "seed",
+)
+_SENT += ("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos")
+# Of no use elsewhere, and what they are when nobody chose.
+_HERE = {"draft": "auto", "tree_budget": None, "tree_depth": None, "overflow": "error"}
+_HERE |= {"regex": None, "logprobs": None}
+
+
+def connect(
+    url: str,
+    model: str | None = None,
+    *,
+    api_key: str | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> RemoteModel:
+    """A model of the server at ``url``, such as ``http://localhost:8000/v1``.
+
+    Args:
+        url: where vLLM, ``localrt serve`` or another server of OpenAI's protocol is.
+        model: its name there; None takes the first that the server lists.
+        api_key: goes to that server and nowhere else.
+        progress: called while waiting; may raise ``CancelledError``.
+        cancel: set it from another thread to stop with ``CancelledError``.
+
+    Raises:
+        OptionError: no such address or key can be.
+        LocalrtError: the server cannot be reached, refuses, or is none of this kind.
+    """
+    address = read_address(url, api_key)
+
+    def look() -> None:
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("connecting was cancelled")
+        if progress is not None:
+            progress(Progress(f"connecting to {address.place}", 0, None, ""))
+
+    with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
+        head = exchange.head()
+        body = exchange.read(_LONGEST_LIST if head.status == 200 else _LONGEST_REFUSAL)
+    if head.status == 200:
+        listed = listed_models(body, address)
+    elif head.status in (404, 405) and model is not None:
+        listed = []  # not every server tells
+    else:
+        raise refusal(address, head, body)
+    return RemoteModel(address, *_chosen(address, model, listed))
+
+
+def _chosen(
+    address: Address, name: str | None, listed: Sequence[ListedModel]
+) -> tuple[ListedModel, tuple[str, ...]]:
+    """The model to ask for, and lines about it that a user should see."""
+    notes: list[str] = []
+    if address.key is not None and not address.is_private:
+        notes.append(f"The API key goes to {address.place} unencrypted: use https")
+    names = ", ".join(shown(each.name, 80) for each in listed[:8])
+    if name is None and not listed:
+        raise LocalrtError(f"{address.origin} lists no models: give the name of one")
+    if name is None:
+        if len(listed) > 1:
+            notes.append(f"{address.place} has {names}: this is the first; give a name for another")
+        return listed[0], tuple(notes)
+    found = next((each for each in listed if each.name == name), None)
+    if found is None and listed:
+        notes.append(f"{address.place} does not list {shown(name, 80)}; it has {names}")
+    return found or ListedModel(name, 0), tuple(notes)
+
+
+class RemoteModel(Closing):
+    """One model of a server. Use ``connect``; close it, or use it as a context manager.
+
+    ``info.ctx`` is 0 where the server does not tell, ``info.device`` its host and port. Options
+    that nobody chose are the server's.
+    """
+
+    def __init__(self, address: Address, listed: ListedModel, notes: tuple[str, ...] = ()) -> None:
+        from localrt.api import ModelInfo
+
+        self._address = address
+        self._closed = threading.Event()
+        self.name = listed.name
+        self.defaults: dict[str, Any] = {}
+        self.keeper = _NoKeeper()
+        self.info: ModelInfo = ModelInfo(
+            name=listed.name,
+            path=Path(),
+            architecture="",
+            parameters=0,
+            layers=0,
+            vocab_size=0,
+            engine="remote",
+            device=address.place,
+            format="",
+            weight_bytes=0,
+            context_length=listed.ctx,
+            ctx=listed.ctx,
+            has_chat_template=True,
+            exactness="",
+            notes=notes,
+        )
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> RemoteChat:
+        """A conversation, as of ``Model.chat``."""
+        return RemoteChat(self, system=system, tools=tools, **options)
+
+    def load_chat(self, path: str | Path) -> ChatSession:
+        """A conversation saved with ``ChatSession.save``."""
+        return RemoteChat.load(cast("Model", self), path)
+
+    def count(self, prompt: str | Sequence[Message]) -> int:
+        """About how many tokens a text or a conversation takes: the server's are not known."""
+        if isinstance(prompt, str):
+            return -(-len(prompt.encode("utf-8", "replace")) // _BYTES_A_TOKEN)
+        return sum(self.count(str(message.get("content") or "")) + 4 for message in prompt)
+
+    def status(self, *, lanes: bool | None = None) -> None:
+        """Nothing is known of a server's memory and passes."""
+
+    def advise(self) -> None:
+        """What would help a server is not known here."""
+
+    def unload(self) -> None:
+        """``close``."""
+        self.close()
+
+    def close(self) -> None:
+        """Answers on their way end as cancelled."""
+        self._closed.set()
+
+    # -- for ChatSession -------------------------------------------------------------------------
+
+    def new_session(self) -> _Turn:
+        """What is known of a conversation between its answers."""
+        return _Turn({})
+
+    def keep(self, session: object, to: str) -> int:
+        """There is no KV cache here to save."""
+        return 0
+
+    def stream_on(
+        self,
+        session: _Turn,
+        messages: Sequence[Message],
+        options: Options,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cancel: threading.Event | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> Iterator[Chunk]:
+        """Ask for the next turn of ``messages``, with what was chosen for this turn.
+
+        Raises:
+            LocalrtError: the server refuses, fails or goes away; chunks that came stay good.
+        """
+        address, estimate = self._address, self.count(messages)
+        reader = Reader(address, estimate)
+
+        def look() -> None:
+            if self._closed.is_set() or (cancel is not None and cancel.is_set()):
+                raise _StoppedError
+            if on_progress is not None and not reader.metrics.completion_tokens:
+                on_progress(Progress("prefill", 0, None, "tokens"))
+
+        body = _body(self.name, messages, options, session.chosen, tools)
+        path = address.base + "/chat/completions"
+        try:
+            with Exchange(address, "POST", path, body, look=look) as exchange:
+                head = exchange.head()
+                if head.status != 200 or not _is_stream(head.headers):
+                    raise refusal(address, head, exchange.read(_LONGEST_REFUSAL))
+                for event in events(exchange.pieces(), address):
+                    if event is None:
+                        reader.reason = reader.reason or "stop"
+                    elif text := reader.push(event):
+                        yield Chunk(text, (), reader.metrics)
+            if reader.reason is None:
+                raise LocalrtError(
+                    f"{address.origin} ended in the middle of the answer: what came is kept, "
+                    "send again"
+                )
+        except _StoppedError:
+            yield Chunk(reader.end(), (), reader.metrics, "cancelled")
+            return
+        except LocalrtError:
+            if reader.reason is None:  # else only the end of the stream was lost
+                raise
+        metrics = reader.metrics
+        session.tokens = range(metrics.prompt_tokens + metrics.completion_tokens)
+        reason = "tool_calls" if reader.calls and reader.reason == "stop" else reader.reason
+        info = {"finish_reason": reader.said_reason}
+        yield Chunk(reader.end(), (), metrics, reason, tool_calls=reader.calls, info=info)
+
+
+class RemoteChat(ChatSession):
+    """A conversation with a ``RemoteModel``. Like any ``ChatSession``; parking saves nothing."""
+
+    def __init__(
+        self,
+        model: RemoteModel | Model,
+        *,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        # A chat needs of its model what both have.
+        super().__init__(cast("Model", model), system=system, tools=tools, **options)
+
+    def set(self, **options: Any) -> None:
+        """As of ``ChatSession``; what only a model on this machine has is refused."""
+        _refuse_own(options)
+        super().set(**options)
+
+    def stream(
+        self,
+        text: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        on_progress: ProgressCallback | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """As of ``ChatSession``."""
+        _refuse_own(options)
+        given = {name: value for name, value in options.items() if value is not None}
+        chosen = {**self.options, **given}
+        return self._with(
+            chosen, super().stream(text, tools=tools, on_progress=on_progress, **options)
+        )
+
+    def _with(self, chosen: Mapping[str, Any], chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """``chunks``, which are asked for with what was chosen: the server has its own defaults."""
+        if not self._busy.locked():
+            self._session = cast(Any, _Turn(chosen, self.tokens_used))
+        yield from chunks
+
+
+class _Turn:
+    """In the place of an engine's session: what was chosen, and how many tokens there were."""
+
+    def __init__(self, chosen: Mapping[str, Any], tokens: int = 0) -> None:
+        self.chosen = chosen
+        self.tokens: Sequence[int] = range(tokens)
+        self.nbytes = 0
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _NoKeeper:
+    """In the place of who looks after KV caches: there are none here."""
+
+    def returns(self, chat: ChatSession) -> None:
+        """The chat goes on."""
+
+    def waits(self, chat: ChatSession, tool: str) -> None:
+        """The chat waits."""
+
+
+class _StoppedError(Exception):
+    """The answer is not wanted any more."""
+
+
+def _refuse_own(options: Mapping[str, Any]) -> None:
+    for name, usual in _HERE.items():
+        if options.get(name) not in (None, usual):
+            raise OptionError(f"{name} is for models on this machine: leave it out with a server")
+
+
+def _is_stream(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-type", "").strip().lower().startswith("text/event-stream")
+
+
+def _body(
+    model: str,
+    messages: Sequence[Message],
+    options: Options,
+    chosen: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> bytes:
+    """The request; of the options those that were chosen."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "messages": [_message(message) for message in messages],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    fields |= {name: chosen[name] for name in _SENT if chosen.get(name) is not None}
+    if options.stop:
+        fields["stop"] = list(options.stop)
+    if options.json_schema is not None:
+        schema = json.loads(options.json_schema)
+        fields["response_format"] = (
+            {"type": "json_object"}
+            if schema is True
+            else {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": schema, "strict": True},
+            }
+        )
+    if tools:
+        fields["tools"] = list(tools)
+    try:
+        return json.dumps(fields, allow_nan=False).encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"messages, tools and options must be JSON: {shown(error)}") from error
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """As servers take it: earlier thinking stays here, calls without a text have none."""
+    found: dict[str, Any] = dict(message)
+    if found["role"] == "assistant" and isinstance(found["content"], str):
+        if found.get("tool_calls"):
+            found["content"] = found["content"] or None
+        else:
+            found["content"] = split_thinking(found["content"]).answer
+    return found

@@ -1,0 +1,1 @@
+"""What an answer's text means: tool calls, thinking, structured answers."""

@@ -1,0 +1,136 @@
+"""gpt-oss: every message has a channel, for thinking, for calls, or for the answer.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
+    <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{...}<|call|>
+
+Thinking comes out as ``<think>...</think>``, calls are taken out. The format is OpenAI's
+(cookbook.openai.com/articles/openai-harmony).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from localrt.engine.types import ToolCall
+from localrt.text.call_syntax import call_of
+from localrt.text.thinking import CLOSE, OPEN, split_thinking
+from localrt.text.tools import make_call
+
+__all__ = ["HarmonyReader", "harmony_messages", "is_harmony"]
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_MARKERS = (
+    *(_START, _CHANNEL, _MESSAGE),
+    *("<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
+_MARK = re.compile("|".join(map(re.escape, _MARKERS)))
+
+
+def is_harmony(template: str) -> bool:
+    """Whether a chat template, given as its source, has channels."""
+    return _CHANNEL in template and _MESSAGE in template
+
+
+class HarmonyReader:
+    """See ``localrt.text.tools.TextReader``. An answer begins with the header of a message."""
+
+    markers = _MARKERS
+
+    def __init__(self) -> None:
+        self._header: str | None = ""  # None while a message's own text comes
+        self._text = ""  # of a call, whose header is in _recipient
+        self._recipient: str | None = None
+        self._thinking = False
+        self._held = ""
+        self._unmarked = True  # no mark has come yet
+        self._calls: list[ToolCall] = []
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Those found so far."""
+        return tuple(self._calls)
+
+    def push(self, piece: str) -> str:
+        """Text to show."""
+        self._held += piece
+        shown = ""
+        while match := _MARK.search(self._held):
+            shown += self._take(self._held[: match.start()]) + self._mark(match[0])
+            self._held = self._held[match.end() :]
+        keep = max(
+            (n for m in _MARKERS for n in range(1, len(m)) if self._held.endswith(m[:n])), default=0
+        )
+        cut = len(self._held) - keep
+        shown += self._take(self._held[:cut])
+        self._held = self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """What is left at the end."""
+        held, self._held = self._held, ""
+        return self._take(held) + self._end()
+
+    def _take(self, text: str) -> str:
+        """Text between two marks."""
+        if self._header is not None:
+            # An answer that has no header at all is shown as it is.
+            if text and not self._header and self._unmarked:
+                self._header = None
+                return text
+            self._header += text
+            return ""
+        if self._recipient is not None:
+            self._text += text
+            return ""
+        return text
+
+    def _mark(self, mark: str) -> str:
+        self._unmarked = False
+        if mark == "<|constrain|>":
+            return ""
+        if mark != _MESSAGE:
+            shown = self._end() if self._header is None else ""
+            # A header may begin with a role, and go on with a channel.
+            begins = mark != _CHANNEL or self._header is None
+            self._header = "" if begins else self._header
+            if mark == _CHANNEL:
+                self._header = f"{self._header} "
+            return shown
+        header, self._header = self._header or "", None
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and recipient[1] not in ("user", "assistant"):
+            self._recipient, self._text = recipient[1], ""
+            return ""
+        self._thinking = "analysis" in header
+        return f"{OPEN}\n" if self._thinking else ""
+
+    def _end(self) -> str:
+        """A message is whole."""
+        if self._thinking:
+            self._thinking = False
+            return f"\n{CLOSE}\n\n"
+        if self._recipient is None:
+            return ""
+        name, self._recipient = self._recipient, None
+        text, self._text = self._text, ""
+        call = call_of(name, text or "{}")
+        if call is None:
+            return text
+        self._calls.append(make_call(call))
+        return ""
+
+
+def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """``messages`` for a template with channels: what was thought is no part of what was said."""
+    shaped: list[Any] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str) and message.get("role") == "assistant":
+            parts = split_thinking(content)
+            if parts.thinking:
+                message = {**message, "content": parts.answer, "thinking": parts.thinking}
+        shaped.append(message)
+    return shaped

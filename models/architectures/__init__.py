@@ -1,0 +1,1 @@
+"""One architecture a file: its config and its tensors' names."""

@@ -1,0 +1,154 @@
+"""DeepSeek-V2, V2-Lite, V3 and R1: latent attention, and experts that are chosen by groups.
+
+The first layers are dense. V2 scores by a softmax and takes the groups with the best expert; V3 by
+sigmoids, with a bias that counts in the choice alone, and the groups whose best two are best. The
+softmax's scale grows with YaRN's ``mscale_all_dim`` squared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.architectures.llama import ACTIVATIONS
+from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.moe import MixtureSpec
+from localrt.models.raw_config import RawConfig
+from localrt.models.rope import read_rope
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec
+from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.protocol import MlpSpec
+
+__all__ = ["NAMES", "read_config"]
+
+NAMES = LayerNames()
+
+_CHOICE_BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """The keys of both configs, and of GGUF's ``deepseek2``, which is both."""
+    eps = raw.number("rms_norm_eps", 1e-6)
+    layers = raw.integer("num_hidden_layers")
+    activation = raw.choice("hidden_act", "silu", ACTIVATIONS)
+    return DecoderConfig(
+        architecture="deepseek",
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=raw.integer("hidden_size"),
+        intermediate_size=raw.integer("intermediate_size"),
+        context_length=raw.integer("max_position_embeddings"),
+        norm_eps=eps,
+        attention=(_attention(raw, eps),) * layers,
+        mlp=MlpSpec(activation=activation, eps=eps),
+        tied_head=raw.flag("tie_word_embeddings"),
+        mixtures=_mixtures(raw, eps, layers, activation),
+    )
+
+
+def _attention(raw: RawConfig, eps: float) -> LatentSpec:
+    latent, rotary = raw.integer("kv_lora_rank", 512), raw.integer("qk_rope_head_dim", 64)
+    nope = raw.integer("qk_nope_head_dim", 128)
+    rope = read_rope(raw, rotary)
+    if 2 * len(rope.inv_freq) != rotary:
+        raise CheckpointError(f"qk_rope_head_dim is {rotary}, {2 * len(rope.inv_freq)} are turned")
+    return LatentSpec(
+        heads=raw.integer("num_attention_heads"),
+        kv_heads=1,
+        head_dim=rotary + latent,
+        scale=(nope + rotary) ** -0.5 * _mscale(raw) ** 2,
+        eps=eps,
+        rope=rope,
+        latent=latent,
+        nope=nope,
+        value=raw.integer("v_head_dim", 128),
+        query_rank=raw.optional_integer("q_lora_rank"),
+        interleaved=raw.flag("rope_interleave", default=True),
+        # transformers leaves these norms at their default; llama.cpp gives them the model's
+        latent_eps=eps if raw.is_gguf else 1e-6,
+    )
+
+
+def _mscale(raw: RawConfig) -> float:
+    """What YaRN multiplies queries and keys by in all their dimensions, rotary or not."""
+    scaling: Mapping[str, Any] = raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default" or not scaling.get("mscale_all_dim"):
+        return 1.0
+
+    def number(key: str) -> float:
+        value = scaling.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+            raise CheckpointError(f"rotary scaling needs a number above 0 for {key}, has {value!r}")
+        return float(value)
+
+    weight, factor = number("mscale_all_dim"), number("factor")
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _mixtures(
+    raw: RawConfig, eps: float, layers: int, activation: str
+) -> tuple[MixtureSpec | None, ...]:
+    if not raw.optional_integer("n_routed_experts"):
+        return ()
+    if activation != "silu":
+        raise UnsupportedModelError(f"DeepSeek's experts with {activation} are not supported")
+    inner = raw.integer("moe_intermediate_size")
+    shared = inner * (raw.optional_integer("n_shared_experts") or 0)
+    dense = raw.optional_integer("first_k_dense_replace") or 0
+    frequency = raw.integer("moe_layer_freq", 1)
+    method = raw.text("topk_method", "noaux_tc" if _is_v3(raw) else "greedy")
+    router = _router(raw, eps, method)
+    # A GGUF file does not say whether there is a bias: it has one or not.
+    biased = method == "noaux_tc"
+    if raw.is_gguf:
+        biased = any(raw.has_tensor(_CHOICE_BIAS.format(layer)) for layer in range(layers))
+
+    def mixture(layer: int) -> MixtureSpec | None:
+        if layer < dense or layer % frequency:
+            return None
+        return MixtureSpec(
+            router=router,
+            expert=ExpertSpec(),
+            inner=inner,
+            shared=shared,
+            choice_bias=biased,
+        )
+
+    return tuple(mixture(layer) for layer in range(layers))
+
+
+def _is_v3(raw: RawConfig) -> bool:
+    return raw.architecture == "DeepseekV3ForCausalLM"
+
+
+def _router(raw: RawConfig, eps: float, method: str) -> RouterSpec:
+    newer = _is_v3(raw)
+    scoring = raw.choice(
+        "scoring_func",
+        "sigmoid" if newer else "softmax",
+        {"softmax": "softmax", "sigmoid": "sigmoid"},
+    )
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        raise UnsupportedModelError(
+            f"topk_method {method!r} is not supported (known: greedy, group_limited_greedy, "
+            "noaux_tc)"
+        )
+    normalize = raw.flag("norm_topk_prob", default=newer)
+    if normalize and raw.architecture == "DeepseekV2ForCausalLM":
+        raise UnsupportedModelError(
+            "norm_topk_prob of DeepSeek-V2 is not supported: its published implementations differ"
+        )
+    groups = 1 if method == "greedy" else raw.integer("n_group", 1)
+    return RouterSpec(
+        count=raw.integer("n_routed_experts"),
+        used=raw.integer("num_experts_per_tok"),
+        eps=eps,
+        scoring=scoring,
+        normalize=normalize,
+        scale=raw.number("routed_scaling_factor", 1.0),
+        groups=groups,
+        used_groups=raw.integer("topk_group", groups) if groups > 1 else 1,
+        group_top=2 if scoring == "sigmoid" else 1,
+    )

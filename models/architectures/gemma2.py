@@ -1,0 +1,87 @@
+"""Gemma 2: sandwich norms, soft-capped scores and logits, every other layer behind a window.
+
+Published norm weights are ``w - 1``. Gemma 3 shares all but the scores' cap (``gemma3.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from localrt.models.architectures.llama import ACTIVATIONS
+from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.raw_config import RawConfig
+from localrt.models.rope import read_rope
+from localrt.quant.ops.protocol import AttentionSpec, MlpSpec, Rope
+
+__all__ = ["NAMES", "read_attention", "read_config", "sandwich_config"]
+
+NAMES = LayerNames(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+_LAYERS_27B = 46
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Gemma 2's ``config.json`` keys."""
+    full = replace(
+        read_attention(raw, read_rope(raw, raw.integer("head_dim", 256)), _LAYERS_27B),
+        softcap=raw.optional_number("attn_logit_softcapping"),
+    )
+    sliding = replace(full, window=raw.integer("sliding_window", 4096))
+    layers = raw.integer("num_hidden_layers", 26)
+    types = raw.layer_types(layers) or ["sliding_attention", "full_attention"] * layers
+    return sandwich_config(raw, "gemma2", full, sliding, types[:layers])
+
+
+def read_attention(raw: RawConfig, rope: Rope, layers_27b: int) -> AttentionSpec:
+    """A full-attention layer. A GGUF leaves the query scale to the architecture's constants."""
+    heads, head_dim = raw.integer("num_attention_heads", 8), raw.integer("head_dim", 256)
+    # The 27B scales queries by hidden size over heads, the others by head size.
+    largest = raw.is_gguf and raw.integer("num_hidden_layers", 26) == layers_27b
+    share = raw.integer("hidden_size", 2304) // heads if largest else head_dim
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=raw.integer("num_key_value_heads", 4),
+        head_dim=head_dim,
+        scale=1 / math.sqrt(raw.number("query_pre_attn_scalar", float(share))),
+        eps=raw.number("rms_norm_eps", 1e-6),
+        rope=rope,
+    )
+
+
+def sandwich_config(
+    raw: RawConfig,
+    architecture: str,
+    full: AttentionSpec,
+    sliding: AttentionSpec,
+    types: Sequence[str],
+    *,
+    vocab_size: int = 256_000,
+    context_length: int = 8192,
+) -> DecoderConfig:
+    """The decoder around Gemma's layers; ``types`` says which are ``"sliding_attention"``.
+
+    Published configs leave out what transformers' config class has as a default: so do we.
+    """
+    hidden = raw.integer("hidden_size", 2304)
+    activation = raw.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS)
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=raw.integer("vocab_size", vocab_size),
+        hidden_size=hidden,
+        intermediate_size=raw.integer("intermediate_size", 9216),
+        context_length=raw.integer("max_position_embeddings", context_length),
+        norm_eps=full.eps,
+        attention=tuple(sliding if kind == "sliding_attention" else full for kind in types),
+        mlp=MlpSpec(activation=activation, eps=full.eps),
+        post_norms=True,
+        norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,
+        embedding_scale=math.sqrt(hidden),
+        final_softcap=raw.optional_number("final_logit_softcapping"),
+        tied_head=raw.flag("tie_word_embeddings", default=True),
+    )

@@ -1,0 +1,33 @@
+"""OLMoE: Llama with many small experts, and norms over all heads of queries and of keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.errors import UnsupportedModelError
+from localrt.models.architectures import llama
+from localrt.models.decoder import DecoderConfig
+from localrt.models.mixture_config import read_router, with_mixture
+from localrt.models.moe import MixtureSpec
+from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.experts import ExpertSpec
+
+__all__ = ["NAMES", "read_config"]
+
+NAMES = llama.NAMES
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Llama's keys; ``intermediate_size`` is an expert's."""
+    if raw.optional_number("clip_qkv") is not None:
+        raise UnsupportedModelError("clip_qkv (clipped queries, keys and values) is not supported")
+    config = llama.read_config(raw)
+    spec = MixtureSpec(
+        router=read_router(raw, config.norm_eps, normalize=False),
+        expert=ExpertSpec(activation=config.mlp.activation),
+        inner=config.intermediate_size,
+    )
+    attention = tuple(replace(layer, joint_norms=True) for layer in config.attention)
+    return with_mixture(
+        replace(config, architecture="olmoe", attention=attention, qk_norm=True), spec
+    )

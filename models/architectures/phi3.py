@@ -1,0 +1,29 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with fused projections, LongRoPE and partial rotation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.models.architectures import llama
+from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.raw_config import RawConfig
+from localrt.models.rope import read_rope
+
+__all__ = ["NAMES", "read_config"]
+
+NAMES = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Llama's keys; "su" and "yarn" are old names of LongRoPE here."""
+    config = llama.read_config(raw)
+    parameters = dict(raw.mapping("rope_parameters") or raw.mapping("rope_scaling"))
+    kind = parameters.get("rope_type") or parameters.get("type")
+    if kind in ("su", "yarn") or raw.has_tensor("rope_factors_long.weight"):
+        parameters["rope_type"] = "longrope"
+    rope = read_rope(raw, config.attention[0].head_dim, parameters=parameters)
+    return replace(
+        config,
+        architecture="phi3",
+        attention=tuple(replace(spec, rope=rope) for spec in config.attention),
+    )

@@ -1,0 +1,38 @@
+"""SmolLM3: Llama, with no rotary embedding on every fourth layer (NoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.errors import CheckpointError
+from localrt.models.architectures import llama
+from localrt.models.decoder import DecoderConfig
+from localrt.models.raw_config import RawConfig
+
+__all__ = ["NAMES", "read_config"]
+
+NAMES = llama.NAMES
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Llama's keys, ``no_rope_layers`` (0 marks a layer without) or ``no_rope_layer_interval``."""
+    config = llama.read_config(raw)
+    interval = raw.integer("no_rope_layer_interval", 4)
+    rotary = raw.sequence("no_rope_layers") or [
+        (layer + 1) % interval != 0 for layer in range(config.layers)
+    ]
+    if len(rotary) < config.layers:
+        raise CheckpointError(
+            f"config no_rope_layers has {len(rotary)} entries for {config.layers} layers"
+        )
+    windowed = raw.flag("use_sliding_window")
+    return replace(
+        config,
+        architecture="smollm3",
+        attention=tuple(
+            replace(spec, window=None)
+            if rotary[layer]
+            else replace(spec, rope=None, window=spec.window if windowed else None)
+            for layer, spec in enumerate(config.attention)
+        ),
+    )

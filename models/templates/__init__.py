@@ -1,0 +1,1 @@
+"""Chat templates: a conversation as one text, in Jinja's sandbox."""

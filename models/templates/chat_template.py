@@ -1,0 +1,416 @@
+"""Messages to prompt text, by the chat template that a model brings (Jinja2, sandboxed).
+
+Text in a message that spells a control token (``<|im_start|>``) stays ordinary text on the way to
+token ids, whatever the template does around it: use ``encode_messages``. A model without a template
+gets ``PlainTemplate``. Does not know which model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from localrt.errors import TemplateError
+from localrt.models.templates.control_text import ControlMask, Segment
+from localrt.models.templates.sandbox import compile_template
+from localrt.models.tokenizers.matcher import TokenMatcher
+
+if TYPE_CHECKING:
+    from localrt.models.checkpoints.base import Checkpoint
+    from localrt.models.tokenizers.base import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "Message",
+    "MessageTemplate",
+    "PlainTemplate",
+    "Segment",
+    "encode_chat",
+    "encode_messages",
+    "load_template",
+]
+
+Message = Mapping[str, Any]
+_PROBE = "localrt probe"
+
+
+class MessageTemplate(Protocol):
+    """What turns messages into a prompt."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the plain format, because the model brings no template."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Text that ends the assistant's turn, beside the tokens that do."""
+
+    @property
+    def tool_source(self) -> str:
+        """The template's source, as it is used where tools are given; empty for the plain one."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt as one string. Raises ``TemplateError``."""
+
+    def render_segments(
+        self,
+        messages: Sequence[Message],
+        *,
+        control_tokens: Iterable[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> list[Segment]:
+        """``render`` in pieces: text of the messages that spells a control token is set apart."""
+
+
+class ChatTemplate:
+    """A Jinja2 chat template.
+
+    ``bos`` and ``eos`` are the texts of ``bos_token`` and ``eos_token``; ``with_tools`` is the
+    template to use when tools are given, where a model brings one of its own for that.
+
+    Raises:
+        TemplateError: the source is not valid Jinja2.
+    """
+
+    is_plain = False
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        name: str = "chat template",
+        with_tools: str | None = None,
+    ) -> None:
+        self.source = source
+        self.tool_source = with_tools or source
+        self.name = name
+        self._globals = {"bos_token": bos, "eos_token": eos}
+        self._template = compile_template(source, name)
+        self._with_tools = compile_template(with_tools, name) if with_tools else self._template
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt as one string; ``extra`` are further variables that the template knows.
+
+        Contents may be strings, or lists of ``{"type": "text", "text": ...}``.
+
+        Raises:
+            TemplateError: the template refused the messages or failed; its own words, on one line.
+        """
+        shaped = [_shape(message, parts=self._wants_parts) for message in messages]
+        return self._run(shaped, tools, add_generation_prompt, extra)
+
+    def render_segments(
+        self,
+        messages: Sequence[Message],
+        *,
+        control_tokens: Iterable[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> list[Segment]:
+        """``render`` in pieces: text of the messages that spells a control token is set apart.
+
+        ``control_tokens`` are the vocabulary's; by default, what looks like one counts as one.
+        Such text goes through the template in disguise. Only where the template itself looks for
+        a control token in an assistant's message (to drop its thoughts, say) does that message
+        go through as it is.
+        """
+        given = [list(messages), tools, extra]
+        mask = ControlMask(given, control_tokens)
+        if mask.covered == given:
+            text = self.render(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra
+            )
+            return [(text, True)]
+        masked, masked_tools, masked_extra = mask.covered
+
+        def render(shown: list[Message]) -> str:
+            return self.render(
+                shown,
+                tools=masked_tools,
+                add_generation_prompt=add_generation_prompt,
+                **masked_extra,
+            )
+
+        disguised = render(masked)
+        try:
+            plain: str | None = self.render(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra
+            )
+        except TemplateError:
+            plain = None  # the template refuses such text; disguised, it is only text
+        if plain not in (None, mask.uncover(disguised)):
+            disguised = render(
+                [
+                    message if message.get("role") == "assistant" else covered
+                    for message, covered in zip(messages, masked, strict=True)
+                ]
+            )
+        return mask.segments(disguised)
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether this template reads contents as lists of parts and ignores plain strings."""
+
+        def shows(content: object) -> bool:
+            try:
+                rendered = self._run([{"role": "user", "content": content}], None, True, {})
+            except TemplateError:
+                return False
+            return _PROBE in rendered and "{" not in rendered
+
+        return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
+
+    def _run(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> str:
+        from jinja2 import TemplateError as JinjaError
+
+        given = {
+            **self._globals,
+            **extra,
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return (self._with_tools if tools else self._template).render(given)
+        except JinjaError as error:
+            reason = error.message or type(error).__name__
+        except RecursionError:
+            reason = "it calls itself without end"
+        except (ArithmeticError, LookupError, TypeError, ValueError, MemoryError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        except AttributeError as error:
+            reason = str(error)
+        raise TemplateError(f"the {self.name} refused the messages: {_one_line(reason)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTemplate:
+    """``System: ... User: ... Assistant:``, for models that bring no template.
+
+    The model may go on to write the user's next turn itself: ``stop_strings`` end that.
+    """
+
+    is_plain: bool = True
+    stop_strings: tuple[str, ...] = ("\nUser:",)
+    tool_source: str = ""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt as one string. ``extra`` is ignored, as templates ignore what they lack.
+
+        Raises:
+            TemplateError: ``tools`` are given: a plain model was never taught to call them.
+        """
+        if tools:
+            raise TemplateError("this model has no chat template, so it cannot be given tools")
+        shaped = [_shape(message, parts=False) for message in messages]
+        turns = [f"{str(turn['role']).title()}: {turn.get('content') or ''}" for turn in shaped]
+        return "\n".join([*turns, "Assistant:"] if add_generation_prompt else turns)
+
+    def render_segments(
+        self,
+        messages: Sequence[Message],
+        *,
+        control_tokens: Iterable[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> list[Segment]:
+        """One piece in which no control token counts: the format itself writes none."""
+        text = self.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra
+        )
+        return [(text, False)]
+
+
+def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
+    """The chat template that ``checkpoint`` brings, or None.
+
+    Raises:
+        TemplateError: there is one, and it is not valid Jinja2.
+        TokenizerError: a file beside the tokenizer is not readable JSON.
+    """
+    if checkpoint.kind == "gguf":
+        metadata = checkpoint.metadata
+        default, with_tools = (
+            metadata.get("tokenizer.chat_template"),
+            metadata.get("tokenizer.chat_template.tool_use"),
+        )
+        bos, eos = (_gguf_text(metadata, default, key) for key in ("bos", "eos"))
+    else:
+        from localrt.models.tokenizers.hf import read_json, token_name
+
+        folder = checkpoint.path
+        names = read_json(folder / "special_tokens_map.json")
+        config = names | read_json(folder / "tokenizer_config.json")
+        sources = _folder_sources(folder, config)
+        default, with_tools = sources.get("default"), sources.get("tool_use")
+        bos, eos = (token_name(config.get(key)) or "" for key in ("bos_token", "eos_token"))
+    if not isinstance(default, str) or not default.strip():
+        return None
+    return ChatTemplate(
+        default, bos=bos, eos=eos, name="model's chat template", with_tools=with_tools
+    )
+
+
+def _gguf_text(metadata: Mapping[str, Any], source: object, key: str) -> str:
+    """The text of the ``bos`` or ``eos`` token, if the template asks for it: finding it is slow."""
+    token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if token is None or not isinstance(source, str) or f"{key}_token" not in source:
+        return ""
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    return str(tokens[token]) if 0 <= token < len(tokens) else ""
+
+
+def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates of a Hugging Face folder by name; files win over tokenizer_config.json."""
+    from localrt.models.tokenizers.hf import read_json
+
+    found: dict[str, str] = {}
+    for given in (read_json(folder / "chat_template.json"), config):
+        match given.get("chat_template"):
+            case str(source):
+                found["default"] = source
+            case list(entries):
+                found |= dict(map(_named_source, entries))
+            case None:
+                pass
+            case _:
+                raise TemplateError("the model's chat_template is neither text nor a list")
+    files = [folder / "chat_template.jinja", *sorted(folder.glob("chat_templates/*.jinja"))]
+    for path in files[::-1]:
+        if path.is_file():
+            name = "default" if path.parent == folder else path.stem
+            found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+def _named_source(entry: object) -> tuple[str, str]:
+    match entry:
+        case {"name": str(name), "template": str(source)}:
+            return name, source
+    raise TemplateError("an entry of the model's chat_template list lacks its name or template")
+
+
+def encode_chat(
+    tokenizer: Tokenizer, segments: Sequence[Segment], *, add_special: bool | None = None
+) -> list[int]:
+    """Token ids of a rendered chat, as if it were one text, but for the control tokens in it.
+
+    By default the tokenizer adds its BOS only where no template could have written one.
+    """
+    if add_special is None:
+        add_special = not any(counts for _, counts in segments)
+    ids: list[int] = []
+    for index, (text, counts) in enumerate(_separate(tokenizer, segments)):
+        first = add_special and index == 0
+        ids += tokenizer.encode(text, add_special=first, parse_special=counts)
+    return ids
+
+
+def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment]:
+    """The fewest segments in which nobody's text is read as a control token."""
+    if all(counts for _, counts in segments):
+        return [("".join(text for text, _ in segments), True)]
+    names = TokenMatcher({tokenizer.token_text(token): token for token in tokenizer.special_ids})
+    joined: list[Segment] = []
+    for text, counts in segments:
+        parts = [text] if counts else names.split(text)
+        for part in parts:
+            piece = part if isinstance(part, str) else tokenizer.token_text(part)
+            allowed = isinstance(part, str)
+            if joined and allowed and joined[-1][1]:
+                joined[-1] = (joined[-1][0] + piece, True)
+            else:
+                joined.append((piece, allowed))
+    return joined or [("", False)]
+
+
+def encode_messages(
+    tokenizer: Tokenizer,
+    template: MessageTemplate,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **extra: Any,
+) -> list[int]:
+    """Token ids of ``messages``; nothing in them can become a control token.
+
+    Raises:
+        TemplateError: the template refused the messages.
+    """
+    segments = template.render_segments(
+        messages,
+        control_tokens=map(tokenizer.token_text, tokenizer.special_ids),
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        **extra,
+    )
+    return encode_chat(tokenizer, segments)
+
+
+def _shape(message: Message, *, parts: bool) -> dict[str, Any]:
+    """A copy of ``message`` whose content is a string, or a list of parts if the template wants."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
+    shaped = dict(message)
+    content = shaped.get("content")
+    if isinstance(content, str):
+        if parts:
+            shaped["content"] = [{"type": "text", "text": content}]
+    elif content is not None:
+        shaped["content"] = content if parts else _flatten(content)
+    return shaped
+
+
+def _flatten(content: object) -> str:
+    if not isinstance(content, Sequence):
+        raise TemplateError("a message's content must be a string or a list of text parts")
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise TemplateError(f"a message's content may only hold text, not {kind!r}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

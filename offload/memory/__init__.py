@@ -1,0 +1,1 @@
+"""How much memory there is, and what is given back when it runs short."""

@@ -1,0 +1,172 @@
+"""The embedding table: the rows that a pass asks for, from RAM where they are, else from the SSD.
+
+A table's tiles hold 16 rows; those with a wanted row are taken, each once. The latest that came
+from the SSD are kept: text repeats its words, and a read is waited for. It knows one matrix of a
+store, not tokens' meaning.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.offload.reading.fetching import POLL_S, require_answer
+from localrt.offload.reading.files import FileReader
+from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
+from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
+
+__all__ = ["KEPT_BYTES", "RowTable"]
+
+Bytes = npt.NDArray[np.uint8]
+
+KEPT_BYTES = 1 << 20
+"""Of tiles that were read, at most."""
+
+_PARALLEL = 8  # reads of a few kilobytes wait for the disk, not for a core
+
+
+class RowTable:
+    """Matrix ``name`` of ``store``, in one unit or in slices.
+
+    ``resident`` gives the bytes of a unit that is in RAM, or None; others are read from ``files``.
+    ``stall_s``: how long a disk may be silent.
+    """
+
+    def __init__(
+        self,
+        store: StoreCheckpoint,
+        name: str,
+        files: FileReader,
+        resident: Callable[[str], Any | None],
+        *,
+        stall_s: float = 60.0,
+    ) -> None:
+        self._parts = sorted(
+            (
+                (tensor.row, unit, tensor)
+                for unit in store.manifest.units
+                for tensor in unit.tensors
+                if tensor.name == name
+            ),
+            key=lambda part: part[0],
+        )
+        self._first_rows = [row for row, _, _ in self._parts]
+        tensor = self._parts[0][2]
+        self._name, self._format, self._scale = name, tensor.format, tensor.scale
+        self._columns = tensor.shape[1]
+        self._tile = TILE_ROWS * tensor.format.row_bytes(self._columns)
+        self._files = files
+        self._resident = resident
+        self._stall_s = stall_s
+        self._table: tuple[Bytes, Weight] | None = None  # all of it, if it is resident
+        self._kept: OrderedDict[int, Bytes] = OrderedDict()  # tiles, the latest last
+        self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="localrt-rows")
+
+    def embed(
+        self,
+        ops: Ops,
+        step: Pass,
+        tokens: npt.NDArray[np.int64],
+        scale: float,
+        check: Callable[[], None] | None = None,
+    ) -> Array:
+        """The rows of ``tokens``, (R, D). ``check`` is called while waiting, and may raise.
+
+        Raises:
+            CheckpointError: the file fails, or the disk does not answer.
+        """
+        if len(self._parts) == 1 and (data := self._resident(self._parts[0][1].name)) is not None:
+            return ops.embed(self._whole(ops, data), step, scale, tokens=tokens)
+        tiles, where = np.unique(tokens // TILE_ROWS, return_inverse=True)
+        data = np.empty(len(tiles) * self._tile, np.uint8)
+        missing = [
+            n for n, tile in enumerate(tiles) if not self._copy(int(tile), self._at(data, n))
+        ]
+
+        def read(index: int) -> None:
+            self._read(int(tiles[index]), self._at(data, index))
+
+        if missing:
+            self._wait([self._pool.submit(read, index) for index in missing], check)
+            self._keep({int(tiles[index]): self._at(data, index) for index in missing})
+        shape = (len(tiles) * TILE_ROWS, self._columns)
+        table = ops.weight(shape, [TiledTensor(self._name, self._format, shape, data, self._scale)])
+        local = where.reshape(-1) * TILE_ROWS + tokens % TILE_ROWS
+        return ops.embed(table, step, scale, tokens=local)
+
+    def _whole(self, ops: Ops, data: Bytes) -> Weight:
+        """The table where it lies, all of it."""
+        if self._table is None or self._table[0] is not data:
+            _, _, tensor = self._parts[0]
+            shape = (tensor.shape[0], self._columns)
+            tiles = data[tensor.offset : tensor.offset + tensor.nbytes]
+            block = TiledTensor(self._name, self._format, shape, tiles, self._scale)
+            self._table = data, ops.weight(shape, [block])
+        return self._table[1]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, reads: Sequence[Future[None]], check: Callable[[], None] | None) -> None:
+        """Until all are done. Never in the read itself: a disk may hang."""
+        latest, count = time.perf_counter(), 0
+        try:
+            while True:
+                done, left = wait(reads, POLL_S, FIRST_EXCEPTION)
+                for read in done:
+                    read.result()
+                if not left:
+                    return
+                if len(done) > count:
+                    latest, count = time.perf_counter(), len(done)
+                require_answer(latest, self._stall_s, self._name)
+                if check is not None:
+                    check()
+        finally:
+            for read in reads:
+                read.cancel()
+
+    def _at(self, data: Bytes, index: int) -> Bytes:
+        return data[index * self._tile : (index + 1) * self._tile]
+
+    def _locate(self, tile: int) -> tuple[int, int]:
+        """The part that holds a tile, and the byte of its unit at which it begins."""
+        row = tile * TILE_ROWS
+        part = bisect_right(self._first_rows, row) - 1
+        first, _, tensor = self._parts[part]
+        return part, tensor.offset + (row - first) // TILE_ROWS * self._tile
+
+    def _keep(self, read: Mapping[int, Bytes]) -> None:
+        """Copies of the tiles that were read, in the place of the oldest."""
+        room = KEPT_BYTES // self._tile
+        for tile, data in list(read.items())[:room]:
+            self._kept[tile] = data.copy()
+        while len(self._kept) > room:
+            self._kept.popitem(last=False)
+
+    def _copy(self, tile: int, out: Bytes) -> bool:
+        kept = self._kept.get(tile)
+        if kept is not None:
+            self._kept.move_to_end(tile)
+            out[:] = kept
+            return True
+        part, start = self._locate(tile)
+        data = self._resident(self._parts[part][1].name)
+        if data is None:
+            return False
+        out[:] = data[start : start + self._tile]
+        return True
+
+    def _read(self, tile: int, out: Bytes) -> None:
+        part, start = self._locate(tile)
+        unit = self._parts[part][1]
+        self._files.read_into(unit.file, unit.offset + start, out)

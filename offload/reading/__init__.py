@@ -1,0 +1,1 @@
+"""Reading units from the SSD ahead of the pass that needs them."""

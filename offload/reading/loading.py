@@ -1,0 +1,54 @@
+"""Reads whole units from a store into memory, several requests at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.offload.reading.files import FileReader, ReadMode
+
+__all__ = ["read_units"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def read_units(
+    files: FileReader,
+    units: Sequence[StoredUnit],
+    alloc: Callable[[int], Bytes],
+    done: Callable[[StoredUnit, Bytes], None],
+    *,
+    mode: ReadMode,
+    on_bytes: Callable[[int], None] | None = None,
+) -> float:
+    """Read ``units`` in order, each into memory of its own, and call ``done`` for each.
+
+    ``on_bytes`` gets the bytes as they come, and may raise to stop. Returns the seconds that
+    reading took, without ``done``.
+
+    Raises:
+        CheckpointError: a file is truncated or fails.
+    """
+    seconds = 0.0
+
+    def read(unit: StoredUnit, data: Bytes, start: int) -> int:
+        part = data[start : start + mode.block]
+        files.read_into(unit.file, unit.offset + start, part)
+        return part.nbytes
+
+    with ThreadPoolExecutor(mode.threads, thread_name_prefix="localrt-load") as pool:
+        for unit in units:
+            data = alloc(unit.nbytes)
+            began = time.perf_counter()
+            starts = range(0, unit.nbytes, mode.block)
+            for count in pool.map(lambda start, u=unit, d=data: read(u, d, start), starts):
+                if on_bytes is not None:
+                    on_bytes(count)
+            seconds += time.perf_counter() - began
+            done(unit, data)
+    return seconds

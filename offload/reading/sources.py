@@ -1,0 +1,181 @@
+"""Where a ring's units come from: files on the SSD, or RAM for a ring in a GPU's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.offload.cards.accelerator import Accelerator
+from localrt.offload.cards.clock import Clock, later
+from localrt.offload.reading.files import FileReader
+from localrt.offload.reading.unit_reader import UnitReader
+from localrt.offload.ring import Mark
+
+__all__ = ["DiskSource", "LinkSource"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class DiskSource:
+    """Units in ``files``. See ``Source``."""
+
+    def __init__(self, files: FileReader, clock: Clock) -> None:
+        self._files = files
+        self._clock = clock
+
+    def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Mark) -> Mark:
+        """Read now: the bytes are free already, ``after`` is when on the clock."""
+        started = self._clock.begin("ssd")
+        try:
+            self._files.read_into(unit.file, unit.offset + start, out)
+        finally:
+            mark = self._clock.end("ssd", unit.name, started, after=after)
+        return mark
+
+    def skip(self, unit: StoredUnit) -> None:
+        """Nothing to do: a file gives what it is asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class _Passing:
+    """A unit of the reader's ring that is being copied; ``data`` is None until it is there."""
+
+    unit: StoredUnit
+    unasked: int  # bytes that no thread has taken on
+    data: Bytes | None = None
+    there: Mark = None
+    error: BaseException | None = None
+    active: int = 0  # threads at it
+    copied: Mark = None
+    given_up: bool = False
+
+
+class LinkSource:
+    """Units in RAM: those of ``resident``, others through ``reader``'s ring. See ``Source``.
+
+    A unit's place in the reader's ring is given back when all of it has been copied. ``verify`` is
+    called for every unit that is read. A unit is asked for again only when all of it has been
+    copied. No lock is held while a unit is waited for: another may have
+    to be given back before it can be read.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        resident: Mapping[str, Bytes],
+        reader: UnitReader | None,
+        verify: Callable[[StoredUnit, Bytes], None],
+    ) -> None:
+        self._accelerator = accelerator
+        self._verify = verify
+        self._resident = resident
+        self._reader = reader
+        self._changed = threading.Condition()
+        self._passing: dict[str, _Passing] = {}
+        self._stopped = False
+
+    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+        """Copy over the link; waits until the source may be changed."""
+        stop = start + len(out)
+        data = self._resident.get(unit.name)
+        if data is not None:
+            return self._accelerator.copy_in(unit.name, data[start:stop], out, after, None)
+        passing, first = self._enter(unit, len(out))
+        mark: Mark = None
+        try:
+            if first:
+                self._acquire(passing)
+            whole = self._await(passing)[start:stop]
+            mark = self._accelerator.copy_in(unit.name, whole, out, after, passing.there)
+        finally:
+            self._leave(passing, mark)
+        return mark
+
+    def skip(self, unit: StoredUnit) -> None:
+        """The reader leaves it out as well: it brings a unit once for each time it is copied."""
+        if unit.name not in self._resident and not self._stopped:
+            assert self._reader is not None, "units that are not resident are read"
+            self._reader.skip([unit.name])
+
+    def forget(self) -> None:
+        """Nobody wants what is on its way: waiting ends, units copied in part are given back.
+
+        Until ``resume`` nothing is asked of the reader.
+        """
+        with self._changed:
+            self._stopped = True
+            for passing in list(self._passing.values()):
+                passing.given_up = True
+                self._give_back(passing)
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """All fetches from before ``forget`` have ended."""
+        with self._changed:
+            self._stopped = False
+
+    def _enter(self, unit: StoredUnit, nbytes: int) -> tuple[_Passing, bool]:
+        """Take on ``nbytes`` of a unit; True to the first, who gets it from the reader."""
+        with self._changed:
+            self._check()
+            passing = self._passing.get(unit.name)
+            first = passing is None
+            if passing is None:
+                passing = self._passing[unit.name] = _Passing(unit, unit.nbytes)
+            passing.unasked -= nbytes
+            passing.active += 1
+            return passing, first
+
+    def _acquire(self, passing: _Passing) -> None:
+        assert self._reader is not None, "units that are not resident are read"
+        unit = passing.unit
+        try:
+            data, there = self._reader.acquire(unit.name, self._check)
+            try:
+                self._verify(unit, data)
+            except BaseException:
+                self._reader.release(unit.name)
+                raise
+        except BaseException as error:
+            with self._changed:
+                passing.error = error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            passing.data, passing.there = data, there
+            self._changed.notify_all()
+
+    def _await(self, passing: _Passing) -> Bytes:
+        with self._changed:
+            while passing.data is None:
+                if passing.error is not None:
+                    raise passing.error
+                self._check()
+                self._changed.wait()
+            return passing.data
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise CheckpointError("copying was given up")
+
+    def _leave(self, passing: _Passing, mark: Mark) -> None:
+        with self._changed:
+            passing.active -= 1
+            passing.copied = later(passing.copied, mark)
+            self._give_back(passing)
+
+    def _give_back(self, passing: _Passing) -> None:
+        """A unit of which nothing more is copied."""
+        if passing.active or (passing.unasked and not passing.given_up):
+            return
+        del self._passing[passing.unit.name]
+        if passing.data is not None:
+            assert self._reader is not None, "it came from there"
+            self._reader.release(passing.unit.name, passing.copied)

@@ -1,0 +1,1 @@
+"""The CPU's Ops: C++ kernels on numpy buffers, called through ctypes."""

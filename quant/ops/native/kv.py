@@ -1,0 +1,193 @@
+"""The native KV cache in RAM, in blocks of 256 tokens whose insides ``quant/csrc/kv.h`` describes.
+
+Formats are bf16; int8, one float32 scale for each token and head; int4, chunks of 32 neighbours of
+a head with a scale and a minimum in bf16 (FlexGen's groups, half their size): values in 4 bits,
+keys in 5, with scales 5.5 on average. Keys need the fifth bit: in 4 they cost 7 to 18 times what
+the values do (SmolLM2-135M, Gemma 3 270M), in groups of 16, which are as large, 4 to 7 times.
+
+Quantized keys leave out the key projection's bias, which attention adds exactly: without that, the
+biases of Qwen2 take the whole range. On Qwen2.5-Coder-0.5B over LAMBADA passages, the divergence of
+what the model predicts from float32 keys was 0.015 nats for int8 keys with their bias and 0.0003
+without, 0.55 and 0.026 for four bits. Whole models (0.5B, 1.5B, SmolLM2, Gemma) lie 0.001 to 0.007
+nats from their bf16 cache with int8, 0.006 to 0.022 with int4.
+
+Memory is mapped for the whole capacity at once and becomes resident as tokens are written: growth
+copies nothing, and what is resident is never more than ``nbytes``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import MemoryBudgetError, OptionError
+from localrt.quant.ops.kv_growth import GrowingCache, grown_capacity
+from localrt.quant.ops.native.kv_select import move_rows
+from localrt.quant.ops.protocol import AttentionSpec
+
+__all__ = [
+    "BLOCK",
+    "KV_FORMATS",
+    "LATENT_FORMATS",
+    "KVFormat",
+    "KVMaker",
+    "NativeKVCache",
+    "block_nbytes",
+    "map_zeros",
+    "parse_kv_format",
+    "token_nbytes",
+]
+
+KVFormat = Literal["bf16", "int8", "int4", "latent-bf16", "latent-int8"]
+KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "int8", "int4")  # in the order of abi.h
+LATENT_FORMATS: dict[KVFormat, KVFormat] = {"bf16": "latent-bf16", "int8": "latent-int8"}
+"""Of latent attention, by what they keep a number as: a token's row is key and value at once."""
+
+BLOCK = 256  # tokens
+_LAYOUT = 1  # of a block's insides; another number for another order of bytes
+_CHUNK = 32
+_KEY_BYTES, _VALUE_BYTES = 20 + 4, 16 + 4  # of a chunk: codes, scale and minimum
+
+
+def parse_kv_format(name: str | None) -> KVFormat:
+    """The format of that name; bf16 for none.
+
+    Raises:
+        OptionError: there is no such format.
+    """
+    for known in KV_FORMATS:
+        if name in (known, None):
+            return known
+    raise OptionError(f"kv_format must be one of {', '.join(KV_FORMATS)}, is {name!r}")
+
+
+def block_nbytes(groups: int, width: int, kv_format: KVFormat) -> int:
+    """Bytes of one layer's keys and values of 256 tokens: ``groups`` heads of ``width``."""
+    if kv_format == "bf16":
+        head = 4 * width
+    elif kv_format == "int8":
+        head = 2 * (width + 4)
+    elif kv_format == "latent-bf16":
+        head = 2 * width
+    elif kv_format == "latent-int8":
+        head = width + 4
+    else:
+        head = -(-width // _CHUNK) * (_KEY_BYTES + _VALUE_BYTES)
+    return BLOCK * groups * head
+
+
+def token_nbytes(shapes: Sequence[tuple[int, int]], kv_format: KVFormat) -> int:
+    """Bytes that one token takes in all layers. ``shapes`` gives (kv heads, head size) of each."""
+    return sum(block_nbytes(groups, width, kv_format) for groups, width in shapes) // BLOCK
+
+
+def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Zeros that begin on a page and are not resident before they are written.
+
+    Raises:
+        MemoryBudgetError: the system refuses so much.
+    """
+    try:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            memory = mmap.mmap(-1, max(nbytes, 1))
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryBudgetError(
+            f"there is no memory for a KV cache of {nbytes} bytes: use a smaller context"
+        ) from error
+    return np.frombuffer(memory, np.uint8)
+
+
+class NativeKVCache(GrowingCache):
+    """See the ``KVCache`` protocol. ``shapes`` gives (kv heads, head size) per layer.
+
+    A step of 256 tokens holds one block of each layer, so that growth goes on at the end.
+    """
+
+    grows_in_place = True
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], capacity: int, kv_format: KVFormat = "bf16"
+    ) -> None:
+        super().__init__(capacity)
+        self.kv_format: KVFormat = kv_format
+        self._blocks = [block_nbytes(groups, width, kv_format) for groups, width in shapes]
+        self._shapes = list(shapes)
+        self._step = sum(self._blocks)
+        self._memory = map_zeros(grown_capacity(capacity) // BLOCK * self._step)
+        start = self._memory.ctypes.data
+        self._starts = [start + sum(self._blocks[:layer]) for layer in range(len(shapes))]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.allocated // BLOCK * self._step
+
+    @property
+    def kv_layout(self) -> str:
+        """See ``BlockCache``."""
+        shapes = "+".join(
+            f"{len(list(alike))}x{groups}x{width}"
+            for (groups, width), alike in groupby(self._shapes)
+        )
+        return f"native {_LAYOUT} {self.kv_format} {shapes}"
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of 256 tokens in all layers."""
+        return self._step
+
+    def take_blocks(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """A view, (count, block_bytes)."""
+        assert (first + count) * BLOCK <= self.allocated, "blocks that there are"
+        memory = self._memory[first * self._step : (first + count) * self._step]
+        return memory.reshape(count, self._step)
+
+    def put_blocks(self, first: int, blocks: npt.NDArray[np.uint8]) -> None:
+        """See ``BlockCache``."""
+        self.take_blocks(first, len(blocks))[:] = blocks
+
+    def layer_ready(self, layer: int) -> tuple[int, int]:
+        """Where a layer's first block lies, and the bytes from one block to the next.
+
+        Every token held can be read there, and rows written behind them, until ``layer_done``.
+        """
+        return self._starts[layer], self._step
+
+    def layer_done(self, layer: int, rows: int) -> None:
+        """A pass has written ``rows`` tokens behind those held, and is done with the layer."""
+
+    def _grow(self, size: int) -> None:
+        """The memory is mapped already."""
+
+    def _move(self, first: int, rows: Sequence[int]) -> None:
+        steps = self.allocated // BLOCK
+        memory = self._memory[: steps * self._step].reshape(steps, self._step)
+        at = 0
+        for (groups, width), alike in groupby(self._shapes):
+            layers = len(list(alike))
+            size = block_nbytes(groups, width, self.kv_format)
+            # A slice keeps its stride, so that this is a view.
+            data = memory[:, at : at + layers * size].reshape(steps, layers, size)
+            move_rows(data, groups, width, self.kv_format, first, rows)
+            at += layers * size
+
+
+class KVMaker(Protocol):
+    """Makes caches that are not in RAM throughout: see ``NativeOps.kv_maker``."""
+
+    def cache(
+        self, layers: Sequence[AttentionSpec], capacity: int, kv_format: KVFormat
+    ) -> NativeKVCache:
+        """An empty cache for one sequence."""
+
+    def cache_nbytes(
+        self, layers: Sequence[AttentionSpec], length: int, kv_format: KVFormat
+    ) -> int:
+        """Bytes of RAM of a cache that has grown to ``length`` tokens."""

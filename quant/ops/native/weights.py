@@ -1,0 +1,172 @@
+"""Weights as the CPU kernels take them: rows put into tiles once, or a store's tiles as they are.
+
+Rows are tiled block by block as they are read: a matrix is in memory once, and a block beside it.
+It knows the compiled library, not where blocks come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import OptionError
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tile_rows import whole_tiles
+from localrt.quant.formats.tiled import (
+    TiledTensor,
+    padded_rows,
+    tile,
+    tile_span,
+)
+from localrt.quant.ops.native.abi import SOURCES, Matrix, Stack, layout_of
+
+__all__ = ["NativeVector", "NativeWeight", "Tiler", "address_of", "build_weight", "locate"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class NativeWeight:
+    """Tiled matrices stacked by rows. ``tensors`` keep alive what ``stack`` points at."""
+
+    stack: Stack
+    parts: ctypes.Array[Matrix]
+    tensors: list[TiledTensor]
+    call: Any = None  # what a step keeps for its next call with this weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class NativeVector:
+    """A norm weight or bias, and where it lies: asking numpy again costs half a microsecond."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, values: npt.NDArray[np.float32]) -> None:
+        self.values = values
+        self.address: int = values.ctypes.data
+
+
+def address_of(vector: NativeVector | None) -> int | None:
+    """Where it lies, if there is one."""
+    return None if vector is None else vector.address
+
+
+def locate(array: npt.NDArray[Any]) -> int:
+    """Where an array lies, sooner than numpy says it if it can be written."""
+    buffer: Any = array
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    except (TypeError, ValueError):
+        address: int = array.ctypes.data
+        return address
+
+
+class Tiler:
+    """Packed rows into tiles, through the compiled library where it knows the format."""
+
+    def __init__(self, api: ctypes.CDLL, handle: int) -> None:
+        self._api = api
+        self._handle = handle
+
+    def tile(self, tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
+        """A whole matrix in tiles."""
+        rows, cols = tensor.shape
+        out = np.empty(padded_rows(rows) * tensor.format.row_bytes(cols), np.uint8)
+        self.put(tensor, out)
+        return TiledTensor(tensor.name, tensor.format, (rows, cols), out, tensor.scale, hadamard)
+
+    def put(self, tensor: PackedTensor, out: Bytes) -> None:
+        """The tiles of ``tensor`` into ``out``, which has room for its rows rounded up to 16."""
+        rows, cols = tensor.shape
+        source = SOURCES.get(tensor.format.name)
+        if source is None:
+            out[:] = tile(tensor)
+            return
+        data = np.ascontiguousarray(tensor.data)
+        self._api.lrt_tile(self._handle, source, data.ctypes.data, rows, cols, out.ctypes.data)
+
+
+def build_weight(
+    tiler: Tiler, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+) -> NativeWeight:
+    """A matrix of ``shape`` from consecutive row blocks; blocks of one name become one part.
+
+    Raises:
+        OptionError: a format, or columns, that the kernels do not know.
+        ValueError: blocks that are not the matrix, or inputs rotated in different ways.
+    """
+    tensors: list[TiledTensor] = []
+    for _, named in groupby(blocks, key=lambda block: block.name):
+        building: _Building | None = None
+        for piece in whole_tiles(named):
+            _require_known(piece.name, piece.format, shape[1])
+            if isinstance(piece, TiledTensor):
+                tensors.append(piece)
+                continue
+            if building is None:
+                building = _Building(tiler, piece, shape[0] - sum(t.shape[0] for t in tensors))
+            building.add(piece)
+        if building is not None:
+            tensors.append(building.done())
+    total = sum(tensor.shape[0] for tensor in tensors)
+    if total != shape[0]:
+        raise ValueError(f"blocks hold {total} rows, the matrix has {shape[0]}")
+    rotations = {tensor.hadamard for tensor in tensors}
+    if len(rotations) > 1:
+        raise ValueError(f"{tensors[0].name}: stacked matrices share their input's rotation")
+    parts = (Matrix * len(tensors))(*map(_matrix, tensors))
+    stack = Stack(parts, len(tensors), shape[0], shape[1], rotations.pop() if rotations else 0)
+    return NativeWeight(stack, parts, tensors)
+
+
+class _Building:
+    """One tensor's tiles as far as its rows have come."""
+
+    def __init__(self, tiler: Tiler, first: PackedTensor, most_rows: int) -> None:
+        self._tiler = tiler
+        self._first = first
+        self._row_bytes = first.format.row_bytes(first.shape[1])
+        # Room for all rows that may follow: what is never written takes no memory.
+        self._out = np.empty(padded_rows(max(most_rows, 0)) * self._row_bytes, np.uint8)
+        self._rows = 0
+
+    def add(self, piece: PackedTensor) -> None:
+        start = self._rows * self._row_bytes
+        stop = start + padded_rows(piece.shape[0]) * self._row_bytes
+        if stop > self._out.size:
+            raise ValueError(f"{piece.name}: more rows than the matrix has")
+        self._tiler.put(piece, self._out[start:stop])
+        self._rows += piece.shape[0]
+
+    def done(self) -> TiledTensor:
+        first = self._first
+        data = self._out[: padded_rows(self._rows) * self._row_bytes]
+        shape = (self._rows, first.shape[1])
+        return TiledTensor(first.name, first.format, shape, data, first.scale)
+
+
+def _require_known(name: str, format_: Format, cols: int) -> None:
+    if layout_of(format_) is None:
+        raise OptionError(f"{name}: the CPU kernels do not know {format_.name} yet")
+    if cols % tile_span(format_):
+        raise OptionError(
+            f"{name}: {format_.name} needs columns that are a multiple of {tile_span(format_)} on "
+            f"the CPU kernels, not {cols}: use format 'f32', or quantize to another format"
+        )
+
+
+def _matrix(tensor: TiledTensor) -> Matrix:
+    layout = layout_of(tensor.format)
+    rows, cols = tensor.shape
+    span = tile_span(tensor.format)
+    return Matrix(tensor.data.ctypes.data, layout, rows, cols, span, tensor.scale, 0)

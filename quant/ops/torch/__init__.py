@@ -1,0 +1,1 @@
+"""The torch Ops: the reference, on any device that torch has."""

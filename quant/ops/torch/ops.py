@@ -1,0 +1,312 @@
+"""``Ops`` on torch, on any device torch has: simple, and the oracle of the others.
+
+Matrices are unpacked on loading, block by block, to bf16 or float32; a model is never held twice.
+It knows packed formats through their float32 reference alone, and no architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.methods.restore import restored_rows
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertWeights,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
+from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.protocol import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    MlpSpec,
+    MlpWeights,
+    Rope,
+    Span,
+)
+from localrt.quant.ops.torch.attention import attend_rows, visible_keys
+from localrt.quant.ops.torch.experts import TorchExpertSteps, gated, route
+from localrt.quant.ops.torch.kv import TorchKVCache
+from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
+
+__all__ = ["TorchOps"]
+
+
+@dataclass(slots=True)
+class _Pass:
+    tokens: Tensor  # (R,)
+    positions: Tensor  # (R,)
+    spans: tuple[Span, ...]
+    tables: dict[Rope, tuple[Tensor, Tensor]]
+    masks: dict[tuple[int, int | None], Tensor | None]
+
+
+class TorchOps(TorchExpertSteps):
+    """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
+
+    name = "torch"
+
+    def __init__(
+        self, *, compute_format: str = "bf16", device: str = "cpu", threads: int | None = None
+    ) -> None:
+        if compute_format not in ("bf16", "f32"):
+            raise ValueError(f"compute_format must be bf16 or f32, is {compute_format!r}")
+        self.compute_format = compute_format
+        self._dtype = torch.float32 if compute_format == "f32" else torch.bfloat16
+        self._device = torch.device(device)
+        self.device = str(self._device)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inference mode: no autograd bookkeeping."""
+        return torch.inference_mode()
+
+    def free_memory(self) -> int | None:
+        """What CUDA says is free."""
+        if self._device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> Tensor:
+        """Unpack row blocks into one matrix of the compute dtype; a rotation is undone."""
+        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        row = 0
+        for block in blocks:
+            for values in restored_rows(block):
+                out[row : row + len(values)] = torch.from_numpy(values).to(self._device)
+                row += len(values)
+        if row != shape[0]:
+            raise ValueError(f"blocks hold {row} rows, the matrix has {shape[0]}")
+        return out
+
+    def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
+        """A norm weight or bias in the compute dtype."""
+        return torch.tensor(values, dtype=self._dtype, device=self._device)
+
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
+        """Bytes of an unpacked matrix."""
+        return shape[0] * shape[1] * self._dtype.itemsize
+
+    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
+        """Bytes of keys and values once grown to ``length`` tokens."""
+        row = sum(spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in layers)
+        return row * grown_capacity(length) * self._dtype.itemsize
+
+    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
+        """An empty cache."""
+        shapes = [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
+        return TorchKVCache(shapes, capacity, self._dtype, self._device)
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> _Pass:
+        """Reserve room in every cache."""
+        for span in batch.spans:
+            span.cache.reserve(span.cache.length + span.rows)
+        tokens = torch.from_numpy(batch.tokens).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        return _Pass(tokens, positions, batch.spans, {}, {})
+
+    def embed(
+        self,
+        table: Tensor,
+        step: _Pass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """(R, D)."""
+        ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
+        x = F.embedding(ids, table)
+        # Gemma rounds the factor to the compute dtype before multiplying.
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def norm_qkv_rope_append(
+        self, x: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, H, E); keys and values are written to the caches."""
+        heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
+        qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
+        qkv = qkv.view(-1, heads + 2 * groups, size)
+        q, k, v = torch.split(qkv, [heads, groups, groups], dim=1)  # (R, heads, E)
+        if weights.q_norm is not None:
+            q = self._norm_heads(q, weights.q_norm, spec)
+        if weights.k_norm is not None:
+            k = self._norm_heads(k, weights.k_norm, spec)
+        if spec.rope is not None:
+            cos, sin = self._rope_tables(spec.rope, step)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        _append(k, v, step, layer)
+        return q
+
+    def attention_output(
+        self, q: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, D)."""
+        outputs = []
+        row = 0
+        for index, span in enumerate(step.spans):
+            rows = q[row : row + span.rows]
+            mask = self._mask(index, span, spec.window, step)
+            cache = _torch_cache(span)
+            outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
+            row += span.rows
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        y = self.linear(joined, weights.out, weights.out_bias)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def norm_latent_append(
+        self, x: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, H, E); the latents are written to the caches."""
+        assert spec.rope is not None, "latent attention rotates a part of its keys"
+        q, rows = latent_queries(self, x, weights, spec, self._rope_tables(spec.rope, step))
+        _append(rows, rows[..., :0], step, layer)
+        return q
+
+    def latent_output(
+        self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, D)."""
+        seen = []
+        row = 0
+        for index, span in enumerate(step.spans):
+            mask = self._mask(index, span, None, step)
+            rows = q[row : row + span.rows]
+            seen.append(attend_latents(rows, _torch_cache(span), layer, mask, spec))
+            row += span.rows
+        return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
+
+    def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        """(R, D)."""
+        assert weights.norm is not None, "a layer's MLP has its norm"
+        y = self._gated_mlp(self._norm(x, weights.norm, spec.eps), weights, spec)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        """Residual sum in place of ``x``."""
+        return x.add_(y, alpha=scale)
+
+    def head(
+        self,
+        x: Tensor,
+        rows: npt.NDArray[np.intp],
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        softcap: float | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """(len(rows), V) float32 on the host."""
+        if len(rows) < x.shape[0]:
+            x = x[torch.from_numpy(rows).to(self._device)]
+        logits = self.linear(self._norm(x, norm, eps), weight).float()
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        host: npt.NDArray[np.float32] = logits.cpu().numpy()
+        return host
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The one matrix product that every step goes through, so that calibration can watch it."""
+        return F.linear(x, weight, bias)
+
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def norm_route(
+        self, x: Tensor, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Tensor, Routing]:
+        """The normed rows (R, D), and their experts."""
+        normed = self._norm(x, weights.norm, spec.eps)
+        bias = None if weights.gate_bias is None else weights.gate_bias.float()
+        logits = F.linear(normed.float(), weights.gate.float(), bias)
+        return normed, route(logits, weights.choice_bias, spec)
+
+    def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
+        """(R * K, D)."""
+        return normed.new_empty(normed.shape[0] * routing.used, normed.shape[1])
+
+    def _expert(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
+        hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
+        return self.linear(hidden, weights.down, weights.down_bias)
+
+    def shared_mlp(
+        self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Tensor | None
+    ) -> Tensor:
+        """(R, D)."""
+        y = self._gated_mlp(normed, weights, spec)
+        return y if gate is None else y * self.linear(normed, gate).sigmoid()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        hidden = gated(self.linear(normed, weights.gate_up), spec)
+        return self.linear(hidden, weights.down)
+
+    def _norm_heads(self, x: Tensor, weight: Tensor, spec: AttentionSpec) -> Tensor:
+        """Norms of queries or keys (R, heads, E): each head's, or one over all."""
+        if not spec.joint_norms:
+            return self._norm(x, weight, spec.eps)
+        return self._norm(x.reshape(x.shape[0], -1), weight, spec.eps).view(x.shape)
+
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def _rope_tables(self, rope: Rope, step: _Pass) -> tuple[Tensor, Tensor]:
+        """cos and sin of the pass, (R, 1, len(inv_freq)), computed once per pass in float32."""
+        if rope not in step.tables:
+            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
+            angles = step.positions.float()[:, None, None] * inv_freq
+            cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+            step.tables[rope] = cos.to(self._dtype), sin.to(self._dtype)
+        return step.tables[rope]
+
+    def _mask(self, index: int, span: Span, window: int | None, step: _Pass) -> Tensor | None:
+        """(rows, held + rows), True where seen; None when every key is seen."""
+        key = (index, window)
+        if key not in step.masks:
+            held = span.cache.length
+            step.masks[key] = visible_keys(held, span, window, step.positions, index, step.spans)
+        return step.masks[key]
+
+
+def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:
+    """Write new keys and values (R, G, E) to the caches of their sequences."""
+    row = 0
+    for span in step.spans:
+        _torch_cache(span).write(layer, k[row : row + span.rows], v[row : row + span.rows])
+        row += span.rows
+
+
+def _torch_cache(span: Span) -> TorchKVCache:
+    cache = span.cache
+    assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
+    return cache
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half on the first 2 * cos.shape[-1] elements of x (R, heads, E)."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    if 2 * half == x.shape[-1]:
+        return torch.cat(rotated, dim=-1)
+    return torch.cat((*rotated, x[..., 2 * half :]), dim=-1)

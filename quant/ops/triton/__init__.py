@@ -1,0 +1,1 @@
+"""The CUDA Ops: Triton kernels on packed weights."""

@@ -1,0 +1,410 @@
+"""``Ops`` on CUDA through our own Triton kernels: matrices stay packed, and are computed on so.
+
+Passes of up to 64 rows run on the kernels alone and are batch-invariant. Longer ones (prefill)
+unpack a matrix at a time and use torch's products and attention. The residual stream is float32;
+what a product reads is bf16. It knows no architecture; what the kernels do is in ``triton_*.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor, padded_rows
+from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.protocol import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    MlpSpec,
+    MlpWeights,
+    Rope,
+    Span,
+)
+from localrt.quant.ops.torch.attention import attend_rows, visible_keys
+from localrt.quant.ops.torch.kv import TorchKVCache
+from localrt.quant.ops.torch.latent import attend_latents
+from localrt.quant.ops.triton.attention import attend
+from localrt.quant.ops.triton.experts import TritonExperts
+from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
+from localrt.quant.ops.triton.linear import MOST_ROWS, Tiles, tiled_linear
+from localrt.quant.ops.triton.products import multiply, multiply_heads
+from localrt.quant.ops.triton.rows import unpack_rows
+from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
+from localrt.quant.ops.triton.stream import Numbers, Recording, Stream, TritonPass
+from localrt.quant.ops.triton.weight import (
+    Tile,
+    TritonWeight,
+    build_weight,
+    fast_tile,
+    is_packed,
+)
+
+__all__ = ["Forward", "Logits", "TritonOps"]
+
+Logits = npt.NDArray[np.float32]
+Forward = Callable[..., Logits]
+
+
+class TritonOps(TritonExperts):
+    """See the ``Ops`` protocol. On ``device="cpu"`` it runs in Triton's interpreter, for tests."""
+
+    name = "triton"
+    compute_format = "packed"
+
+    def __init__(self, *, device: str = "cuda") -> None:
+        self._device = torch.device(device)
+        if device == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self.device = str(self._device)
+        self._frequencies: dict[Rope, Tensor] = {}
+        self._tile: Tile | None = None
+        self.recording: Recording | None = None
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Inference mode, on this device."""
+        with torch.inference_mode():
+            if self._device.type != "cuda":
+                yield
+                return
+            with torch.cuda.device(self._device):
+                yield
+
+    def free_memory(self) -> int | None:
+        """What CUDA says is free."""
+        if self._device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
+
+    def graphed(self, forward: Forward) -> Forward:
+        """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""
+        from localrt.quant.ops.triton.graph import GraphedForward
+
+        return GraphedForward(self, forward)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> TritonWeight:
+        """Tiles, or bf16 where the kernels do not know the format."""
+        if self._tile is None:
+            self._tile = fast_tile()
+        return build_weight(shape, blocks, self._device, self._tile)
+
+    def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
+        """A norm weight or bias in float32."""
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
+        """Packed bytes, rows rounded up to whole tiles; or bf16."""
+        if is_packed(format, shape[1]):
+            return padded_rows(shape[0]) * format.row_bytes(shape[1])
+        return shape[0] * shape[1] * 2
+
+    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
+        """Bytes of keys and values once grown to ``length`` tokens."""
+        row = sum(spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in layers)
+        return row * grown_capacity(length) * 2
+
+    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
+        """An empty cache, bf16."""
+        shapes = [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
+        return TorchKVCache(shapes, capacity, torch.bfloat16, self._device)
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> TritonPass:
+        """Reserve room in every cache, and copy the batch to the device."""
+        if self.recording is not None:
+            return self.recording.step
+        for span in batch.spans:
+            span.cache.reserve(span.cache.length + span.rows)
+        held = [span.cache.length for span in batch.spans]
+        numbers = Numbers(len(batch.tokens), len(batch.spans))
+        numbers.fill(batch.tokens, batch.positions, held)
+        trees = [None if s.mask is None else self.tree(s.mask) for s in batch.spans]
+        return TritonPass(
+            *numbers.split(numbers.staged.to(self._device)),
+            batch.spans,
+            tuple(trees),
+            tuple(h + s.rows for h, s in zip(held, batch.spans, strict=True)),
+        )
+
+    def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
+        """A span's mask as the kernels read it."""
+        return torch.from_numpy(np.ascontiguousarray(mask, np.int8)).to(self._device)
+
+    def embed(
+        self,
+        table: TritonWeight,
+        step: TritonPass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+    ) -> Stream:
+        """(R, D)."""
+        ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
+        (part,) = table.parts
+        if isinstance(part, Tensor):
+            return Stream(F.embedding(ids, part).float() * scale)
+        shape = (ids.shape[0], table.shape[1])
+        values = torch.empty(shape, dtype=torch.float32, device=self._device)
+        unpack_rows(part, values, index=ids, factor=scale)
+        if table.hadamard:  # its own inverse
+            values = rotate_blocks(values.bfloat16(), table.hadamard).float()
+        return Stream(values)
+
+    def norm_qkv_rope_append(
+        self,
+        x: Stream,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: TritonPass,
+        layer: int,
+    ) -> Tensor:
+        """(R, H, E); keys and values are written to the caches."""
+        qkv = self.linear(x.normed(weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
+        shape = (qkv.shape[0], spec.heads, spec.head_dim)
+        q = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        cos, sin = self._rope_tables(spec.rope, step)
+        for index, (first, stop, span) in enumerate(_ranges(step.spans)):
+            k, v = _cache(span).view(layer, span.rows)
+            rope_append(
+                qkv[first:stop],
+                q[first:stop],
+                k,
+                v,
+                step.held[index:],
+                cos=None if cos is None else cos[first:stop],
+                sin=None if sin is None else sin[first:stop],
+                q_norm=weights.q_norm,
+                k_norm=weights.k_norm,
+                eps=spec.eps,
+                joint=spec.joint_norms,
+            )
+        return q
+
+    def attention_output(
+        self,
+        q: Tensor,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: TritonPass,
+        layer: int,
+    ) -> Tensor:
+        """(R, D), float32."""
+        outputs = []
+        for index, (first, stop, span) in enumerate(_ranges(step.spans)):
+            rows = q[first:stop]
+            if span.rows > MOST_ROWS:
+                mask = self._mask(index, span, spec.window, step)
+                outputs.append(attend_rows(rows, _cache(span), layer, mask, spec, weights.sinks))
+                continue
+            k, v = _cache(span).view(layer, span.rows)
+            outputs.append(
+                attend(
+                    rows,
+                    k,
+                    v,
+                    step.held[index:],
+                    step.positions[first:stop],
+                    scale=spec.scale,
+                    window=spec.window,
+                    softcap=spec.softcap,
+                    mask=step.trees[index],
+                    longest=step.longest[index],
+                    sinks=weights.sinks,
+                )
+            )
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        y = self.linear(joined, weights.out, weights.out_bias, dtype=torch.float32)
+        if weights.post_norm is None:
+            return y
+        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+
+    def norm_latent_append(
+        self, x: Stream, weights: LatentWeights, spec: LatentSpec, step: TritonPass, layer: int
+    ) -> Tensor:
+        """(R, H, P + L); the latents are written to the caches."""
+        kind = torch.bfloat16 if weights.query_up is None else torch.float32
+        wide = self.linear(x.normed(weights.norm, spec.eps), weights.down, dtype=kind)
+        q, latents = wide[:, : -spec.head_dim], wide[:, -spec.head_dim :]
+        if weights.query_up is not None:
+            ranked = norm(q, weights.query_norm, spec.latent_eps, out=torch.bfloat16)
+            q = self.linear(ranked, weights.query_up)
+        q = q.view(len(q), spec.heads, -1)  # (R, H, N + P)
+        shape = (len(q), spec.heads, spec.head_dim)
+        queries = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        absorbed = queries[..., spec.rope_dim :].transpose(0, 1)
+        multiply_heads(q[..., : spec.nope].transpose(0, 1), weights.key_up, absorbed)
+        cos, sin = self._rope_tables(spec.rope, step)
+        assert cos is not None, "latent attention rotates a part of its keys"
+        assert sin is not None, "as cos"
+        for index, (first, stop, span) in enumerate(_ranges(step.spans)):
+            rows = slice(first, stop)
+            latent_append(
+                q[rows],
+                latents[rows],
+                queries[rows],
+                _cache(span).view(layer, span.rows)[0][0],
+                step.held[index:],
+                cos=cos[rows],
+                sin=sin[rows],
+                norm=weights.latent_norm,
+                eps=spec.latent_eps,
+                interleaved=spec.interleaved,
+            )
+        return queries
+
+    def latent_output(
+        self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: TritonPass, layer: int
+    ) -> Tensor:
+        """(R, D), float32."""
+        parts = []
+        for index, (first, stop, span) in enumerate(_ranges(step.spans)):
+            rows = q[first:stop]
+            if span.rows > MOST_ROWS:
+                mask = self._mask(index, span, None, step)
+                parts.append(attend_latents(rows, _cache(span), layer, mask, spec))
+                continue
+            parts.append(
+                attend_latent_rows(
+                    rows,
+                    _cache(span).view(layer, span.rows)[0][0],
+                    step.held[index:],
+                    rope=spec.rope_dim,
+                    scale=spec.scale,
+                    mask=step.trees[index],
+                    longest=step.longest[index],
+                )
+            )
+        seen = parts[0] if len(parts) == 1 else torch.cat(parts)  # (R, H, L)
+        shape = (len(seen), spec.heads, spec.value)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        multiply_heads(seen.transpose(0, 1), weights.value_up, values.transpose(0, 1))
+        return self.linear(values.flatten(1), weights.out, dtype=torch.float32)
+
+    def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        """(R, D), float32."""
+        assert weights.norm is not None, "experts that all rows see have a step of their own"
+        h = x.normed(weights.norm, spec.eps)
+        inner = self._gated(h, weights.gate_up, spec.activation)
+        y = self.linear(inner, weights.down, dtype=torch.float32)
+        if weights.post_norm is None:
+            return y
+        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+
+    def add(self, x: Stream, y: Tensor, scale: float = 1.0) -> Stream:
+        """The residual sum, made when it is next read."""
+        x.add(y if scale == 1.0 else y * scale)
+        return x
+
+    def head(
+        self,
+        x: Stream,
+        rows: npt.NDArray[np.intp],
+        norm: Tensor,
+        eps: float,
+        weight: TritonWeight,
+        softcap: float | None = None,
+    ) -> Logits:
+        """(len(rows), V) float32 on the host; while recording, zeros: the logits stay there."""
+        chosen = x
+        if self.recording is not None:
+            wanted = self.recording.wanted
+        elif len(rows) < x.values.shape[0]:
+            wanted = torch.from_numpy(rows).to(self._device)
+        else:
+            wanted = None
+        if wanted is not None:
+            chosen = Stream(x.settle()[wanted])
+        if not len(rows):
+            return np.zeros((0, weight.shape[0]), np.float32)
+        logits = self.linear(chosen.normed(norm, eps), weight, dtype=torch.float32)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if self.recording is not None:
+            self.recording.logits = logits
+            return np.zeros((len(rows), weight.shape[0]), np.float32)
+        host: Logits = logits.cpu().numpy()
+        return host
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: TritonWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """x (R, columns), bf16, times the weight's rows: (R, rows) in ``dtype``."""
+        if weight.hadamard:
+            x = rotate_blocks(x, weight.hadamard)
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=self._device)
+        first = 0
+        for part in weight.parts:
+            stop = first + part.shape[0]
+            here = None if bias is None else bias[first:stop]
+            multiply(x, part, out[:, first:stop], here)
+            first = stop
+        return out
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _gated(self, h: Tensor, weight: TritonWeight, activation: str) -> Tensor:
+        """activation(gate) * up, in one kernel where the stacked halves are whole tiles."""
+        part, inner = weight.parts[0], weight.shape[0] // 2
+        small = len(h) <= MOST_ROWS and inner % 16 == 0 and inner * weight.shape[1] < 1 << 30
+        if len(weight.parts) == 1 and isinstance(part, Tiles) and small:
+            if weight.hadamard:
+                h = rotate_blocks(h, weight.hadamard)
+            out = torch.empty(len(h), inner, dtype=torch.bfloat16, device=self._device)
+            tiled_linear(h, part, out, gate=activation)
+            return out
+        return gate(self.linear(h, weight), activation)
+
+    def _rope_tables(
+        self, rope: Rope | None, step: TritonPass
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """cos and sin of the pass, (R, len(inv_freq)) float32, once per pass."""
+        if rope is None:
+            return None, None
+        if rope not in step.tables:
+            if rope not in self._frequencies:
+                values = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
+                self._frequencies[rope] = values
+            angles = step.positions.float()[:, None] * self._frequencies[rope]
+            step.tables[rope] = angles.cos() * rope.scale, angles.sin() * rope.scale
+        return step.tables[rope]
+
+    def _mask(self, index: int, span: Span, window: int | None, step: TritonPass) -> Tensor | None:
+        key = (index, window)
+        if key not in step.masks:
+            held = span.cache.length
+            step.masks[key] = visible_keys(held, span, window, step.positions, index, step.spans)
+        return step.masks[key]
+
+
+def _ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
+    """First row, end, span."""
+    first = 0
+    for span in spans:
+        yield first, first + span.rows, span
+        first += span.rows
+
+
+def _cache(span: Span) -> TorchKVCache:
+    cache = span.cache
+    assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
+    return cache

@@ -1,0 +1,68 @@
+"""Products of rows with a part of a matrix, or with a matrix for each head, of any number of rows.
+
+Up to 64 rows go to the kernels on packed tiles; more unpack the weights, a piece at a time, and use
+torch's products. It knows which kernel takes what, and no steps of a model.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.ops.triton.linear import MOST_ROWS, Tiles, dense_linear, tiled_linear
+from localrt.quant.ops.triton.rows import unpack_rows
+from localrt.quant.ops.triton.steps import rotate_blocks
+from localrt.quant.ops.triton.weight import TritonWeight
+
+__all__ = ["multiply", "multiply_heads"]
+
+# Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
+_UNPACKED = 32 << 20
+
+
+def multiply(x: Tensor, part: Tiles | Tensor, out: Tensor, bias: Tensor | None) -> None:
+    """One part of a product, x (R, columns) bf16, into its columns of the result."""
+    rows, columns = part.shape
+    if len(x) <= MOST_ROWS and columns % 32 == 0:
+        if isinstance(part, Tensor):
+            dense_linear(x, part, out, bias=bias)
+        else:
+            tiled_linear(x, part, out, bias=bias)
+        return
+    at_once = max(16, _UNPACKED // columns // 16 * 16)
+    for first in range(0, rows, at_once):
+        stop = min(rows, first + at_once)
+        y = F.linear(x, _unpacked(part, first, stop))
+        out[:, first:stop] = y if bias is None else y + bias[first:stop]
+
+
+def multiply_heads(x: Tensor, weight: TritonWeight, out: Tensor) -> None:
+    """out (H, R, rows) = x (H, R, columns), bf16, times H matrices that ``weight`` stacks.
+
+    Rows of x and out may lie apart.
+    """
+    heads, count, columns = x.shape
+    if weight.hadamard:
+        x = rotate_blocks(x.reshape(-1, columns), weight.hadamard).view(heads, count, columns)
+    part, rows = weight.parts[0], weight.shape[0] // heads
+    if count <= MOST_ROWS and columns % 32 == 0 and len(weight.parts) == 1:
+        if isinstance(part, Tensor):
+            dense_linear(x, part, out)
+            return
+        if rows % 16 == 0:
+            tiled_linear(x, part, out)
+            return
+    whole = [_unpacked(part, 0, part.shape[0]) for part in weight.parts]
+    stacked = (whole[0] if len(whole) == 1 else torch.cat(whole)).view(heads, rows, columns)
+    out.copy_(torch.bmm(x, stacked.transpose(1, 2)))
+
+
+def _unpacked(part: Tiles | Tensor, first: int, stop: int) -> Tensor:
+    """Rows of a matrix in bf16."""
+    if isinstance(part, Tensor):
+        return part[first:stop]
+    shape = (stop - first, part.shape[1])
+    dense = torch.empty(shape, dtype=torch.bfloat16, device=part.w8.device)
+    unpack_rows(part, dense, first=first)
+    return dense

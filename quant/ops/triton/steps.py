@@ -1,0 +1,275 @@
+"""The small steps around the products, one kernel each: RMSNorm with the residual sum, rotary with
+the append to the KV cache, the gate, the block Hadamard rotation.
+
+Every row is computed by programs of its own, in an order that no other row changes. Numbers that
+change from pass to pass (positions, tokens held) come from device memory, so that a recorded CUDA
+graph can be replayed.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from localrt.quant.ops.triton import device as triton_device
+from localrt.quant.ops.triton.chains import GATES
+
+__all__ = ["gate", "norm", "rope_append", "rotate_blocks"]
+
+# Widest block of the Hadamard rotation that one program can hold.
+_MOST_HADAMARD = 256
+
+
+def norm(
+    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None, out: torch.dtype
+) -> Tensor:
+    """RMSNorm of x (R, D), float32, times weight (D,); ``pending`` (R, D) is added to x first.
+
+    x keeps the sum; its rows may lie apart. The result is of type ``out``.
+    """
+    rows, width = x.shape
+    y = torch.empty(rows, width, dtype=out, device=x.device)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(rows,)](
+        x,
+        pending,
+        weight,
+        y,
+        eps,
+        width,
+        x.stride(0),
+        block=block,
+        num_warps=4 if block <= 4096 else 8,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+def rope_append(
+    qkv: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    *,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    joint: bool = False,
+) -> None:
+    """Per-head norms and rotary on qkv (n, (H + 2G) * E); q goes to q (n, H, E), k and v behind the
+    ``held`` tokens (one int64 on the device) of the caches (G, allocated, E).
+
+    cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
+    once: their weights are (H * E,) and (G * E,).
+    """
+    n, heads, size = q.shape
+    groups = k_cache.shape[0]
+    scales = None
+    if joint:
+        scales = torch.empty(n, 2, dtype=torch.float32, device=q.device)
+        _joint_kernel[(n, 2)](
+            qkv,
+            scales,
+            eps,
+            qkv.stride(0),
+            heads * size,
+            groups * size,
+            block=triton.next_power_of_2(heads * size),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    _rope_kernel[(n, heads + 2 * groups)](
+        qkv,
+        q,
+        k_cache,
+        v_cache,
+        held,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        scales,
+        eps,
+        qkv.stride(0),
+        k_cache.stride(0),
+        heads=heads,
+        groups=groups,
+        size=size,
+        half=0 if cos is None else cos.shape[1],
+        block=triton.next_power_of_2(size),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of gate_up (R, 2F), gate first: (R, F) in bf16."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(rows, width, dtype=torch.bfloat16, device=gate_up.device)
+    block = 1024
+    _gate_kernel[(rows, -(-width // block))](
+        gate_up,
+        y,
+        width,
+        kind=GATES[activation],
+        block=block,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+def rotate_blocks(x: Tensor, size: int) -> Tensor:
+    """Every ``size`` consecutive columns of x (R, D), bf16, times the Hadamard matrix / sqrt(size).
+
+    Natural order, as in ``quant/methods/hadamard.py``; rounded to bf16.
+
+    Raises:
+        ValueError: ``size`` is not a power of two up to 256 that divides D.
+    """
+    rows, width = x.shape
+    if size & (size - 1) or not 2 <= size <= _MOST_HADAMARD or width % size:
+        raise ValueError(f"no Hadamard rotation in blocks of {size} for {width} columns")
+    y = torch.empty_like(x)
+    blocks = width // size
+    _hadamard_kernel[(rows, -(-blocks // 16))](
+        x,
+        y,
+        blocks,
+        size**-0.5,
+        size=size,
+        padded=max(size, 16),
+        compiled=triton_device.compiled(x),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+@triton.jit
+def _norm_kernel(x, pending, weight, y, eps, width, x_stride, block: tl.constexpr):
+    i = tl.arange(0, block)
+    mask = i < width
+    at = tl.program_id(0).to(tl.int64) * width + i
+    x += tl.program_id(0).to(tl.int64) * x_stride + i
+    value = tl.load(x, mask=mask, other=0.0)
+    if pending is not None:
+        value += tl.load(pending + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(x, value, mask=mask)
+    mean = tl.sum(value * value, 0) / width
+    value = value * (1.0 / tl.sqrt(mean + eps)) * tl.load(weight + i, mask=mask, other=0.0)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _joint_kernel(qkv, scales, eps, row_stride, queries, keys, block: tl.constexpr):
+    """1 / RMS of a row's queries, or of its keys."""
+    row = tl.program_id(0)
+    part = tl.program_id(1)  # 0: queries
+    i = tl.arange(0, block)
+    width = tl.where(part == 0, queries, keys)
+    at = qkv + row.to(tl.int64) * row_stride + part * queries
+    value = tl.load(at + i, mask=i < width, other=0.0).to(tl.float32)
+    tl.store(scales + 2 * row + part, 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps))
+
+
+@triton.jit
+def _rope_kernel(
+    qkv,
+    q,
+    k_cache,
+    v_cache,
+    held,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    scales,  # (n, 2) of joint norms, or None
+    eps,
+    row_stride,
+    group_stride,
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    size: tl.constexpr,
+    half: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    i = tl.arange(0, block)
+    mask = i < size
+    # The element that rotary pairs each one with: half a turn away; itself where there is none.
+    turned = i < 2 * half
+    other = tl.where(turned, tl.where(i < half, i + half, i - half), i)
+    source = qkv + row.to(tl.int64) * row_stride + head * size
+    value = tl.load(source + i, mask=mask, other=0.0).to(tl.float32)
+    if head < heads + groups:
+        partner = tl.load(source + other, mask=mask, other=0.0).to(tl.float32)
+        if q_norm is not None:
+            weight = q_norm if head < heads else k_norm
+            if scales is not None:
+                scale = tl.load(scales + 2 * row + tl.where(head < heads, 0, 1))
+                weight += tl.where(head < heads, head, head - heads) * size
+            else:
+                scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / size + eps)
+            value = value * scale * tl.load(weight + i, mask=mask, other=0.0)
+            partner = partner * scale * tl.load(weight + other, mask=mask, other=0.0)
+        if half > 0:
+            angle = row * half + tl.where(i < half, i, i - half)
+            c = tl.load(cos + angle, mask=turned, other=1.0)
+            s = tl.load(sin + angle, mask=turned, other=0.0)
+            value = value * c + tl.where(i < half, -partner, partner) * s
+    if head < heads:
+        tl.store(q + (row * heads + head) * size + i, value.to(tl.bfloat16), mask=mask)
+    else:
+        slot = (tl.load(held) + row).to(tl.int64) * size
+        if head < heads + groups:
+            place = k_cache + (head - heads).to(tl.int64) * group_stride + slot
+        else:
+            place = v_cache + (head - heads - groups).to(tl.int64) * group_stride + slot
+        tl.store(place + i, value.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _gate_kernel(gate_up, y, width, kind: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * block + tl.arange(0, block)
+    mask = i < width
+    g = tl.load(gate_up + row * 2 * width + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + i, mask=mask, other=0.0).to(tl.float32)
+    if kind == 1:
+        g = g * tl.sigmoid(g)
+    else:  # 0.5 * (1 + tanh(z)) is sigmoid(2 z)
+        g = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
+    tl.store(y + row * width + i, (g * up).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _hadamard_kernel(
+    x, y, blocks, scale, size: tl.constexpr, padded: tl.constexpr, compiled: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1) * 16 + tl.arange(0, 16)
+    k = tl.arange(0, padded)
+    at = row * (blocks * size) + b[:, None] * size + k[None, :]
+    mask = (b < blocks)[:, None] & (k < size)[None, :]
+    value = tl.load(x + at, mask=mask, other=0.0)
+    # The matrix's sign at (i, j) is the parity of the bits that i and j share.
+    shared = k[:, None] & k[None, :]
+    shared ^= shared >> 4
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    signs = tl.where(shared & 1 == 1, -1.0, 1.0)
+    if compiled:
+        turned = tl.dot(value, signs.to(tl.bfloat16))
+    else:
+        turned = tl.dot(value.to(tl.float32), signs)
+    tl.store(y + at, (turned * scale).to(tl.bfloat16), mask=mask)

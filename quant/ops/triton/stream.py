@@ -1,0 +1,95 @@
+"""What the Triton implementation carries from step to step of a pass.
+
+Rows lie one sequence after another. Lengths and positions are on the device, where kernels and
+recorded CUDA graphs read them. It knows no kernels but the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localrt.quant.ops.protocol import Rope, Span
+from localrt.quant.ops.triton.steps import norm
+
+__all__ = ["Numbers", "Recording", "Stream", "TritonPass"]
+
+
+@dataclass(slots=True)
+class Stream:
+    """The residual stream (R, D), float32. ``pending`` is added by the norm that reads it next."""
+
+    values: Tensor
+    pending: Tensor | None = None
+
+    def add(self, y: Tensor) -> None:
+        """Add y (R, D): now or with the next norm."""
+        self.settle()
+        self.pending = y
+
+    def settle(self) -> Tensor:
+        """The sum, with nothing pending."""
+        if self.pending is not None:
+            self.values += self.pending
+            self.pending = None
+        return self.values
+
+    def normed(self, weight: Tensor, eps: float, out: torch.dtype = torch.bfloat16) -> Tensor:
+        """RMSNorm of the sum; nothing is pending afterwards."""
+        pending, self.pending = self.pending, None
+        return norm(self.values, weight, eps, pending=pending, out=out)
+
+
+class Numbers:
+    """Tokens, positions and tokens held of a pass in one buffer, which is one copy to the device.
+
+    Each part begins at 16 bytes: Triton compiles a kernel again for pointers that do not.
+    """
+
+    def __init__(self, rows: int, spans: int, *, pinned: bool = False) -> None:
+        self._rows, self._spans = rows, spans
+        self._width = rows + rows % 2
+        size = 2 * self._width + spans
+        self.staged = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+
+    def fill(
+        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], held: Sequence[int]
+    ) -> None:
+        """Write the host's side."""
+        host = self.staged.numpy()
+        host[: self._rows] = tokens
+        host[self._width : self._width + self._rows] = positions
+        host[2 * self._width :] = held
+
+    def split(self, device: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three parts of a copy of ``staged``."""
+        width = self._width
+        return device[: self._rows], device[width : width + self._rows], device[2 * width :]
+
+
+@dataclass(slots=True)
+class TritonPass:
+    """A batch on the device. ``longest`` bounds each span's length; ``wanted`` are head rows."""
+
+    tokens: Tensor  # (R,) int64
+    positions: Tensor  # (R,) int64
+    held: Tensor  # (spans,) int64
+    spans: tuple[Span, ...]
+    trees: tuple[Tensor | None, ...]  # (rows, rows) int8
+    longest: tuple[int, ...]
+    tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a recorded pass reads and leaves: its static inputs, head rows, and logits."""
+
+    step: TritonPass
+    wanted: Tensor | None  # rows of the head, (n,) int64; None is all
+    logits: Tensor | None = None

@@ -1,0 +1,211 @@
+"""Matrices as the GPU kernels take them: the tiles of a store as they are, or bf16 rows.
+
+Rows are tiled as they are read, straight into the matrix on the device: it is never held twice.
+Formats without tiles that the kernels read (f32, f16, bf16), and columns that are not whole spans,
+become bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localrt.quant.formats import unpack
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import (
+    TILE_ROWS,
+    TiledTensor,
+    padded_rows,
+    tile_span,
+    tile_tensor,
+    untile,
+)
+from localrt.quant.ops.triton.formats import layout_of
+from localrt.quant.ops.triton.linear import Tiles
+
+__all__ = ["Tile", "TritonWeight", "build_weight", "fast_tile", "is_packed"]
+
+Tile = Callable[[PackedTensor], TiledTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonWeight:
+    """Row blocks stacked: tiles, or bf16 (rows, columns). With ``hadamard`` n, inputs need the
+    block Hadamard rotation of n.
+    """
+
+    shape: tuple[int, int]
+    parts: tuple[Tiles | Tensor, ...]
+    hadamard: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(p.nbytes if isinstance(p, Tensor) else p.w8.nbytes for p in self.parts)
+
+
+def is_packed(format_: Format, columns: int) -> bool:
+    """Whether the kernels compute on the packed bytes of a matrix."""
+    return layout_of(format_) is not None and columns % tile_span(format_) == 0
+
+
+def fast_tile() -> Tile:
+    """Rows to tiles: the compiled kernels' way where they are installed, else numpy's."""
+    from localrt.errors import LocalrtError
+    from localrt.quant.ops.native.ops import NativeOps
+
+    try:
+        return NativeOps().tile
+    except (LocalrtError, OSError):
+        return tile_tensor
+
+
+def build_weight(
+    shape: tuple[int, int],
+    blocks: Iterable[PackedTensor | TiledTensor],
+    device: torch.device,
+    tile: Tile = tile_tensor,
+) -> TritonWeight:
+    """A matrix of ``shape`` from consecutive row blocks; tiles on the device are used in place.
+
+    Raises:
+        ValueError: blocks that are not the matrix, or inputs rotated in different ways.
+    """
+    parts: list[Tiles | Tensor] = []
+    rotations: set[int] = set()
+    building: _TiledPart | _DensePart | None = None
+    left = shape[0]
+    for block in blocks:
+        rotations.add(block.hadamard if isinstance(block, TiledTensor) else 0)
+        data: object = block.data
+        if isinstance(block, TiledTensor) and isinstance(data, Tensor):
+            parts.append(_on_device(block, data))
+            left -= block.shape[0]
+            continue
+        if building is None or not building.takes(block):
+            if building is not None:
+                parts.append(building.done())
+            if is_packed(block.format, shape[1]):
+                building = _TiledPart(block, left, device, tile)
+            else:
+                building = _DensePart(block, left, device)
+        if block.shape[0] > left:
+            raise ValueError(f"{block.name}: more rows than the matrix has")
+        building.add(block)
+        left -= block.shape[0]
+    if building is not None:
+        parts.append(building.done())
+    if left:
+        raise ValueError(f"blocks hold {shape[0] - left} rows, the matrix has {shape[0]}")
+    if len(rotations) > 1:
+        raise ValueError("stacked matrices share their input's rotation")
+    return TritonWeight(shape, tuple(parts), rotations.pop() if rotations else 0)
+
+
+def _on_device(block: TiledTensor, data: Tensor) -> Tiles | Tensor:
+    """Tiles that lie on the device already, as a ring of the pipeline holds them: used in place."""
+    if not is_packed(block.format, block.shape[1]):
+        plain = replace(block, data=data.cpu().numpy())
+        return torch.from_numpy(unpack(untile(plain))).to(data.device, torch.bfloat16)
+    layout = layout_of(block.format)
+    assert layout is not None, "only known formats are tiled"
+    factor = None
+    if block.scale != 1.0:
+        tiles = padded_rows(block.shape[0]) // TILE_ROWS
+        factor = torch.full((tiles,), block.scale, dtype=torch.float32, device=data.device)
+    wide = data.view(torch.float16), data.view(torch.int32)
+    return Tiles(layout, block.shape, data, *wide, factor)
+
+
+class _TiledPart:
+    """Tiles of one format as far as they have come, in room for all rows that may follow."""
+
+    def __init__(
+        self,
+        first: PackedTensor | TiledTensor,
+        most_rows: int,
+        device: torch.device,
+        tile: Tile,
+    ) -> None:
+        self._tile = tile
+        self._format = first.format
+        self._columns = first.shape[1]
+        self._tile_bytes = TILE_ROWS * first.format.row_bytes(self._columns)
+        tiles = padded_rows(most_rows) // TILE_ROWS
+        self._out = torch.empty(tiles * self._tile_bytes, dtype=torch.uint8, device=device)
+        self._scales: list[float] = []  # one per tile
+        self._rows = 0
+        self._name = first.name
+        self._pending: PackedTensor | None = None  # rows that do not fill a tile
+
+    def takes(self, block: PackedTensor | TiledTensor) -> bool:
+        """Whether the block continues this part: its rows must begin a tile or go on within one."""
+        if block.format is not self._format and block.format != self._format:
+            return False
+        if self._pending is not None:
+            return isinstance(block, PackedTensor) and block.name == self._name
+        return self._rows % TILE_ROWS == 0
+
+    def add(self, block: PackedTensor | TiledTensor) -> None:
+        self._name = block.name
+        if isinstance(block, TiledTensor):
+            self._put(block)
+            return
+        rows = block.data.reshape(-1, self._format.row_bytes(self._columns))
+        if self._pending is not None:
+            rows = np.concatenate([self._pending.data, rows])
+        whole = len(rows) // TILE_ROWS * TILE_ROWS
+        if whole:
+            self._put(self._tile(self._tensor(block, rows[:whole])))
+        self._pending = self._tensor(block, rows[whole:]) if whole < len(rows) else None
+
+    def done(self) -> Tiles:
+        if self._pending is not None:
+            self._put(self._tile(self._pending))
+        used = len(self._scales) * self._tile_bytes
+        data = self._out if used == self._out.numel() else self._out[:used].clone()
+        factor = None
+        if any(scale != 1.0 for scale in self._scales):
+            factor = torch.tensor(self._scales, dtype=torch.float32, device=data.device)
+        layout = layout_of(self._format)
+        assert layout is not None, "only known formats are tiled"
+        shape = (self._rows, self._columns)
+        return Tiles(layout, shape, data, data.view(torch.float16), data.view(torch.int32), factor)
+
+    def _tensor(self, like: PackedTensor, rows: np.ndarray) -> PackedTensor:
+        shape = (len(rows), self._columns)
+        return PackedTensor(like.name, like.format, shape, np.ascontiguousarray(rows), like.scale)
+
+    def _put(self, block: TiledTensor) -> None:
+        start = len(self._scales) * self._tile_bytes
+        data = torch.from_numpy(np.ascontiguousarray(block.data))
+        self._out[start : start + len(data)] = data
+        self._scales += [block.scale] * (len(data) // self._tile_bytes)
+        self._rows += block.shape[0]
+
+
+class _DensePart:
+    """bf16 rows as far as they have come."""
+
+    def __init__(
+        self, first: PackedTensor | TiledTensor, most_rows: int, device: torch.device
+    ) -> None:
+        self._out = torch.empty(most_rows, first.shape[1], dtype=torch.bfloat16, device=device)
+        self._rows = 0
+
+    def takes(self, block: PackedTensor | TiledTensor) -> bool:
+        """Whether the block continues this part."""
+        return not is_packed(block.format, block.shape[1])
+
+    def add(self, block: PackedTensor | TiledTensor) -> None:
+        plain = untile(block) if isinstance(block, TiledTensor) else block
+        rows = plain.shape[0]
+        self._out[self._rows : self._rows + rows] = torch.from_numpy(unpack(plain))
+        self._rows += rows
+
+    def done(self) -> Tensor:
+        return self._out if self._rows == len(self._out) else self._out[: self._rows].clone()
