@@ -6,8 +6,6 @@ It knows the public ``Model`` alone. What a template makes of the messages is no
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from localrt.engine.options import Options, read_options
 from localrt.engine.parking.keeper import PERSON, Tier
 from localrt.engine.types import Chunk, ToolCall
 from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.files import write_text
 from localrt.progress import ProgressCallback
 from localrt.text.tools import as_message_calls
 
@@ -280,8 +279,11 @@ class ChatSession:
     # -- files -----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write messages and options as JSON: whole or not at all."""
-        target = Path(path).expanduser()
+        """Write messages and options as JSON, for nobody else to read.
+
+        Raises:
+            StorageError: the file cannot be written; what was there stays.
+        """
         record = {
             "version": _VERSION,
             "model": self._model.name,
@@ -289,19 +291,7 @@ class ChatSession:
             "messages": self.messages,
         }
         text = json.dumps(record, ensure_ascii=False, indent=2) + "\n"
-        aside = ""
-        try:
-            handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(aside).replace(target)
-        except OSError as error:
-            if aside:
-                Path(aside).unlink(missing_ok=True)
-            reason = error.strerror or str(error)
-            raise StorageError(f"cannot save the chat to {target}: {reason}") from error
+        write_text(Path(path).expanduser(), text, mode=0o600)
 
     @classmethod
     def load(cls, model: Model, path: str | Path) -> ChatSession:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from localrt.errors import StorageError
+from localrt.files import write_bytes
 from localrt.speculative.ngram import ORDERS, NgramIndex, continuations
 from localrt.speculative.source import Check
 from localrt.speculative.tree import TokenTree
@@ -69,14 +70,11 @@ class Archive:
             return
         with self._lock:
             data = np.asarray(self._index.tokens, "<i4").tobytes()
-        aside = path.with_name(path.name + ".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(_MAGIC + f"{self._vocab}\n".encode() + data)
-            aside.replace(path)
         except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        write_bytes(path, _MAGIC + f"{self._vocab}\n".encode() + data)
 
 
 def _read(path: Path, vocab_size: int) -> list[int]:

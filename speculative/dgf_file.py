@@ -8,7 +8,6 @@ parts of ``models/decoder.py`` are built from it. It knows no target's weights.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CheckpointError, StorageError
+from localrt.files import atomic_write
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.quant.formats import BF16, CODECS, F32, PackedTensor, pack
 from localrt.speculative.dgf import DgfConfig
@@ -122,16 +122,14 @@ def write_dgf(
         "head": config.to_dict(),
         "about": dict(about or {}),
     }
-    aside = path.with_name(f".{path.name}.part")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        (aside / _WEIGHTS_FILE).write_bytes(save(arrays))
-        (aside / CONFIG_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         path.mkdir(parents=True, exist_ok=True)
-        for name in (_WEIGHTS_FILE, CONFIG_FILE):
-            (aside / name).replace(path / name)
-        aside.rmdir()
+        with (
+            atomic_write(path / CONFIG_FILE) as config_file,  # renamed last
+            atomic_write(path / _WEIGHTS_FILE) as weights_file,
+        ):
+            config_file.write(json.dumps(record, indent=1).encode() + b"\n")
+            weights_file.write(save(arrays))
         return sum((path / name).stat().st_size for name in (_WEIGHTS_FILE, CONFIG_FILE))
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}") from error

@@ -125,7 +125,7 @@ def test_save_and_load(tiny: localrt.Model, tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_used(tiny: localrt.Model, tmp_path: Path) -> None:
     chat = tiny.chat(**GREEDY)
-    with pytest.raises(localrt.StorageError, match="cannot save"):
+    with pytest.raises(localrt.StorageError, match="cannot write"):
         chat.save(tmp_path / "missing" / "chat.json")
     bad = tmp_path / "bad.json"
     for text in ("not json", "[]", json.dumps({"version": 99}), json.dumps({"version": 1})):

@@ -1,21 +1,17 @@
 """A conversation as a file to read (Markdown) or to load again (JSON).
 
-The JSON is what ``ChatSession.load`` takes, with title and times beside. Files are written whole or
-not at all. Knows turns, no widget.
+The JSON is what ``ChatSession.load`` takes, with title and times beside. Knows turns, no widget.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.errors import StorageError
 from localrt.tui.text import short_name
 from localrt.tui.thinking import split_thinking
 
@@ -23,7 +19,7 @@ if TYPE_CHECKING:
     from localrt.history import Turn
     from localrt.tui.talk import Talk
 
-__all__ = ["as_json", "as_markdown", "default_path", "write_whole"]
+__all__ = ["as_json", "as_markdown", "default_path"]
 
 
 def as_markdown(talk: Talk) -> str:
@@ -74,26 +70,6 @@ def default_path(title: str) -> Path:
     """A name for a file in the current folder that says what is in it."""
     words = re.sub(r"[^\w]+", "-", title.lower()).strip("-")[:40].strip("-") or "chat"
     return Path(f"{words}-{datetime.now():%Y%m%d-%H%M%S}.md")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, or leave what is there.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    aside = ""
-    try:
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
-        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(aside).replace(path)
-    except OSError as error:
-        if aside:
-            Path(aside).unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _first_line(turns: Sequence[Turn]) -> str:

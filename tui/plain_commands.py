@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.errors import OptionError, StorageError
+from localrt.files import write_text
 from localrt.tui.chips import Chips, Draft, read_attachment
 from localrt.tui.commands import Command
-from localrt.tui.export import as_json, as_markdown, default_path, write_whole
+from localrt.tui.export import as_json, as_markdown, default_path
 from localrt.tui.session import Session
 from localrt.tui.text import human_when, short_name
 from localrt.tui.thinking import split_thinking
@@ -201,7 +202,8 @@ class PlainCommands:
         if path.exists() and self._asked != str(path):
             self._asked = str(path)
             raise StorageError(f"{path} exists: enter the same command again to replace it")
-        write_whole(path, as_json(talk) if path.suffix.lower() == ".json" else as_markdown(talk))
+        text = as_json(talk) if path.suffix.lower() == ".json" else as_markdown(talk)
+        write_text(path, text, mode=0o600)
         self._asked = None
         self._chat.say(f"Saved to {path}")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.files import write_text
 from localrt.tui.chips import read_attachment
 from localrt.tui.commands import Command
 from localrt.tui.dialogs import Confirm
-from localrt.tui.export import as_json, as_markdown, default_path, write_whole
+from localrt.tui.export import as_json, as_markdown, default_path
 from localrt.tui.text import one_line
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Slash:
             self._asked = path
             raise StorageError(f"{path} exists: enter the same command again to replace it")
         text = as_json(talk) if path.suffix.lower() == ".json" else as_markdown(talk)
-        await asyncio.to_thread(write_whole, path, text)
+        await asyncio.to_thread(write_text, path, text, mode=0o600)
         self._written, self._asked = path, None
         self._screen.say(f"Saved to {path}")
 

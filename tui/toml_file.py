@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.errors import StorageError
-from localrt.tui.export import write_whole
+from localrt.files import write_text
 
 __all__ = ["MemoryFile", "TomlFile"]
 
@@ -68,7 +68,7 @@ class TomlFile:
             raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
         except (TypeError, ValueError) as error:
             raise StorageError(f"{self.path} cannot be changed: {error}") from error
-        write_whole(self.path, tomlkit.dumps(document))
+        write_text(self.path, tomlkit.dumps(document), mode=0o600)
 
     def replace_table(self, table: str, values: Mapping[str, Any] | None) -> None:
         """Have a table say exactly this; None removes it.

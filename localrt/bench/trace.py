@@ -8,12 +8,11 @@ overlap, which a line cannot show. It does not know what ran.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import StorageError
+from localrt.files import write_text
 
 __all__ = ["to_chrome", "write_trace"]
 
@@ -55,14 +54,7 @@ def write_trace(path: Path, events: Sequence[Mapping[str, Any]], *, process: str
     Raises:
         StorageError: the file cannot be written.
     """
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        aside.write_text(json.dumps(to_chrome(events, process=process)) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+    write_text(path, json.dumps(to_chrome(events, process=process)) + "\n")
 
 
 def _first_free(lines: list[float], start: float, end: float) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from dataclasses import fields
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.cli.plan_draft import add_draft_arguments, check_draft_arguments, plan_draft
-from localrt.errors import OptionError, StorageError
+from localrt.errors import OptionError
+from localrt.files import write_text
 
 if TYPE_CHECKING:
     from localrt.offload.planner import Plan
@@ -90,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     )
     pair = None if args.draft is None else plan_draft(args, plan)
     if args.svg is not None:
-        _write(args.svg, to_svg(plan))
+        write_text(args.svg, to_svg(plan))
     if args.html is not None:
-        _write(args.html, to_html(plan))
+        write_text(args.html, to_html(plan))
     if args.json:
         print(json.dumps(_report(plan, inputs, pair), indent=2))
     else:
@@ -123,14 +123,3 @@ def _report(plan: Plan, inputs: Inputs, pair: PairPlan | None) -> dict[str, Any]
         "notes": [*inputs.notes, *plan.notes],
         **({} if pair is None else {"pair": pair.to_dict()}),
     }
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -7,13 +7,14 @@ numbers in the cache folder, by the names of the two; losing them costs a worse 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from localrt.files import write_text
 from localrt.settings import Settings
 from localrt.speculative.source import AheadSource, Check, DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
@@ -49,13 +50,9 @@ def remember_acceptance(settings: Settings, target: str, draft: str, share: floa
     known.pop(key, None)
     known[key] = round(min(1.0, max(0.0, value)), 4)
     kept = dict(list(known.items())[-_MOST:])
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(kept), encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
+        write_text(path, json.dumps(kept), sync=False)
 
 
 def _key(target: str, draft: str) -> str:

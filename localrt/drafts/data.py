@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import StorageError
+from localrt.files import atomic_write
 
 __all__ = ["SHARD", "SequenceFiles", "to_bfloat16"]
 
@@ -92,12 +93,9 @@ class SequenceFiles:
         return self._folder / f"{shard:05}.features.npy"
 
     def _write(self, path: Path, array: npt.NDArray[np.generic]) -> None:
-        """Aside, then renamed: a file with its name is whole."""
-        aside = path.with_suffix(".part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as stream:
+            with atomic_write(path) as stream:
                 np.save(stream, array)
-            aside.replace(path)
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror or error}") from error

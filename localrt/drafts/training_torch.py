@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from localrt.drafts.training_model import DgfModel
 from localrt.errors import CheckpointError, StorageError
+from localrt.files import atomic_write
 from localrt.speculative.dgf import DgfConfig
 
 if TYPE_CHECKING:
@@ -187,15 +188,14 @@ class Trainer:
         Raises:
             StorageError: the disk is full or fails.
         """
-        aside = path.with_suffix(".part")
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
         try:
-            torch.save(state, aside)
-            aside.replace(path)
+            with atomic_write(path) as stream:
+                torch.save(state, stream)
         except (OSError, RuntimeError) as error:
             raise StorageError(f"{path} cannot be written: {error}") from error
 

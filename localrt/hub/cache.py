@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.errors import ModelNotFoundError
+from localrt.files import write_text
 from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import HubRef
 
@@ -112,9 +113,7 @@ class CachedRepo:
             return
         path = self.folder / "refs" / revision
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".new")
-        aside.write_text(commit, encoding="ascii")
-        aside.replace(path)
+        write_text(path, commit)
 
     def has_safetensors(self, commit: str, files: list[str]) -> bool:
         """Whether the snapshot holds a complete Hugging Face model."""

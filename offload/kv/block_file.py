@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from localrt.errors import StorageError
+from localrt.files import write_text
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
 
@@ -151,9 +152,7 @@ class BlockFile:
             "tokens": tokens.tolist(),
             "sums": sums,
         }
-        aside = self.folder / (_ABOUT + ".new")
-        aside.write_text(json.dumps(about), encoding="utf-8")
-        aside.replace(self.folder / _ABOUT)
+        write_text(self.folder / _ABOUT, json.dumps(about), sync=False)
         self.tokens, self.layout, self._block_bytes, self._sums = tokens, layout, block_bytes, sums
 
 

@@ -10,11 +10,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from localrt.files import write_text
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
@@ -226,11 +228,7 @@ def _load(path: Path, fingerprint: Sequence[str]) -> dict[str, Any]:
 
 
 def _save(path: Path, values: dict[str, Any]) -> None:
-    """Aside and renamed. A cache that cannot be written is measured again next time."""
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    """A cache that cannot be written is measured again next time."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(values, indent=1), encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
+        write_text(path, json.dumps(values, indent=1), sync=False)

@@ -1,6 +1,6 @@
 """Writes a store file by file, so that it is either whole or can be gone on with.
 
-Everything happens in ``NAME.partial``: each file is written aside, synced and renamed, and then
+Everything happens in ``NAME.partial``: each file is written whole or not at all, and then
 listed in the partial manifest. A later run of the same packing keeps the files whose SHA-256 are
 right. The folder gets its own name last. It does not know where tiles come from.
 """
@@ -20,6 +20,7 @@ from typing import BinaryIO, TypeAlias
 
 from localrt.closing import Closing
 from localrt.errors import CancelledError, LocalrtError, OptionError, StorageError
+from localrt.files import atomic_write
 from localrt.formatting import format_bytes
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
@@ -271,16 +272,10 @@ class StoreWriter(Closing):
         """Where to write the file ``name``, which appears, whole, at the end."""
         aside = self.folder / (name + _ASIDE)
         aside.parent.mkdir(exist_ok=True)
-        try:
-            with aside.open("wb") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            aside.replace(self.folder / name)
-            _sync_folder(aside.parent)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        # One name for every process: what a killed one left is overwritten.
+        with atomic_write(self.folder / name, aside=aside) as stream:
+            yield stream
+        _sync_folder(aside.parent)
 
 
 class _Tiles:

@@ -1,0 +1,121 @@
+"""Files that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from localrt.errors import StorageError
+from localrt.files import atomic_write, write_bytes, write_text
+
+_DIES = """
+import os, sys
+from pathlib import Path
+from localrt.files import atomic_write
+with atomic_write(Path(sys.argv[1])) as stream:
+    stream.write(b"new" * 100000)
+    stream.flush()
+    os._exit(1)
+"""
+
+
+def test_files_are_written_and_replaced(tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 100 + ".json")  # 205 of 255 bytes
+    write_text(path, "grüße \ud83d\n")
+    assert path.read_bytes() == "grüße ".encode() + b"\xed\xa0\xbd\n"
+    write_bytes(path, b"new", sync=False)
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
+def test_what_fails_leaves_the_old_file_and_no_other(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    path = tmp_path / "kept"
+    path.write_bytes(b"old")
+
+    def fail() -> None:
+        with atomic_write(path) as stream:
+            stream.write(b"new")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_crash_before_the_rename_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    path.write_bytes(b"old")
+    assert subprocess.run([sys.executable, "-c", _DIES, path], check=False).returncode == 1
+    assert path.read_bytes() == b"old"
+
+
+def test_writers_at_the_same_time_leave_one_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    texts = [bytes([65 + n]) * 200_000 for n in range(6)]
+    start = threading.Barrier(len(texts))
+
+    def write(data: bytes) -> None:
+        start.wait()
+        for _ in range(10):
+            write_bytes(path, data, sync=False)
+            assert path.read_bytes() in texts
+
+    failed: list[object] = []
+    threads = [
+        threading.Thread(target=lambda data=data: failed.append(_error(write, data)))
+        for data in texts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [None] * len(texts)
+    assert path.read_bytes() in texts
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _error(write: object, data: bytes) -> BaseException | None:
+    assert callable(write)
+    try:
+        write(data)
+    except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+        return error
+    return None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+def test_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_bytes(tmp_path / "usual", b"")
+        write_bytes(tmp_path / "private", b"", mode=0o600)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"usual": 0o640, "private": 0o600}
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("none", "file"):
+        with pytest.raises(StorageError, match=r"^cannot write .*: ") as caught:
+            write_bytes(tmp_path / folder / "x", b"")
+        assert "\n" not in str(caught.value)
+
+
+def test_an_aside_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    aside = tmp_path / "x.writing"
+    aside.write_bytes(b"of a process that was killed, and longer")
+    with atomic_write(tmp_path / "x", aside=aside) as stream:
+        stream.write(b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("x", b"new")]
