@@ -79,7 +79,7 @@ def result(plan: Plan, seconds: float) -> dict[str, Any]:
         "bytes_per_token": dict(prediction.nbytes),
         "busy_s": dict(prediction.busy),
         "placed_bytes": places,
-        "advice": [asdict(advice) for advice in plan.advice],
+        "advice": [asdict(change) for change in plan.changes],
         "notes": list(plan.notes),
         "by_hand": by_hand(plan),
         "planning_s": seconds,
@@ -117,7 +117,7 @@ def plan_all(args: argparse.Namespace) -> dict[str, Any]:
         )
         results[name] = found = result(plan, time.perf_counter() - began)
         best = found["advice"][0] if found["advice"] else None
-        helps = "" if best is None else f"; {best['change']}: {best['gain']:.2g}x"
+        helps = "" if best is None else f"; {best['what']}: {best['gain']:.2g}x"
         print(
             f"{name}: {found['tok_s']:.3g} of {found['ceiling_tok_s']:.3g} tok/s, "
             f"{found['bottleneck']}{helps} ({found['planning_s']:.1f} s)",

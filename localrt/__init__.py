@@ -69,10 +69,10 @@ if TYPE_CHECKING:
     from localrt.library import search_models as search_models
     from localrt.library import uses as uses
     from localrt.live import LiveModel as LiveModel
+    from localrt.offload.planner.plan import Change as Change
+    from localrt.offload.planner.plan import Plan as Plan
     from localrt.planning import plan as plan
-    from localrt.planning.advice import Change as Change
-    from localrt.planning.advice import Outlook as Outlook
-    from localrt.planning.plan import Plan as Plan
+    from localrt.planning.outlook import Outlook as Outlook
     from localrt.planning.preview import Preview as Preview
     from localrt.planning.preview import preview as preview
     from localrt.planning.preview import preview_size as preview_size
@@ -82,8 +82,8 @@ if TYPE_CHECKING:
     from localrt.text.thinking import split_thinking as split_thinking
 
 _HOME = {
-    "Change": "localrt.planning.advice",
-    "Outlook": "localrt.planning.advice",
+    "Change": "localrt.offload.planner.plan",
+    "Outlook": "localrt.planning.outlook",
     "load": "localrt.api",
     "Model": "localrt.api",
     "ModelInfo": "localrt.api",
@@ -129,7 +129,7 @@ _HOME = {
     "search_models": "localrt.library",
     "uses": "localrt.library",
     "LiveModel": "localrt.live",
-    "Plan": "localrt.planning.plan",
+    "Plan": "localrt.offload.planner.plan",
     "plan": "localrt.planning.plan",
     "Preview": "localrt.planning.preview",
     "preview": "localrt.planning.preview",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from localrt.chat import ChatSession, Message
     from localrt.engine.protocol import EngineSession, Logits
     from localrt.models.tokenizers import Tokenizer
-    from localrt.planning.advice import Outlook
+    from localrt.planning.outlook import Outlook
 
 __all__ = ["Model", "ModelInfo", "load"]
 
@@ -364,7 +364,7 @@ class Model(BatchMethods, Closing):
         From the plan that the model was placed by, or a new one; measures nothing and may take a
         second: call it from a thread, while nothing is generated.
         """
-        from localrt.planning.advice import outlook
+        from localrt.planning.outlook import outlook
 
         found = outlook(self._parts, ram=self._ram, gpu_memory=self._gpu_memory)
         self._watch.token_bytes = found.token_bytes

@@ -122,7 +122,11 @@ def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALRT_OFFLINE", "1")
     monkeypatch.setattr(hardware, "gpus", lambda: ())
 
-    def measured(settings: Any, formats: Any, ssd: float | None, again: bool) -> MachineProfile:
-        return machine(ssd=ssd or 1e9)
+    def measured(settings: Any, formats: Any, remeasure: bool) -> MachineProfile:
+        return machine()
 
-    monkeypatch.setattr(plan_inputs, "_measure", measured)
+    def disk(folder: Path) -> hardware.DiskSpeed:
+        return hardware.DiskSpeed(1e9, "test")
+
+    monkeypatch.setattr(plan_inputs, "_kernels", measured)
+    monkeypatch.setattr(hardware, "measure_disk_read", disk)

@@ -53,11 +53,11 @@ def test_text_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     text = capsys.readouterr().out
     assert "tok/s predicted" in text
-    assert "What if" not in text  # a smaller budget is not another machine
+    assert "hypothetical" not in text  # a smaller budget is not another machine
     assert svg.read_text().startswith("<svg")
     assert "What would help most" in html.read_text()
     assert main(["plan", str(folder), "--ram", "600MB", "--ssd", "3GB/s"]) == 0
-    assert capsys.readouterr().out.startswith("What if: this is not this machine (--ssd)")
+    assert capsys.readouterr().out.startswith("A hypothetical PC (--ssd)")
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, "p.svg", "p.html"}
 
 

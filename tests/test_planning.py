@@ -31,7 +31,7 @@ def test_what_fits_and_what_streams(tmp_path: Path) -> None:
     assert less.changes
     assert less.changes[0].gain > 1
     assert "tok/s predicted" in less.report
-    assert less.details["prediction"]["tok_s"] == less.tok_s
+    assert less.to_dict()["prediction"]["tok_s"] == less.tok_s
     card = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
     assert 0 < card.vram_bytes <= 1e9
 

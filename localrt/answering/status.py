@@ -3,7 +3,7 @@
 Memory against its budgets, what the pipeline has read and computed, the generation in progress.
 Counts grow from the loading on: two snapshots give rates (``Status.since``). Taking one costs well
 under a millisecond, waits for no pass, and works from any thread. What would help is another's
-business (``localrt/planning/advice.py``).
+business (``localrt/planning/outlook.py``).
 """
 
 from __future__ import annotations

@@ -10,24 +10,20 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localrt.cli.plan_draft import add_draft_arguments, check_draft_arguments, plan_draft
 from localrt.errors import OptionError
 from localrt.files import write_text
-
-if TYPE_CHECKING:
-    from localrt.offload.planner import Plan
-    from localrt.offload.planner.pair import PairPlan
-    from localrt.planning.inputs import Inputs
+from localrt.offload.planner import Plan
+from localrt.offload.planner.pair import PairPlan
+from localrt.offload.planner.picture import to_html, to_svg
+from localrt.planning.plan import plan
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "say where a model would live, how fast it would run, and what would help"
-
-_DEFAULT_CTX = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,61 +61,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print."""
-    from localrt.offload.planner import make_plan
-    from localrt.offload.planner.explain import explain
-    from localrt.offload.planner.picture import to_html, to_svg
-    from localrt.planning.inputs import PlanTarget, read_inputs
-
     for name in ("ctx", "batch"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name} must be at least 1, is {value}")
     check_draft_arguments(args)
-    names = [field.name for field in fields(PlanTarget)]
-    inputs = read_inputs(PlanTarget(**{name: getattr(args, name) for name in names}))
-    ctx = args.ctx or min(_DEFAULT_CTX, inputs.shape.context_length)
-    plan = make_plan(
-        inputs.shape,
-        inputs.machine,
-        inputs.budgets,
-        ctx=ctx,
-        sequences=args.batch,
+    found = plan(
+        args.model,
+        ctx=args.ctx,
+        format=args.format,
         kv_format=args.kv_format,
+        batch=args.batch,
         kv_on_ssd=args.kv_on_ssd,
-        advise=True,
+        ram=args.ram,
+        gpu_memory=args.gpu_memory,
+        gpu=args.gpu,
+        link=args.link,
+        ssd=args.ssd,
+        remeasure=args.remeasure,
+        revision=args.revision,
+        offline=args.offline,
     )
-    pair = None if args.draft is None else plan_draft(args, plan)
+    pair = None if args.draft is None else plan_draft(args, found)
     if args.svg is not None:
-        write_text(args.svg, to_svg(plan))
+        write_text(args.svg, to_svg(found))
     if args.html is not None:
-        write_text(args.html, to_html(plan))
+        write_text(args.html, to_html(found))
     if args.json:
-        print(json.dumps(_report(plan, inputs, pair), indent=2))
+        print(json.dumps(_report(found, pair), indent=2))
     else:
-        if inputs.hypothetical:
-            print(f"What if: {_label(inputs)}\n")
-        for note in inputs.notes:
-            print(f"localrt: {note}", file=sys.stderr)
-        print(explain(plan))
+        print(found.report)
         if pair is not None:
             print("\n" + "\n".join(pair.table()))
     return 0
 
 
-def _label(inputs: Inputs) -> str:
-    flags = ", ".join(inputs.hypothetical)
-    return f"this is not this machine ({flags}); what was not given is this machine's or the card's"
-
-
-def _report(plan: Plan, inputs: Inputs, pair: PairPlan | None) -> dict[str, Any]:
-    prediction = plan.prediction
+def _report(found: Plan, pair: PairPlan | None) -> dict[str, Any]:
     return {
         "command": shlex.join(["localrt", *sys.argv[1:]]),
-        "hypothetical": list(inputs.hypothetical),
         "simulated": True,
-        "predicted_tok_s": prediction.tok_s,
-        "ceiling_tok_s": prediction.ceiling_tok_s,
-        **plan.to_dict(),
-        "notes": [*inputs.notes, *plan.notes],
+        "predicted_tok_s": found.tok_s,
+        "ceiling_tok_s": found.ceiling_tok_s,
+        **found.to_dict(),
         **({} if pair is None else {"pair": pair.to_dict()}),
     }

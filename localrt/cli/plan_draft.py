@@ -7,14 +7,14 @@ line says, or an assumption, and the output names which.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
+from localrt.drafts.acceptance import known_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
+from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
+from localrt.offload.planner.pair import AcceptanceSource, PairPlan, PairRequest, plan_pair
+from localrt.offload.planner.plan import Plan
+from localrt.planning.inputs import find_model, shape_of
 from localrt.settings import Settings
-
-if TYPE_CHECKING:
-    from localrt.offload.planner.pair import PairPlan
-    from localrt.offload.planner.plan import Plan
 
 __all__ = ["add_draft_arguments", "check_draft_arguments", "plan_draft"]
 
@@ -50,14 +50,9 @@ def plan_draft(args: argparse.Namespace, plan: Plan) -> PairPlan:
         MemoryBudgetError: the target fits neither with nor without it.
         LocalrtError: there is no such draft, or it cannot be planned.
     """
-    from localrt.drafts.acceptance import known_acceptance
-    from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
-    from localrt.offload.planner.pair import AcceptanceSource, PairRequest, plan_pair
-    from localrt.planning.inputs import PlanTarget, read_draft
-
-    target = plan.request
-    draft = read_draft(PlanTarget(model=args.draft, revision=args.revision, offline=args.offline))
-    known = known_acceptance(Settings.from_environment(), target.shape.name, draft.name)
+    settings, target = Settings.from_environment(), plan.request
+    draft = shape_of(find_model(args.draft, settings, revision=args.revision, offline=args.offline))
+    known = known_acceptance(settings, target.shape.name, draft.name)
     acceptance, source = PRIOR_ACCEPTANCE, AcceptanceSource.ASSUMED
     if args.acceptance is not None:
         acceptance, source = args.acceptance, AcceptanceSource.GIVEN

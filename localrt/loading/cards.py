@@ -69,8 +69,7 @@ def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> Ope
     from localrt.offload.cards.virtual import VirtualAccelerator
     from localrt.offload.planner.cards import parse_card
 
-    name = device.removeprefix("virtual:")
-    card = parse_card(device if "@" in name else name)
+    card = parse_card(device)
     profile, clock = card.profile, VirtualClock(trace)
     capacity = card.vram_bytes if gpu_memory is None else min(card.vram_bytes, gpu_memory)
     accelerator = VirtualAccelerator(

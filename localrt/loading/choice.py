@@ -49,7 +49,8 @@ def choose_context(
         MemoryBudgetError: it does not fit, not even so.
     """
     from localrt.offload.planner import make_plan
-    from localrt.offload.planner.plan import PlanRequest, fits
+    from localrt.offload.planner.plan import PlanRequest
+    from localrt.offload.planner.search import fits
 
     if ctx is not None and ctx > shape.context_length:
         notes.append(

@@ -1,6 +1,7 @@
-"""What a plan is made with: the model's shape, the machine, real or imagined, the budgets.
+"""What every plan is made of: the model's shape, the machine with its card, the budgets.
 
-Figures that are not given come from this machine or a card's table, and are labelled so.
+``localrt.plan`` measures the machine once; ``preview`` and ``Model.advise`` take what is known of
+it. No weight is read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localrt.errors import (
     CheckpointError,
@@ -17,12 +18,46 @@ from localrt.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from localrt.formatting import parse_size
+from localrt.hub import resolve
+from localrt.hub.cache import CachedRepo
+from localrt.hub.names import looks_like_path, parse_hub_ref
+from localrt.hub.remote import list_repo
+from localrt.hub.transfer import download
+from localrt.machine import hardware
+from localrt.machine.measuring import machine_profile
+from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.memory.state import memory_state
+from localrt.offload.planner import Budgets, MachineProfile, ModelShape
+from localrt.offload.planner.advice import in_format
+from localrt.offload.planner.cards import (
+    DEFAULT_CARD,
+    Card,
+    find_card,
+    parse_bandwidth,
+    parse_card,
+)
+from localrt.offload.planner.config_shapes import shape_from_config
+from localrt.offload.planner.known_machine import known_machine
+from localrt.offload.planner.machine import typical_machine
+from localrt.offload.planner.measure import measure_machine
+from localrt.offload.planner.shapes import shape_from_checkpoint
+from localrt.quant.formats import FORMATS
+from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
+from localrt.version import __version__
 
-if TYPE_CHECKING:
-    from localrt.offload.planner import Budgets, MachineProfile, ModelShape
-
-__all__ = ["Inputs", "PlanTarget", "read_draft", "read_inputs"]
+__all__ = [
+    "Hardware",
+    "budgets_of",
+    "card_here",
+    "find_model",
+    "hypothetical",
+    "machine_of",
+    "shape_of",
+    "unmeasured_machine",
+    "with_card",
+]
 
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".gguf")
@@ -32,96 +67,76 @@ _VRAM_SHARE = 0.92
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanTarget:
-    """A model and the hardware to plan for, as a person writes them; None is this machine's."""
+class Hardware:
+    """The hardware to plan for, as a person writes it; None is this machine's."""
 
-    model: str
-    format: str | None = None
-    ram: str | None = None
-    gpu_memory: str | None = None
+    ram: str | int | None = None
+    gpu_memory: str | int | None = None
     gpu: str | None = None
     link: str | None = None
     ssd: str | None = None
-    remeasure: bool = False
-    revision: str | None = None
-    offline: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """``hypothetical`` names the figures that are not this machine's."""
-
-    shape: ModelShape
-    machine: MachineProfile
-    budgets: Budgets
-    hypothetical: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def read_inputs(args: PlanTarget) -> Inputs:
-    """What a plan of the target needs.
-
-    Raises:
-        OptionError: a size, bandwidth, card or format that cannot be read.
-        LocalrtError: no such model, or one that cannot be planned.
-    """
-    from localrt.offload.planner.cards import parse_bandwidth
-
-    settings = Settings.from_environment()
-    ssd = None if args.ssd is None else parse_bandwidth(args.ssd)
-    link = None if args.link is None else parse_bandwidth(args.link)
-    path = _find(args.model, settings, args)
-    shape = _shape(path, args.format)
-    notes: list[str] = []
-    machine = _machine(path, settings, shape, ssd, args.remeasure, notes)
-    machine, vram, imagined = _with_gpu(machine, args, link)
-    budgets, more = _budgets(args, machine, vram)
-    given = ("--ssd",) if ssd is not None else ()
-    return Inputs(shape, machine, budgets, (*given, *imagined, *more), tuple(notes))
-
-
-def read_draft(args: PlanTarget) -> ModelShape:
-    """The shape of a draft, as it was published.
-
-    Raises:
-        LocalrtError: no such model, or one that cannot be planned.
-    """
-    settings = Settings.from_environment()
-    return _shape(_find(args.model, settings, args), None)
 
 
 # -- the model -----------------------------------------------------------------------------------
 
 
-def _find(model: str, settings: Settings, args: PlanTarget) -> Path:
-    """The model on this machine; of a hub model that is not here, its config alone."""
-    from localrt.hub import resolve
-    from localrt.hub.names import looks_like_path, parse_hub_ref
+def find_model(
+    model: str,
+    settings: Settings,
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+) -> Path:
+    """The model on this machine; of a hub model that is not here, its config alone.
 
+    Raises:
+        ModelNotFoundError: neither is to be had.
+    """
+    offline = settings.offline if offline is None else offline
     try:
         return resolve(
-            model,
-            settings=settings,
-            revision=args.revision,
-            offline=args.offline,
-            download=False,
+            model, settings=settings, revision=revision, offline=offline, download=False
         ).path
     except ModelNotFoundError:
         ref = None if looks_like_path(model) else parse_hub_ref(model)
         if ref is None or ref.variant is not None:
             raise
-        offline = settings.offline if args.offline is None else args.offline
         found = _cached_config(settings, ref.repo)
         if found is None and not offline:
-            found = _download_config(settings, ref.repo, args.revision or ref.revision)
+            found = _download_config(settings, ref.repo, revision or ref.revision)
         if found is None:
             raise
         return found
 
 
-def _cached_config(settings: Settings, repo: str) -> Path | None:
-    from localrt.hub.cache import CachedRepo
+def shape_of(path: Path, format: str | None = None) -> ModelShape:
+    """The shape of the model at ``path``, or of its config without weights, packed in ``format``.
 
+    Raises:
+        OptionError: no such format.
+        UnsupportedModelError: the planner does not know the architecture.
+        CheckpointError: a damaged file.
+    """
+    if format is not None and format not in FORMATS:
+        raise OptionError(f"format must be one of {', '.join(FORMATS)}, is {format!r}")
+    config = path if path.name == _CONFIG else path / _CONFIG
+    if config.is_file() and not _has_weights(config.parent):
+        return _shape_of_config(config, format)
+    try:
+        checkpoint = open_checkpoint(path)
+    except UnsupportedModelError:
+        # Its config may be known where its weights are not.
+        if not config.is_file():
+            raise
+        return _shape_of_config(config, format)
+    try:
+        shape = shape_from_checkpoint(checkpoint)
+    finally:
+        checkpoint.close()
+    return shape if format is None else in_format(shape, format, always=True)
+
+
+def _cached_config(settings: Settings, repo: str) -> Path | None:
     cached = CachedRepo(settings.hub_cache, repo)
     for commit in reversed(cached.commits()):
         path = cached.snapshot(commit) / _CONFIG
@@ -132,9 +147,6 @@ def _cached_config(settings: Settings, repo: str) -> Path | None:
 
 def _download_config(settings: Settings, repo: str, revision: str | None) -> Path | None:
     """The config of a repository that has one: a few kilobytes, no weights."""
-    from localrt.hub.remote import list_repo
-    from localrt.hub.transfer import download
-
     remote = list_repo(repo, revision, settings)
     if _CONFIG not in remote.files:
         return None
@@ -142,33 +154,12 @@ def _download_config(settings: Settings, repo: str, revision: str | None) -> Pat
     return cached.snapshot(remote.commit) / _CONFIG
 
 
-def _shape(path: Path, format: str | None) -> ModelShape:
-    from localrt.models.checkpoints import open_checkpoint
-    from localrt.offload.planner import shape_from_checkpoint, shape_from_config
-    from localrt.offload.planner.advice import in_format
-    from localrt.quant.formats import FORMATS
-
-    if format is not None and format not in FORMATS:
-        raise OptionError(f"format must be one of {', '.join(FORMATS)}, is {format!r}")
-    config = path if path.name == _CONFIG else path / _CONFIG
-    if config.is_file() and not _has_weights(config.parent):
-        return shape_from_config(_read_config(config), name=_name_of(config), format=format)
-    try:
-        checkpoint = open_checkpoint(path)
-        try:
-            shape = shape_from_checkpoint(checkpoint)
-        finally:
-            checkpoint.close()
-    except UnsupportedModelError:
-        # Its config may be known where its weights are not.
-        if not config.is_file():
-            raise
-        return shape_from_config(_read_config(config), name=_name_of(config), format=format)
-    return shape if format is None else in_format(shape, format, always=True)
-
-
 def _has_weights(folder: Path) -> bool:
     return any(entry.suffix in _WEIGHTS for entry in folder.iterdir())
+
+
+def _shape_of_config(config: Path, format: str | None) -> ModelShape:
+    return shape_from_config(_read_config(config), name=_name_of(config), format=format)
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -192,27 +183,36 @@ def _name_of(config: Path) -> str:
 # -- the machine ---------------------------------------------------------------------------------
 
 
-def _machine(
+def machine_of(
     path: Path,
     settings: Settings,
     shape: ModelShape,
-    ssd: float | None,
-    remeasure: bool,
-    notes: list[str],
-) -> MachineProfile:
-    """This machine, with the disk that was given, or the one that the model lies on."""
-    from localrt.offload.planner.machine import typical_machine
-    from localrt.quant.ops.native.abi import best_isa
+    *,
+    ssd: str | None = None,
+    remeasure: bool = False,
+) -> tuple[MachineProfile, str]:
+    """This machine, measured if it never was, and a note on what is assumed (or ``""``).
 
+    Its disk is the one that the model lies on, or ``ssd`` (``"3.5GB/s"``).
+    """
+    given = None if ssd is None else parse_bandwidth(ssd)
     formats = {unit.format for unit in shape.units}
     if best_isa() is None:
-        notes.append("the CPU kernels are not compiled: a typical desktop's rates are assumed")
-        return typical_machine() if ssd is None else _with_disk(typical_machine(), ssd)
-    if ssd is None and _large_enough(path):
-        from localrt.machine.measuring import machine_profile
+        machine = typical_machine()
+        note = "the CPU kernels are not compiled: a typical desktop's rates are assumed"
+        return (machine if given is None else _with_disk(machine, given, "given")), note
+    if given is not None:
+        return _with_disk(_kernels(settings, formats, remeasure), given, "given"), ""
+    if _large_enough(path):
+        return machine_profile(path, settings, formats=formats, remeasure=remeasure)[1], ""
+    machine = _kernels(settings, formats, remeasure)
+    disk = hardware.measure_disk_read(settings.cache_dir).read_bytes_s
+    return _with_disk(machine, disk, "measured"), ""
 
-        return machine_profile(path, settings, formats=formats, remeasure=remeasure)[1]
-    return _measure(settings, formats, ssd, remeasure)
+
+def unmeasured_machine(path: Path, settings: Settings) -> MachineProfile:
+    """This machine as far as it was measured before, else a typical desktop."""
+    return known_machine(settings.cache_dir, path) or typical_machine()
 
 
 def _large_enough(path: Path) -> bool:
@@ -221,22 +221,10 @@ def _large_enough(path: Path) -> bool:
     return sum(each.stat().st_size for each in files if each.is_file()) >= _LEAST_SAMPLE
 
 
-def _measure(
-    settings: Settings, formats: set[str], ssd: float | None, remeasure: bool
-) -> MachineProfile:
-    """The kernels of this machine; its disk by a file of our own, in the cache folder."""
-    from localrt.machine import hardware
-    from localrt.offload.planner.measure import measure_machine
-    from localrt.version import __version__
-
+def _kernels(settings: Settings, formats: set[str], remeasure: bool) -> MachineProfile:
     settings.cache_dir.mkdir(parents=True, exist_ok=True)
-    if ssd is None:
-        ssd = hardware.measure_disk_read(settings.cache_dir).read_bytes_s
-        source = "measured"
-    else:
-        source = "given"
     cpu = hardware.probe().cpu
-    machine = measure_machine(
+    return measure_machine(
         settings.cache_dir,
         cache=settings.cache_dir,
         disk_speed=None,
@@ -244,71 +232,80 @@ def _measure(
         formats=formats,
         remeasure=remeasure,
     )
-    return _with_disk(machine, ssd, source)
 
 
-def _with_disk(machine: MachineProfile, ssd: float, source: str = "given") -> MachineProfile:
-    sources = {**machine.sources, "ssd_bytes_s": source}
-    return replace(machine, ssd_bytes_s=ssd, sources=sources)
+def _with_disk(machine: MachineProfile, ssd: float, source: str) -> MachineProfile:
+    return replace(machine, ssd_bytes_s=ssd, sources={**machine.sources, "ssd_bytes_s": source})
 
 
-def _with_gpu(
-    machine: MachineProfile, args: PlanTarget, link: float | None
-) -> tuple[MachineProfile, int, tuple[str, ...]]:
-    """The machine with its card or the one asked for, GPU memory to use, what is imagined."""
-    from localrt.formatting import parse_size
-    from localrt.machine import hardware
-    from localrt.offload.planner.cards import DEFAULT_CARD, find_card, parse_card
+# -- the card ------------------------------------------------------------------------------------
 
-    asked = None if args.gpu_memory is None else parse_size(args.gpu_memory)
+
+def card_here() -> tuple[Card, int] | None:
+    """This machine's first card with the rates of its table, and bytes of its memory that are free.
+
+    None where there is no card.
+    """
     here = hardware.gpus()
-    imagined: list[str] = []
-    if args.gpu is not None:
-        card = parse_card(args.gpu)
+    if not here:
+        return None
+    card = find_card(here[0].name) or parse_card(DEFAULT_CARD)
+    free = here[0].free_bytes or here[0].memory_bytes or card.vram_bytes
+    return replace(card, name=here[0].name, vram_bytes=here[0].memory_bytes or free), free
+
+
+def with_card(machine: MachineProfile, wanted: Hardware) -> tuple[MachineProfile, int]:
+    """The machine with the card that was named, else its own, and bytes of the card's memory.
+
+    Without a card, memory or a link that was named belongs to a usual card of 8 GB.
+
+    Raises:
+        OptionError: no such card, or more memory than it has.
+    """
+    asked = None if wanted.gpu_memory is None else parse_size(wanted.gpu_memory)
+    link = None if wanted.link is None else parse_bandwidth(wanted.link)
+    here = card_here() if wanted.gpu is None else None
+    if wanted.gpu is not None:
+        card, source = parse_card(wanted.gpu), wanted.gpu
         vram = asked or card.vram_bytes
-        source, imagined = args.gpu, ["--gpu"]
-    elif here:
-        card = find_card(here[0].name) or parse_card(DEFAULT_CARD)
-        free = here[0].free_bytes or here[0].memory_bytes or card.vram_bytes
-        card = replace(card, name=here[0].name, vram_bytes=here[0].memory_bytes or free)
+    elif here is not None:
+        (card, free), source = here, "the card's table"
         vram = min(int(_VRAM_SHARE * free), asked or free)
-        source = "the card's table"
     elif asked is not None or link is not None:
-        card = parse_card(DEFAULT_CARD)
+        card, source = parse_card(DEFAULT_CARD), f"taken from {DEFAULT_CARD}"
         vram = asked or card.vram_bytes
         card = replace(card, vram_bytes=max(vram, card.vram_bytes))
-        source, imagined = f"taken from {DEFAULT_CARD}", ["--gpu-memory" if asked else "--link"]
     else:
-        return machine, 0, ()
-    if link is not None:
-        imagined = list(dict.fromkeys([*imagined, "--link"]))
+        return machine, 0
     if vram > card.vram_bytes:
         raise OptionError(
-            f"--gpu-memory {args.gpu_memory} is more than {card.name} has: "
+            f"--gpu-memory {wanted.gpu_memory} is more than {card.name} has: "
             f"{card.vram_bytes / 1e9:.3g} GB"
         )
-    sources = {
-        **machine.sources,
-        "gpu": source,
-        "link_bytes_s": "given" if link is not None else source,
-    }
+    given = "given" if link is not None else source
     machine = replace(
-        machine, gpu=card.profile, link_bytes_s=link or card.link_bytes_s, sources=sources
+        machine,
+        gpu=card.profile,
+        link_bytes_s=link or card.link_bytes_s,
+        sources={**machine.sources, "gpu": source, "link_bytes_s": given},
     )
-    return machine, vram, tuple(imagined)
+    return machine, vram
 
 
-def _budgets(
-    args: PlanTarget, machine: MachineProfile, vram: int
-) -> tuple[Budgets, tuple[str, ...]]:
-    from localrt.formatting import parse_size
-    from localrt.offload.memory.process import ram_budget
-    from localrt.offload.memory.state import memory_state
-    from localrt.offload.planner import Budgets
-
+def budgets_of(machine: MachineProfile, ram: int, vram: int) -> Budgets:
+    """``ram`` bytes for the whole process, ``vram`` of the card's memory."""
+    # A virtual card needs no driver: it calls no kernels.
     context = 0 if machine.gpu is not None and machine.gpu.call_s == 0 else None
-    if args.ram is None:
-        return Budgets(ram=ram_budget(None), vram=vram, cuda_context=context), ()
-    ram = parse_size(args.ram)
-    more = ("--ram",) if ram > memory_state().total else ()
-    return Budgets(ram=ram, vram=vram, cuda_context=context), more
+    return Budgets(ram=ram, vram=vram, cuda_context=context)
+
+
+def hypothetical(wanted: Hardware) -> tuple[str, ...]:
+    """The options of ``wanted`` that describe another machine than this one."""
+    imagined = {
+        "--ssd": wanted.ssd is not None,
+        "--gpu": wanted.gpu is not None,
+        "--gpu-memory": wanted.gpu is None and wanted.gpu_memory is not None and not card_here(),
+        "--link": wanted.link is not None,
+        "--ram": wanted.ram is not None and parse_size(wanted.ram) > memory_state().total,
+    }
+    return tuple(name for name, is_so in imagined.items() if is_so)

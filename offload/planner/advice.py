@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from localrt.formatting import format_bytes
-from localrt.offload.planner.plan import Advice, Plan, PlanRequest, predicted_rate
+from localrt.offload.planner.plan import Change, Plan, PlanRequest
+from localrt.offload.planner.search import predicted_rate
 from localrt.offload.planner.shapes import ModelShape, aligned
 from localrt.offload.planner.simulate import simulate
 from localrt.quant.formats import FORMATS
 
-__all__ = ["advice_for", "in_format"]
+__all__ = ["helpful_changes", "in_format"]
 
 # Below this a change is not worth a line.
 _LEAST_GAIN = 1.05
@@ -26,12 +27,12 @@ _DRAFT_ROWS = 8
 _ACCEPTED = 4.0
 
 
-def advice_for(plan: Plan) -> tuple[Advice, ...]:
+def helpful_changes(plan: Plan) -> tuple[Change, ...]:
     """The changes that make the plan faster, best first."""
     now = plan.prediction.tok_s
     found = [
-        Advice(change=change, tok_s=tok_s, gain=tok_s / now)
-        for change, tok_s in _changes(plan)
+        Change(what, tok_s, tok_s / now)
+        for what, tok_s in _changes(plan)
         if tok_s > _LEAST_GAIN * now
     ]
     return tuple(sorted(found, key=lambda each: each.gain, reverse=True)[:_MOST_LINES])

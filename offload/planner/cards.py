@@ -95,10 +95,12 @@ def find_card(name: str) -> Card | None:
 def parse_card(text: str) -> Card:
     """A card of the table by its name, or ``virtual:SIZE@LINK,MEMORY,ARITHMETIC``.
 
+    ``virtual:NAME`` is the card of the table too.
+
     Raises:
         OptionError: neither.
     """
-    if text.startswith("virtual:"):
+    if text.startswith("virtual:") and "@" in text:
         match = _VIRTUAL.fullmatch(text)
         if match is None:
             raise OptionError(
@@ -112,7 +114,7 @@ def parse_card(text: str) -> Card:
             _parse_flops(match["flops"]),
             reached=1.0,
         )
-    card = find_card(text)
+    card = find_card(text.removeprefix("virtual:"))
     if card is None:
         raise OptionError(
             f"no card {text!r} in the table: one of {', '.join(CARDS)}, "

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from localrt.formatting import format_bytes
 from localrt.offload.placement import Where
-from localrt.offload.planner.memory_table import total_of
 from localrt.offload.planner.plan import Plan, PlanRequest
 from localrt.offload.planner.shapes import ModelShape
 from localrt.offload.planner.simulate import Resource
@@ -45,6 +44,10 @@ def explain(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     request, shape = plan.request, plan.request.shape
+    if plan.hypothetical:
+        given = ", ".join(plan.hypothetical)
+        yield f"A hypothetical PC ({given}); what was not given is this machine's or the card's."
+        yield ""
     yield f"{shape.name}: {_model(shape)}"
     yield from _machine(request)
     yield ""
@@ -54,7 +57,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         parts = [part for part in plan.memory if part.tier == tier]
         if parts:
             budget = request.budgets.ram if tier == "ram" else request.budgets.vram
-            total = format_bytes(total_of(plan.memory, tier))  # type: ignore[arg-type]
+            total = format_bytes(plan.ram_bytes if tier == "ram" else plan.vram_bytes)
             yield ""
             yield f"{name}: {total} of {format_bytes(budget)}"
             width = max(len(part.what) for part in parts)
@@ -63,11 +66,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield "Prediction"
     yield from (f"  {line}" for line in _prediction(plan))
-    if plan.advice:
+    if plan.changes:
         yield ""
         yield "What would help most"
-        for advice in plan.advice:
-            yield f"  {_rate(advice.tok_s):>6} tok/s ({advice.gain:.2g}x)  {advice.change}"
+        for change in plan.changes:
+            yield f"  {_rate(change.tok_s):>6} tok/s ({change.gain:.2g}x)  {change.what}"
     if plan.notes:
         yield ""
         yield "Notes"

@@ -22,7 +22,8 @@ from localrt.offload.planner.guessing import (
     check_acceptance,
     guessed_tree,
 )
-from localrt.offload.planner.plan import Plan, PlanRequest, find_plan
+from localrt.offload.planner.plan import Plan, PlanRequest
+from localrt.offload.planner.search import find_plan
 from localrt.offload.planner.shapes import ModelShape
 from localrt.offload.planner.simulate import simulate
 

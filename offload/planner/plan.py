@@ -1,46 +1,25 @@
-"""The planner's answer for one model, one machine and its budgets: ``make_plan``.
-
-It accounts the fixed parts, searches placements, and predicts what a pass takes by replaying it.
-What cannot fit fails here, with numbers and ways out, before a byte of weights is read.
-"""
+"""What is planned for, and the answer: a placement with what to expect of it. Plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
 from localrt.offload.placement import Placement
-from localrt.offload.planner.budgets import (
-    KV_BUFFER_BYTES,
-    Budgets,
-    activation_nbytes,
-    fitting_prefill_rows,
-)
-from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
+from localrt.offload.planner.budgets import Budgets
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.memory_table import MemoryPart, memory_table
+from localrt.offload.planner.memory_table import MemoryPart, total_of
 from localrt.offload.planner.shapes import KvFormat, ModelShape
-from localrt.offload.planner.simulate import Resource, Simulation, simulate
+from localrt.offload.planner.simulate import Resource, Simulation
 
-__all__ = [
-    "Advice",
-    "Plan",
-    "PlanRequest",
-    "Prediction",
-    "context_plans",
-    "find_plan",
-    "fits",
-    "make_plan",
-    "predicted_rate",
-]
+__all__ = ["Change", "Plan", "PlanRequest", "Prediction", "in_words"]
 
 # A conversation in its first minutes: what most tokens see.
 _USUAL_HELD = 512
-_FIRST_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +43,15 @@ class Prediction:
     waits: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """A change, what it needs, and the rate that planning with it gives."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing to change (``"54 MB more RAM"``), and the tokens per second that planning with it
+    gives: ``gain`` times what it gives without.
+    """
 
-    change: str
+    what: str
     tok_s: float
     gain: float
-
-    @property
-    def text(self) -> str:
-        """One line."""
-        return f"{self.change}: {self.tok_s:.3g} tok/s ({self.gain:.2g}x)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +108,110 @@ class PlanRequest:
         )
 
 
+def in_words(*, fits: bool, read: int, copied: int, tok_s: float | None, where: str) -> str:
+    """``"fits in memory, about 45 tok/s"``, ``"streams 4.1 GB per token, about 6 tok/s"``.
+
+    ``read`` bytes come from the disk and ``copied`` over the link for each token.
+    """
+    rate = "" if not tok_s else f", about {tok_s:.2g} tok/s"
+    if tok_s and tok_s >= 10:
+        rate = f", about {tok_s:.0f} tok/s"
+    if fits:
+        return f"fits {where}{rate}"
+    if read:
+        return f"streams {format_bytes(read)} per token{rate}"
+    return f"copies {format_bytes(copied)} per token to the card{rate}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A placement with its prediction, its accounts, advice and notes."""
+    """Where a model lives on a machine, what to expect of it, and what would help.
+
+    Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; they are
+    there where they were asked for. ``hypothetical`` names what was given and is not this
+    machine's. ``report`` is the text that ``localrt plan`` prints, in plans that
+    ``localrt.plan`` made.
+    """
 
     request: PlanRequest
     placement: Placement
     prediction: Prediction
     memory: tuple[MemoryPart, ...]
     simulation: Simulation = field(repr=False)
-    advice: tuple[Advice, ...] = ()
+    changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    hypothetical: tuple[str, ...] = ()
+    report: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        """``"streams 4.1 GB per token, about 6 tok/s"``."""
+        return in_words(
+            fits=self.fits,
+            read=self.read_bytes,
+            copied=self.copied_bytes,
+            tok_s=self.tok_s,
+            where="in memory",
+        )
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.request.shape.name
+
+    @property
+    def ctx(self) -> int:
+        """Context in tokens."""
+        return self.request.ctx
+
+    @property
+    def fits(self) -> bool:
+        """Whether all weights stay where they are computed."""
+        return not self.read_bytes and not self.copied_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """What comes from the disk for each token."""
+        return round(self.prediction.nbytes.get("ssd", 0))
+
+    @property
+    def copied_bytes(self) -> int:
+        """What goes over the link to the card for each token."""
+        return round(self.prediction.nbytes.get("link", 0))
+
+    @property
+    def tok_s(self) -> float:
+        """Decoding, predicted."""
+        return self.prediction.tok_s
+
+    @property
+    def ceiling_tok_s(self) -> float:
+        """Decoding at most, with this placement."""
+        return self.prediction.ceiling_tok_s
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Reading a prompt, predicted."""
+        return self.prediction.prefill_tok_s
+
+    @property
+    def bottleneck(self) -> Resource:
+        """``"ssd"``, ``"link"``, ``"cpu"`` or ``"gpu"``."""
+        return self.prediction.bottleneck
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights."""
+        return self.request.shape.nbytes
+
+    @property
+    def ram_bytes(self) -> int:
+        """RAM in use, of everything."""
+        return total_of(self.memory, "ram")
+
+    @property
+    def vram_bytes(self) -> int:
+        """The card's memory in use."""
+        return total_of(self.memory, "vram")
 
     def for_weights_and_caches(self) -> int:
         """Bytes that the other parts of the plan leave of the RAM."""
@@ -190,235 +259,7 @@ class Plan:
             },
             "prediction": asdict(self.prediction),
             "memory": [asdict(part) for part in self.memory],
-            "advice": [asdict(advice) for advice in self.advice],
+            "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
+            "hypothetical": list(self.hypothetical),
         }
-
-
-def make_plan(
-    shape: ModelShape,
-    machine: MachineProfile,
-    budgets: Budgets,
-    *,
-    ctx: int,
-    rows: int = 1,
-    sequences: int = 1,
-    prefill_rows: int = 512,
-    kv_format: KvFormat = "bf16",
-    held: int | None = None,
-    kv_on_ssd: bool = False,
-    solver: Literal["auto", "greedy"] = "auto",
-    advise: bool = False,
-) -> Plan:
-    """Place ``shape`` on ``machine`` within ``budgets``, for a context of ``ctx`` tokens.
-
-    ``rows`` is those of one pass (more than one: a drafted tree); ``sequences`` a batch, each with
-    its own cache. ``prefill_rows`` is the most rows of a prompt's pass: a tight budget takes fewer.
-    ``held`` is how many tokens the prediction assumes in the cache. ``kv_on_ssd`` lets the keys and
-    values of as few layers as needed live on the SSD where they do not fit. ``solver="greedy"``
-    answers in tens of milliseconds; ``advise`` plans several variations to say what would help.
-
-    Raises:
-        MemoryBudgetError: it cannot fit; says what does.
-        OptionError: a number below one, or a ``kv_format`` that latents are not kept in.
-    """
-    if kv_format == "int4" and any(layer.latent for layer in shape.kv):
-        raise OptionError(
-            f"kv_format int4 is not for latent attention ({shape.architecture}), whose cache is "
-            "small as it is: use bf16 or int8"
-        )
-    request = PlanRequest(
-        shape=shape,
-        machine=machine,
-        budgets=budgets,
-        ctx=ctx,
-        rows=rows,
-        sequences=sequences,
-        prefill_rows=prefill_rows,
-        kv_format=kv_format,
-        held=held,
-        kv_on_ssd=kv_on_ssd,
-    )
-    plan = find_plan(request, exact=solver == "auto")
-    if plan is None:
-        from localrt.offload.planner.refusal import refusal
-
-        raise refusal(request)
-    if advise:
-        from localrt.offload.planner.advice import advice_for
-
-        plan = replace(plan, advice=advice_for(plan))
-    return plan
-
-
-def context_plans(request: PlanRequest, *, exact: bool = False) -> Iterator[tuple[int, Plan]]:
-    """(context, plan) for contexts that double up to the request's.
-
-    A short conversation leaves the room of a long one's cache to weights: start with the first
-    plan, and go over to the next when the cache outgrows it.
-    """
-    ctx = min(_FIRST_CONTEXT, request.ctx)
-    while True:
-        plan = find_plan(replace(request, ctx=ctx), exact=exact)
-        if plan is not None:
-            yield ctx, plan
-        if ctx >= request.ctx:
-            return
-        ctx = min(2 * ctx, request.ctx)
-
-
-def fits(request: PlanRequest) -> bool:
-    """Whether there is a plan; sooner known than found."""
-    if request.uses_gpu and fits(request.without_gpu()):
-        return True
-    request, rooms, _ = _prepare(request)
-    if can_place(request.costs(), rooms):
-        return True
-    if not request.kv_on_ssd or request.uses_gpu:
-        return False
-    return can_place(request.costs(), replace(rooms, kv_ssd=frozenset(range(request.shape.layers))))
-
-
-def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> float:
-    """Tokens per second of the best plan by rules, 0 where nothing fits; nothing more is told.
-
-    A mixture takes over the rings of ``like``: there are too many experts to try many.
-    """
-    request, rooms, prefill_rows = _prepare(request)
-    if like is not None and request.shape.experts is not None:
-        costs = request.costs()
-        best = best_candidate(costs, rooms, prefill_rows=prefill_rows, exact=False, rings=like)
-    else:
-        best = _search(request, rooms, prefill_rows, False, [])
-    if best is None:
-        return 0.0
-    return request.sequences / simulate(request.costs(), best.placement).seconds
-
-
-def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
-    """The best plan, or None where nothing fits."""
-    notes: list[str] = list(request.shape.notes)
-    request, rooms, prefill_rows = _prepare(request)
-    best = _search(request, rooms, prefill_rows, exact, notes)
-    if best is not None:
-        return _finish(request, best, notes)
-    if not request.uses_gpu:
-        return None
-    plan = find_plan(request.without_gpu(), exact=exact)
-    if plan is None:
-        return None
-    note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
-    return replace(plan, notes=(*plan.notes, note))
-
-
-def _search(
-    request: PlanRequest, rooms: Rooms, prefill_rows: int, exact: bool, notes: list[str]
-) -> Candidate | None:
-    """With as few layers' keys and values on the SSD as it takes."""
-    if rooms.ram <= 0 or rooms.vram < 0:
-        return None
-    best = best_candidate(
-        request.costs(), rooms, prefill_rows=prefill_rows, exact=exact, notes=notes
-    )
-    if best is not None or not request.kv_on_ssd or request.uses_gpu:
-        return best
-    low, high = 0, request.shape.layers
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = can_place(request.costs(), _with_kv_on_ssd(rooms, middle))
-        low, high = (low, middle) if enough else (middle, high)
-    notes.append(f"keys and values of {high} layers live on the SSD: they do not fit in RAM")
-    return best_candidate(
-        request.costs(),
-        _with_kv_on_ssd(rooms, high),
-        prefill_rows=prefill_rows,
-        exact=exact,
-        notes=notes,
-    )
-
-
-def _with_kv_on_ssd(rooms: Rooms, layers: int) -> Rooms:
-    """Keys and values of the first layers on the SSD, and the buffer that they are read through."""
-    return replace(rooms, ram=rooms.ram - KV_BUFFER_BYTES, kv_ssd=frozenset(range(layers)))
-
-
-def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
-    """The request without a card that it may not use, the rooms, and the rows of a pass."""
-    if not request.uses_gpu:
-        request = replace(request, machine=request.machine.without_gpu())
-    prefill_rows = fitting_prefill_rows(
-        request.shape, request.budgets.ram, max(request.prefill_rows, request.rows)
-    )
-    return request, _rooms(request, prefill_rows), prefill_rows
-
-
-def _rooms(request: PlanRequest, prefill_rows: int) -> Rooms:
-    """What the fixed parts leave."""
-    shape, budgets = request.shape, request.budgets
-    rows = max(prefill_rows, request.rows, request.sequences)
-    activations = activation_nbytes(shape, rows)
-    small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
-    ram = budgets.ram - budgets.process_bytes(shape) - budgets.scratch - activations - small
-    vram = 0
-    if request.uses_gpu:
-        vram = budgets.vram - budgets.context_bytes() - activations - small
-    return Rooms(ram=ram, vram=vram, kv=_kv_nbytes(request))
-
-
-def _kv_nbytes(request: PlanRequest) -> tuple[int, ...]:
-    """Of each layer, for all sequences at the full context."""
-    sizes = request.shape.kv_nbytes(request.kv_format, request.ctx)
-    return tuple(request.sequences * size for size in sizes)
-
-
-def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
-    """The final replay, and those for prompts and the full context."""
-    placement = best.placement
-    steady = simulate(request.costs(), placement, keep_tasks=2)
-    full = simulate(request.costs(held=request.ctx), placement)
-    prompt = simulate(
-        request.costs(
-            rows=placement.prefill_rows,
-            held=max(0, min(request.ctx, 512) - placement.prefill_rows) // 2,
-        ),
-        placement,
-        passes=2,
-        warm_up=1,
-    )
-    tokens = request.sequences
-    busy = steady.busy
-    slowest: Resource = "gpu" if busy["gpu"] > busy["cpu"] else "cpu"
-    if max(busy["ssd"], busy["link"]) > steady.chain:
-        slowest = "ssd" if busy["ssd"] >= busy["link"] else "link"
-    prediction = Prediction(
-        tok_s=tokens / steady.seconds,
-        ceiling_tok_s=tokens / steady.bound,
-        bottleneck=slowest,
-        efficiency=steady.efficiency,
-        prefill_tok_s=placement.prefill_rows / prompt.seconds,
-        held=request.held_tokens,
-        full_context_tok_s=tokens / full.seconds,
-        nbytes=dict(steady.nbytes),
-        busy=dict(busy),
-        waits=dict(steady.waits),
-    )
-    if request.shape.experts is not None:
-        notes.append(
-            "experts are taken to be chosen evenly: a cache that follows the text reads less"
-        )
-    if placement.prefill_rows < request.prefill_rows:
-        notes.append(f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget")
-    return Plan(
-        request=request,
-        placement=placement,
-        prediction=prediction,
-        memory=memory_table(
-            request.shape,
-            request.budgets,
-            placement,
-            kv=_kv_nbytes(request),
-            rows=max(placement.prefill_rows, request.rows, request.sequences),
-        ),
-        simulation=steady,
-        notes=tuple(notes),
-    )

@@ -11,7 +11,8 @@ from dataclasses import replace
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.offload.planner.budgets import activation_nbytes
-from localrt.offload.planner.plan import PlanRequest, fits
+from localrt.offload.planner.plan import PlanRequest
+from localrt.offload.planner.search import fits
 
 __all__ = ["least_ram", "refusal"]
 

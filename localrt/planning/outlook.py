@@ -1,0 +1,75 @@
+"""What bounds a loaded model, and what would help most: ``Model.advise()``.
+
+For a streamed model it asks the planner for variations of the plan that the model runs by; for one
+that is all in memory it compares with what was measured of the machine, if anything was. Nothing is
+measured here, and no weight is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localrt.errors import LocalrtError
+from localrt.loading.parts import LoadedModel
+from localrt.offload.memory.process import ram_budget
+from localrt.offload.planner import Plan, make_plan
+from localrt.offload.planner.advice import helpful_changes
+from localrt.offload.planner.known_machine import known_machine
+from localrt.offload.planner.plan import Change
+from localrt.planning.inputs import Hardware, budgets_of, card_here, shape_of, with_card
+from localrt.settings import Settings
+
+__all__ = ["Change", "Outlook", "outlook"]
+
+_CTX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """``ceiling_tok_s`` is what this placement allows at most, a token a pass; ``token_bytes`` what
+    a token needs of the weights; ``changes`` pay, best first. None and empty where not known.
+    """
+
+    ceiling_tok_s: float | None = None
+    token_bytes: int | None = None
+    changes: tuple[Change, ...] = ()
+
+
+def outlook(
+    parts: LoadedModel,
+    *,
+    ram: int | None,
+    gpu_memory: int | None,
+    settings: Settings | None = None,
+) -> Outlook:
+    """Of a loaded model, within the budgets that the user gave."""
+    plan: Plan | None = getattr(parts.engine, "plan", None)
+    try:
+        if plan is not None:
+            nbytes = round(plan.request.shape.pass_nbytes)
+            return Outlook(plan.ceiling_tok_s, nbytes, helpful_changes(plan))
+        return _resident(parts, ram, gpu_memory, settings or Settings.from_environment())
+    except (LocalrtError, OSError):  # its files have gone, or the planner does not know it
+        return Outlook()
+
+
+def _resident(
+    parts: LoadedModel, ram: int | None, gpu_memory: int | None, settings: Settings
+) -> Outlook:
+    shape = shape_of(parts.path)
+    nbytes = round(shape.pass_nbytes)
+    machine = known_machine(settings.cache_dir, parts.path)
+    if machine is None or parts.engine.info.format in ("bf16", "f32"):
+        return Outlook(token_bytes=nbytes)
+    vram = 0
+    if parts.engine.info.device.startswith("cuda"):
+        here = card_here()
+        if here is None:
+            return Outlook(token_bytes=nbytes)
+        # Of the whole card: the model that is asked about has taken its part already.
+        machine, _ = with_card(machine, Hardware())
+        vram = gpu_memory or here[0].vram_bytes
+    rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
+    budgets = budgets_of(machine, ram_budget(ram), vram)
+    plan = make_plan(shape, machine, budgets, ctx=min(parts.ctx, _CTX), solver="greedy")
+    return Outlook(rate / nbytes if nbytes else None, nbytes, helpful_changes(plan))

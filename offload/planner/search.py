@@ -1,0 +1,176 @@
+"""The search for a placement: the fixed parts are accounted, the rest is placed and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.formatting import format_bytes
+from localrt.offload.placement import Placement
+from localrt.offload.planner.budgets import (
+    KV_BUFFER_BYTES,
+    activation_nbytes,
+    fitting_prefill_rows,
+)
+from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
+from localrt.offload.planner.memory_table import memory_table
+from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
+from localrt.offload.planner.simulate import Resource, simulate
+
+__all__ = ["find_plan", "fits", "predicted_rate"]
+
+
+def fits(request: PlanRequest) -> bool:
+    """Whether there is a plan; sooner known than found."""
+    if request.uses_gpu and fits(request.without_gpu()):
+        return True
+    request, rooms, _ = _prepare(request)
+    if can_place(request.costs(), rooms):
+        return True
+    if not request.kv_on_ssd or request.uses_gpu:
+        return False
+    return can_place(request.costs(), replace(rooms, kv_ssd=frozenset(range(request.shape.layers))))
+
+
+def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> float:
+    """Tokens per second of the best plan by rules, 0 where nothing fits; nothing more is told.
+
+    A mixture takes over the rings of ``like``: there are too many experts to try many.
+    """
+    request, rooms, prefill_rows = _prepare(request)
+    if like is not None and request.shape.experts is not None:
+        costs = request.costs()
+        best = best_candidate(costs, rooms, prefill_rows=prefill_rows, exact=False, rings=like)
+    else:
+        best = _search(request, rooms, prefill_rows, False, [])
+    if best is None:
+        return 0.0
+    return request.sequences / simulate(request.costs(), best.placement).seconds
+
+
+def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
+    """The best plan, or None where nothing fits."""
+    notes: list[str] = list(request.shape.notes)
+    request, rooms, prefill_rows = _prepare(request)
+    best = _search(request, rooms, prefill_rows, exact, notes)
+    if best is not None:
+        return _finish(request, best, notes)
+    if not request.uses_gpu:
+        return None
+    plan = find_plan(request.without_gpu(), exact=exact)
+    if plan is None:
+        return None
+    note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _search(
+    request: PlanRequest, rooms: Rooms, prefill_rows: int, exact: bool, notes: list[str]
+) -> Candidate | None:
+    """With as few layers' keys and values on the SSD as it takes."""
+    if rooms.ram <= 0 or rooms.vram < 0:
+        return None
+    best = best_candidate(
+        request.costs(), rooms, prefill_rows=prefill_rows, exact=exact, notes=notes
+    )
+    if best is not None or not request.kv_on_ssd or request.uses_gpu:
+        return best
+    low, high = 0, request.shape.layers
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = can_place(request.costs(), _with_kv_on_ssd(rooms, middle))
+        low, high = (low, middle) if enough else (middle, high)
+    notes.append(f"keys and values of {high} layers live on the SSD: they do not fit in RAM")
+    return best_candidate(
+        request.costs(),
+        _with_kv_on_ssd(rooms, high),
+        prefill_rows=prefill_rows,
+        exact=exact,
+        notes=notes,
+    )
+
+
+def _with_kv_on_ssd(rooms: Rooms, layers: int) -> Rooms:
+    """Keys and values of the first layers on the SSD, and the buffer that they are read through."""
+    return replace(rooms, ram=rooms.ram - KV_BUFFER_BYTES, kv_ssd=frozenset(range(layers)))
+
+
+def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
+    """The request without a card that it may not use, the rooms, and the rows of a pass."""
+    if not request.uses_gpu:
+        request = replace(request, machine=request.machine.without_gpu())
+    prefill_rows = fitting_prefill_rows(
+        request.shape, request.budgets.ram, max(request.prefill_rows, request.rows)
+    )
+    return request, _rooms(request, prefill_rows), prefill_rows
+
+
+def _rooms(request: PlanRequest, prefill_rows: int) -> Rooms:
+    """What the fixed parts leave."""
+    shape, budgets = request.shape, request.budgets
+    rows = max(prefill_rows, request.rows, request.sequences)
+    activations = activation_nbytes(shape, rows)
+    small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
+    ram = budgets.ram - budgets.process_bytes(shape) - budgets.scratch - activations - small
+    vram = 0
+    if request.uses_gpu:
+        vram = budgets.vram - budgets.context_bytes() - activations - small
+    return Rooms(ram=ram, vram=vram, kv=_kv_nbytes(request))
+
+
+def _kv_nbytes(request: PlanRequest) -> tuple[int, ...]:
+    """Of each layer, for all sequences at the full context."""
+    sizes = request.shape.kv_nbytes(request.kv_format, request.ctx)
+    return tuple(request.sequences * size for size in sizes)
+
+
+def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
+    """The final replay, and those for prompts and the full context."""
+    placement = best.placement
+    steady = simulate(request.costs(), placement, keep_tasks=2)
+    full = simulate(request.costs(held=request.ctx), placement)
+    prompt = simulate(
+        request.costs(
+            rows=placement.prefill_rows,
+            held=max(0, min(request.ctx, 512) - placement.prefill_rows) // 2,
+        ),
+        placement,
+        passes=2,
+        warm_up=1,
+    )
+    tokens = request.sequences
+    busy = steady.busy
+    slowest: Resource = "gpu" if busy["gpu"] > busy["cpu"] else "cpu"
+    if max(busy["ssd"], busy["link"]) > steady.chain:
+        slowest = "ssd" if busy["ssd"] >= busy["link"] else "link"
+    prediction = Prediction(
+        tok_s=tokens / steady.seconds,
+        ceiling_tok_s=tokens / steady.bound,
+        bottleneck=slowest,
+        efficiency=steady.efficiency,
+        prefill_tok_s=placement.prefill_rows / prompt.seconds,
+        held=request.held_tokens,
+        full_context_tok_s=tokens / full.seconds,
+        nbytes=dict(steady.nbytes),
+        busy=dict(busy),
+        waits=dict(steady.waits),
+    )
+    if request.shape.experts is not None:
+        notes.append(
+            "experts are taken to be chosen evenly: a cache that follows the text reads less"
+        )
+    if placement.prefill_rows < request.prefill_rows:
+        notes.append(f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget")
+    return Plan(
+        request=request,
+        placement=placement,
+        prediction=prediction,
+        memory=memory_table(
+            request.shape,
+            request.budgets,
+            placement,
+            kv=_kv_nbytes(request),
+            rows=max(placement.prefill_rows, request.rows, request.sequences),
+        ),
+        simulation=steady,
+        notes=tuple(notes),
+    )
