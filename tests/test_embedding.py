@@ -48,7 +48,7 @@ def test_vectors_are_transformers(name: str, tmp_path: Path) -> None:
             assert np.allclose(np.linalg.norm(unit, axis=1), 1.0, atol=1e-5)
 
 
-def test_company_does_not_matter_and_long_texts_go_on(tiny_folder: Path) -> None:
+def test_other_texts_do_not_matter_and_long_texts_go_on(tiny_folder: Path) -> None:
     texts = ["a" * n for n in (3, 500, 40, 511, 1)]
     with localrt.load(tiny_folder) as model:
         together = model.embed(texts)

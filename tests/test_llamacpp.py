@@ -20,7 +20,8 @@ from tests.real_models import find_real_model, real_model
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
 
-from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings, LlamaCppTokenizer
+from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings
+from localrt.engine.llamacpp.tokenizer import LlamaCppTokenizer
 
 pytestmark = pytest.mark.llamacpp
 
@@ -36,7 +37,7 @@ def engine() -> Iterator[LlamaCppEngine]:
 
 @pytest.fixture(scope="module")
 def tokenizer(engine: LlamaCppEngine) -> LlamaCppTokenizer:
-    return LlamaCppTokenizer(engine)
+    return engine.tokenizer()
 
 
 def greedy(engine: LlamaCppEngine, prompt: list[int], count: int) -> list[int]:
@@ -116,7 +117,7 @@ def test_the_cache_grows_and_keeps_what_it_holds(engine: LlamaCppEngine) -> None
     assert grown.nbytes == 0
     grown.extend([7] * 8)
     small = grown.nbytes
-    assert 0 < small < 2048 * engine.kv_bytes_per_token
+    assert 0 < small < 2048 * engine.kv_nbytes(1)
     grown.extend(PROMPT)
     before = grown.extend([1, 2, 3]).copy()
     grown.trim(len(grown.tokens) - 3)
@@ -325,7 +326,7 @@ def test_sentencepiece_detokenizer_equals_decode() -> None:
     if path is None:
         pytest.skip("real model gemma270m is not here")
     engine = LlamaCppEngine.load(path, settings=LlamaCppSettings(repack=False))
-    tokenizer = LlamaCppTokenizer(engine)
+    tokenizer = engine.tokenizer()
     for text in TEXTS:
         tokens = tokenizer.encode(text)
         stream = tokenizer.detokenizer()

@@ -14,6 +14,7 @@ import localrt
 from localrt.answering.status import LaneUse, MemoryUse, Status
 from localrt.answering.watching import last_pass
 from localrt.offload.trace import Task
+from tests.engine.test_batch import ScriptedEngine
 
 
 def status(**changes: object) -> Status:
@@ -201,14 +202,12 @@ def test_recording_follows_the_wish(tmp_path: Path) -> None:
 
     asked: list[int | None] = []
 
-    class Engine:
-        info = type("Info", (), {"streamed": True, "weight_bytes": 1})()
-
+    class Tracing(ScriptedEngine):
         def trace(self, keep: int | None = None) -> list[Task]:
             asked.append(keep)
             return a_pass(0.0)
 
-    watch = Watch(Engine(), ctx=1, ram=None, gpu_memory=None)  # type: ignore[arg-type]
+    watch = Watch(Tracing(), ctx=1, ram=None, gpu_memory=None)
     assert watch.status().last_pass is None
     assert asked == []
     assert watch.status(lanes=True).last_pass is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import Engine
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
@@ -25,7 +24,7 @@ def change_ram(engine: Engine, nbytes: int, *, free: Callable[[], None]) -> None
     """
     from localrt.models.tokenizers.free_memory import return_free_memory
 
-    if isinstance(engine, NativeEngine) and engine.info.streamed:
+    if engine.info.streamed:
         engine.set_ram_budget(ram_budget(nbytes))
         return_free_memory()
         return
@@ -49,7 +48,7 @@ def change_gpu_memory(engine: Engine, nbytes: int) -> None:
     """
     if engine.info.device == "cpu":
         raise OptionError("the model runs on the CPU alone: it has no GPU memory")
-    if isinstance(engine, NativeEngine) and engine.info.streamed:
+    if engine.info.streamed:
         engine.set_vram_budget(nbytes)
         return
     if engine.info.weight_bytes > nbytes:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 from localrt.engine.embedding import (
     POOLINGS,
-    EmbeddingEngine,
-    HiddenEngine,
     Pooling,
     Rows,
     unit_length,
@@ -22,7 +20,6 @@ from localrt.errors import (
     CancelledError,
     ContextOverflowError,
     OptionError,
-    UnsupportedModelError,
 )
 
 if TYPE_CHECKING:
@@ -43,8 +40,7 @@ def embed(
     if isinstance(texts, str):
         raise OptionError("embed takes a list of texts: [text] for a single one")
     engine = model._parts.engine
-    if not isinstance(engine, HiddenEngine | EmbeddingEngine):
-        raise UnsupportedModelError(f"the engine {model.info.engine} gives no embeddings")
+    _ = engine.hidden_size  # raises where there are none
     chosen = _pooling(pooling, model._parts.pooling)
     tokens = [_tokens(model, text, index) for index, text in enumerate(texts)]
 

@@ -151,9 +151,9 @@ class Requests:
         from localrt.text.structured import Grammars
 
         if self._grammars is None:
-            take_ram = getattr(self._engine, "take_ram", None)
-            streamed = self._engine.info.streamed
-            self._grammars = Grammars(self.tokenizer, take_ram if streamed else None)
+            engine = self._engine
+            take_ram = engine.take_ram if engine.info.streamed else None
+            self._grammars = Grammars(self.tokenizer, take_ram)
         return self._grammars.constraint(options)
 
     def _reader(

@@ -84,11 +84,10 @@ class Watch:
             tokens, running, metrics = self._tokens, self._running, self._metrics
             forecast = self._forecast
         trace = self._trace(lanes)
-        counts = getattr(engine, "counts", lambda: None)()
+        counts = engine.counts()
         kv = self._kv(sessions)
-        plan = getattr(engine, "plan", None)
-        if forecast is None and plan is not None:
-            forecast = plan.prediction.tok_s, plan.prediction.ceiling_tok_s
+        if forecast is None and engine.planned is not None:
+            forecast = engine.planned.tok_s, engine.planned.ceiling_tok_s
         known: dict[str, Any] = {}
         if counts is not None:
             known = {
@@ -101,7 +100,7 @@ class Watch:
             }
         return Status(
             clock_s=time.perf_counter() if counts is None else counts.clock_s,
-            simulated=getattr(engine, "virtual_clock", None) is not None,
+            simulated=engine.simulated,
             streamed=engine.info.streamed,
             generating=running > 0,
             ram=MemoryUse(self._rss(), self._ram_budget()),
@@ -142,23 +141,17 @@ class Watch:
                 used += session.nbytes
             except (AttributeError, LocalrtError):  # it is just being closed
                 continue
-        engine: Any = self._engine
         try:
-            if hasattr(engine, "kv_nbytes"):
-                return MemoryUse(used, int(engine.kv_nbytes(self._ctx)))
-            if hasattr(engine, "kv_bytes_per_token"):
-                return MemoryUse(used, int(engine.kv_bytes_per_token * self._ctx))
+            return MemoryUse(used, self._engine.kv_nbytes(self._ctx))
         except LocalrtError:  # the model is closed
             return None
-        return MemoryUse(used)
 
     def _vram(self, kv: MemoryUse | None) -> MemoryUse | None:
-        engine: Any = self._engine
-        card = getattr(engine, "card_memory", None)
-        if card is not None:
-            return MemoryUse(*card)
+        engine = self._engine
+        if engine.card_memory is not None:
+            return MemoryUse(*engine.card_memory)
         try:
-            free = engine.free_memory() if hasattr(engine, "free_memory") else None
+            free = engine.free_memory()
         except LocalrtError:
             return None
         if free is None:
@@ -169,13 +162,10 @@ class Watch:
     # -- lanes -----------------------------------------------------------------------------------
 
     def _trace(self, lanes: bool | None) -> PassTrace | None:
-        engine: Any = self._engine
-        if not hasattr(engine, "trace"):
-            return None
         if lanes is not None and lanes != self._recording:
             self._recording = lanes
-            engine.trace(_TASKS if lanes else 0)
-        return last_pass(engine.trace()) if self._recording else None
+            self._engine.trace(_TASKS if lanes else 0)
+        return last_pass(self._engine.trace()) if self._recording else None
 
 
 def last_pass(tasks: Sequence[Task]) -> PassTrace | None:

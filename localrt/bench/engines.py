@@ -120,13 +120,9 @@ class _LocalrtEngine:
         Raises:
             OptionError: the model is no mixture of experts, or not one of the native engine's.
         """
-        from localrt.engine.native.engine import NativeEngine
         from localrt.engine.native.routing import RoutingRecorder
 
-        engine = self._model._parts.engine
-        if not isinstance(engine, NativeEngine):
-            raise OptionError("routing is recorded on the native engine alone")
-        self._routing = RoutingRecorder(engine, self._model.info.path)
+        self._routing = RoutingRecorder(self._model._parts.engine, self._model.info.path)
 
     def save_routing(self, path: Path) -> int:
         """Write what was remembered; returns the number of tokens."""
@@ -137,8 +133,7 @@ class _LocalrtEngine:
 
         Empty for an engine without a pipeline.
         """
-        trace = getattr(self._model._parts.engine, "trace", None)
-        tasks = [] if trace is None else trace(_TRACED_TASKS)
+        tasks = self._model._parts.engine.trace(_TRACED_TASKS)
         return [(task.resource, task.name, task.start, task.end) for task in tasks]
 
 
@@ -162,7 +157,7 @@ def _load_native(launch: Launch) -> Model:
 def _load_llamacpp(launch: Launch) -> Model:
     """Like ``localrt.load``, with llama.cpp's own settings, which that does not offer."""
     from localrt.api import Model
-    from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings, LlamaCppTokenizer
+    from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings
     from localrt.loading.parts import LoadedModel
     from localrt.models.templates.chat_template import PlainTemplate
 
@@ -177,7 +172,7 @@ def _load_llamacpp(launch: Launch) -> Model:
     parts = LoadedModel(
         path=path,
         engine=engine,
-        tokenizer=LlamaCppTokenizer(engine),
+        tokenizer=engine.tokenizer(),
         template=PlainTemplate(),
         defaults={},
         eos_ids=frozenset(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.reader import Reader
 from localrt.engine.request import Request
 from localrt.engine.sampling import adjust_logits, distribution, draw, log_probabilities
+from localrt.engine.speculation import Guesser, Stepper
 from localrt.engine.stops import StopMatcher
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.errors import LocalrtError
@@ -27,21 +28,7 @@ from localrt.offload.memory.peak import peak_rss
 if TYPE_CHECKING:
     from localrt.engine.types import ToolCall
 
-__all__ = ["Answer", "Guessing", "Meter"]
-
-
-class Guessing(Protocol):
-    """What is told of guessing ahead: ``passes`` have brought ``emitted`` tokens."""
-
-    passes: int
-    emitted: int
-
-    @property
-    def reason(self) -> str:
-        """How it went, in one sentence."""
-
-    def acceptance(self) -> dict[str, float]:
-        """The share of the passes' tokens that each source guessed right."""
+__all__ = ["Answer", "Meter"]
 
 
 class Answer:
@@ -176,7 +163,7 @@ class Meter:
         self._session = session
         self._start = self._now()
         self._first: float | None = None
-        self.steps: Guessing | None = None
+        self.steps: Stepper | Guesser | None = None
         self.cached = 0
         self._before = self._decoding = session.counts()
         # Made before what it is compared with; of passes that are shared it would say nothing.

@@ -2,19 +2,28 @@
 
 An engine holds one model's weights; a session holds one sequence's KV cache. The loop asks a
 session for the logits that follow some tokens, so sampling, stop strings, prefix reuse and chat
-behave the same on every engine. Neither knows text: tokenizer and template stand beside them.
+behave the same on every engine. Neither knows text. What an engine must do is abstract; what it may
+be unable to do has a default here that says so, and nobody asks for its class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.offload.trace import PipelineCounts
+from localrt.errors import OptionError, UnsupportedModelError
+from localrt.offload.trace import PipelineCounts, Task
+
+if TYPE_CHECKING:
+    from localrt.models.tokenizers.base import Tokenizer
+    from localrt.quant.ops.experts import Routing
+    from localrt.quant.ops.kv_blocks import Bytes
+    from localrt.speculative.tree import TokenTree
 
 __all__ = [
     "Check",
@@ -24,10 +33,14 @@ __all__ = [
     "Forecast",
     "Forecaster",
     "Logits",
+    "PutBlocks",
     "Rates",
 ]
 
 Logits = npt.NDArray[np.float32]
+
+# Gives a session's cache the blocks from a number on, (count, block_bytes).
+PutBlocks: TypeAlias = "Callable[[int, Bytes], None]"
 
 # Called between layers (or blocks of tokens) of a pass; raises CancelledError to abandon it.
 Check = Callable[[], None]
@@ -77,21 +90,27 @@ Forecaster = Callable[[Rates], Forecast]
 """A forecast for the rates that there are."""
 
 
-class EngineSession(Protocol):
-    """One sequence: the tokens whose keys and values are cached, in order. Not thread-safe."""
+class EngineSession(ABC):
+    """One sequence: the tokens whose keys and values are cached, in order. Not thread-safe.
+
+    ``capacity`` is the most tokens that it can hold. ``takes_trees``: it has ``extend_tree`` and
+    ``keep``, and its engine ``extend_trees``.
+    """
+
+    capacity: int
+    takes_trees: bool = False
 
     @property
+    @abstractmethod
     def tokens(self) -> Sequence[int]:
         """What the cache holds. ``len(session.tokens)`` is the next position."""
 
     @property
-    def capacity(self) -> int:
-        """The most tokens that the session can hold."""
-
-    @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes that the cache takes now."""
 
+    @abstractmethod
     def extend(
         self,
         tokens: Sequence[int],
@@ -106,26 +125,75 @@ class EngineSession(Protocol):
         is the caller's until the next call on any session of the engine.
         """
 
-    def counts(self) -> PipelineCounts | None:
-        """What the engine's pipeline has done so far; None where there is none."""
-
-    def forecast(self) -> Forecast | None:
-        """What was planned; None where nothing was. Takes milliseconds."""
-
+    @abstractmethod
     def trim(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free the cache."""
 
+    def counts(self) -> PipelineCounts | None:
+        """What the engine's pipeline has done so far; None where there is none."""
+        return None
 
-class Engine(Protocol):
-    """A loaded model. Thread-safe: passes of several sessions take turns."""
+    def forecast(self) -> Forecast | None:
+        """What was planned; None where nothing was. Takes milliseconds."""
+        return None
+
+    # -- trees -----------------------------------------------------------------------------------
+
+    def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
+        """Compute ``token`` and, behind it, ``tree``: logits (1 + nodes, vocab), the token's first.
+
+        ``tokens`` stays as it is until ``keep`` says what of it is wanted; nothing else may be
+        computed before. When ``check`` raises, the session is as before.
+        """
+        raise NotImplementedError
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the tree's pass, a path in order, as the session's next tokens."""
+        raise NotImplementedError
+
+    # -- saving the cache ------------------------------------------------------------------------
 
     @property
-    def info(self) -> EngineInfo:
-        """What runs."""
+    def kv_layout(self) -> str:
+        """What the bytes of ``take_blocks`` mean; empty: the cache cannot be taken out."""
+        return ""
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of 256 tokens."""
+        raise NotImplementedError
+
+    def take_blocks(self, first: int, count: int) -> Bytes:
+        """Blocks as (count, block_bytes), to be used before the next pass."""
+        raise NotImplementedError
+
+    def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
+        """Hold ``tokens`` instead of what is held: ``read(put)`` gives the blocks, and returns how
+        many tokens they are of, which is returned.
+
+        Raises:
+            MemoryBudgetError: there is no room for them.
+        """
+        raise NotImplementedError
+
+
+class Engine(ABC):
+    """A loaded model. Thread-safe: passes of several sessions take turns.
+
+    A pass has at most ``pass_rows`` rows, of several sessions where it ``shares_passes``.
+    ``planned`` is what was forecast when weights were placed.
+    """
+
+    info: EngineInfo
+    pass_rows: int = 512
+    shares_passes: bool = False
+    planned: Forecast | None = None
+
+    @abstractmethod
     def session(self, capacity: int) -> EngineSession:
         """A new, empty session for up to ``capacity`` tokens; memory is taken as it grows.
 
@@ -133,6 +201,7 @@ class Engine(Protocol):
             MemoryBudgetError: the cache cannot fit.
         """
 
+    @abstractmethod
     def logits(
         self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
     ) -> Iterator[Logits]:
@@ -141,5 +210,137 @@ class Engine(Protocol):
         Pieces (n, vocab) in order, n at most 64, each the caller's own.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Free the weights. Sessions must not be used afterwards."""
+
+    def tokenizer(self) -> Tokenizer:
+        """The engine's own tokenizer, for a model whose own localrt cannot build.
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
+        raise UnsupportedModelError(f"the engine {self.info.engine} has no tokenizer of its own")
+
+    # -- several sequences in one pass -----------------------------------------------------------
+
+    def extend_batch(
+        self,
+        parts: Sequence[tuple[EngineSession, Sequence[int]]],
+        *,
+        wanted: Sequence[int],
+        check: Check | None = None,
+    ) -> Logits:
+        """One pass that appends tokens to several sessions, ``pass_rows`` in all at most.
+
+        Returns the logits after the last token of the parts numbered in ``wanted``, shape
+        (len(wanted), vocab), the caller's own. When it raises, no session has changed: what
+        ``check`` raises, or ``MemoryBudgetError`` where the caches have no room to grow.
+        """
+        ((session, tokens),) = parts
+        logits: Logits = session.extend(tokens, check=check)[None]
+        return logits[: len(wanted)].copy()
+
+    def extend_trees(
+        self,
+        parts: Sequence[tuple[EngineSession, int, TokenTree]],
+        beside: Sequence[tuple[EngineSession, Sequence[int]]] = (),
+        *,
+        wanted: Sequence[int] = (),
+        check: Check | None = None,
+    ) -> list[Logits]:
+        """One pass: for every part what ``EngineSession.extend_tree`` gives.
+
+        ``beside`` are tokens to append to other sessions, as in ``extend_batch``; the logits
+        (vocab,) after those numbered in ``wanted`` come behind the trees'. When it raises, no
+        session has changed: what ``check`` raises, or ``MemoryBudgetError``.
+        """
+        raise NotImplementedError
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def kv_nbytes(self, length: int) -> int:
+        """Bytes of one sequence's cache once grown to ``length`` tokens."""
+
+    def free_memory(self) -> int | None:
+        """Bytes free on the device's own memory; None where caches lie in RAM."""
+        return None
+
+    def reclaimable(self) -> int:
+        """Bytes of weights in RAM that would be streamed where caches need their room."""
+        return 0
+
+    @property
+    def card_memory(self) -> tuple[int, int] | None:
+        """Bytes used of a card that weights are streamed to, and the most that may be."""
+        return None
+
+    def take_ram(self, nbytes: int) -> None:  # noqa: B027  nothing to do
+        """Leave ``nbytes`` of the RAM budget to something else; below zero gives them back.
+
+        Only streamed weights make room.
+
+        Raises:
+            MemoryBudgetError: so much cannot be given; nothing changes then.
+        """
+
+    def set_ram_budget(self, nbytes: int) -> None:  # noqa: B027  nothing to do
+        """Have the process take ``nbytes`` of RAM at most from the next pass on, if streamed.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+        """
+
+    def set_vram_budget(self, nbytes: int) -> None:  # noqa: B027  nothing to do
+        """Have ``nbytes`` of the card's memory at most, if streamed. More than before is not used.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+        """
+
+    # -- what it does ----------------------------------------------------------------------------
+
+    @property
+    def simulated(self) -> bool:
+        """Whether time is a virtual card's."""
+        return False
+
+    def counts(self) -> PipelineCounts | None:
+        """What the pipeline has done so far; None where everything is resident."""
+        return None
+
+    def trace(self, keep: int | None = None) -> list[Task]:
+        """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
+        return []
+
+    def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
+        """Tell ``watch`` of every choice of experts, with the layer's number among the sparse.
+
+        Raises:
+            OptionError: it cannot.
+        """
+        raise OptionError("routing is recorded on the native engine alone")
+
+    # -- hidden states ---------------------------------------------------------------------------
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of the hidden states.
+
+        Raises:
+            UnsupportedModelError: it gives none.
+        """
+        raise UnsupportedModelError(f"the engine {self.info.engine} gives no embeddings")
+
+    def hidden_states(
+        self, texts: Sequence[Sequence[int]], *, check: Check | None = None
+    ) -> Generator[tuple[int, Logits], None, None]:
+        """Those after the final norm, of every text's tokens: (index of the text, rows (n, D)).
+
+        The rows of a text come in order, those of different texts in any.
+
+        Raises:
+            UnsupportedModelError: it gives none.
+        """
+        raise UnsupportedModelError(f"the engine {self.info.engine} gives no embeddings")

@@ -2,9 +2,10 @@
 
 The loop chooses a token, as always, and asks for the logits after it. Where the token is one that
 the last pass verified, they are there already; else the accepted path is kept, a tree is drafted
-behind the new token, and one pass computes all of it. So whatever the loop does with a token
-(penalties, stops, limits, log-probabilities) it does as without speculation, and one random number
-is drawn for each. It knows no text, and no source beyond its protocol.
+behind the new token, and one pass computes all of it (``Stepper``). So whatever the loop does with
+a token (penalties, stops, limits, log-probabilities) it does as without speculation, and one random
+number is drawn for each. A sequence that shares its passes with others has a ``Guesser`` instead.
+It knows no text, and no source beyond its protocol.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
-from localrt.engine.batch.lookups import Companion
 from localrt.engine.protocol import Check, EngineSession, Logits
-from localrt.engine.tree_pass import TreePass, TreeSession, likely
 from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.speculative.archive import Archive
 from localrt.speculative.gap_work import Meanwhile, Work
-from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan, Policy
+from localrt.speculative.mixed import MixedTree
+from localrt.speculative.policy import DEPTH, Ahead, Fixed, Gaps, Plan, Policy
 from localrt.speculative.source import AheadSource, DraftSource, Outcome
-from localrt.speculative.tree import TokenTree
+from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
+from localrt.speculative.verify import follow
 
-__all__ = ["MakeSource", "Speculation", "Stepper"]
+__all__ = ["Guesser", "MakeSource", "Speculation", "Stepper", "TreePass"]
 
 # The share of plain decoding that looking for guesses may take where there are none, and the most
 # steps to leave it out.
@@ -32,6 +33,40 @@ _LOOKING, _LONGEST_REST = 0.01, 12
 _BLEND = 0.2  # of a new measurement in a running mean
 
 MakeSource = Callable[[EngineSession], DraftSource]
+
+
+class TreePass:
+    """A pass of ``session`` over ``tree``, whose tokens are confirmed one after another.
+
+    Whoever chooses tokens asks for the logits after each: they are there as long as the choice is
+    one that the tree guessed (see ``localrt.speculative.verify``). ``path`` are the nodes confirmed
+    so far.
+    """
+
+    def __init__(self, session: EngineSession, tree: TokenTree, logits: Logits) -> None:
+        self._session = session
+        self._logits = logits
+        self.tree = tree
+        self.path: list[int] = []
+
+    @property
+    def first(self) -> Logits:
+        """Logits (vocab,) after the token that the tree hangs on."""
+        row: Logits = self._logits[0]
+        return row
+
+    def after(self, token: int) -> Logits | None:
+        """Logits (vocab,) after ``token``, which was chosen; None where the tree has no such."""
+        node = follow(self.tree, self.path[-1] if self.path else ROOT, token)
+        if node is None:
+            return None
+        self.path.append(node)
+        row: Logits = self._logits[1 + node]
+        return row
+
+    def close(self) -> None:
+        """The session keeps what was confirmed, and can go on."""
+        self._session.keep([0, *(1 + node for node in self.path)])
 
 
 class Speculation:
@@ -64,7 +99,7 @@ class Speculation:
 
     def start(self, session: EngineSession, prompt: Sequence[int], limit: int) -> Stepper | None:
         """The steps of one generation of at most ``limit`` tokens; None where it cannot be."""
-        if not isinstance(session, TreeSession):
+        if not session.takes_trees:
             return None
         sources = self._begin(session, prompt, list(self._makers))
         policy: Policy
@@ -83,15 +118,15 @@ class Speculation:
             note=self._note,
         )
 
-    def join(self, session: EngineSession, prompt: Sequence[int]) -> Companion | None:
+    def start_shared(self, session: EngineSession, prompt: Sequence[int]) -> Guesser | None:
         """What guesses for a generation while others share its passes; None: nothing does."""
-        if self._fixed is not None or not isinstance(session, TreeSession):
+        if self._fixed is not None or not session.takes_trees:
             return None
         cheap = [name for name in self._makers if self._tuner.sources[name].cheap]
         if not cheap:
             return None
         sources = self._begin(session, prompt, cheap)
-        return Companion(session, prompt, sources, self._tuner, archive=self._archive)
+        return Guesser(session, prompt, sources, self._tuner, archive=self._archive)
 
     def _begin(
         self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
@@ -110,7 +145,7 @@ class Stepper:
 
     def __init__(
         self,
-        session: TreeSession,
+        session: EngineSession,
         prompt: Sequence[int],
         sources: Mapping[str, DraftSource],
         policy: Policy,
@@ -225,7 +260,7 @@ class Stepper:
             seconds = self._now() - started
             self._seconds = seconds
             if work is not None:
-                meanwhile.ended(likely(tree, logits))
+                meanwhile.ended(_likely(tree, logits))
         self.passes += 1
         gaps = Gaps(1 + len(tree), meanwhile.waited_s, meanwhile.shared_s, work is not None)
         self._policy.passed(gaps)
@@ -306,3 +341,97 @@ class Stepper:
         plain = self._tuner.plain
         if plain:
             self._rest = min(int(self._looking_s / (_LOOKING * plain)), _LONGEST_REST)
+
+
+class Guesser:
+    """What guesses for a generation on ``session`` while others share its passes.
+
+    Only cheap sources: a draft model's own passes would be made for each sequence in turn. It
+    proposes and learns; which guesses are computed is decided for all sequences together.
+    ``passes`` and ``emitted`` count since it began.
+    """
+
+    def __init__(
+        self,
+        session: EngineSession,
+        prompt: Sequence[int],
+        sources: Mapping[str, DraftSource],
+        tuner: Tuner,
+        *,
+        archive: Archive | None = None,
+    ) -> None:
+        self.session = session
+        self.tuner = tuner
+        self._history = list(prompt)
+        self._prompt_size = self._computed = len(prompt)
+        self._sources = dict(sources)
+        self._archive = archive
+        self._mixed = MixedTree()
+        self.passes = 0
+        self.emitted = 0
+        self._guessed_right: dict[str, int] = {}
+
+    def chosen(self, token: int) -> None:
+        """``token`` is what the next pass computes first."""
+        del self._history[self._computed :]  # of a pass that was abandoned
+        self._history.append(token)
+        self._mixed.clear()
+
+    def guess(self, most: int, depth: int, check: Check) -> TokenTree:
+        """At most ``most`` guesses of what follows; scores are logarithms of believed chances."""
+        most = min(most, self.session.capacity - len(self.session.tokens) - 1)
+        depth = min(depth, DEPTH)
+        if most < 1 or depth < 1:
+            return TokenTree.empty()
+        for name, source in list(self._sources.items()):
+            try:
+                tree = source.propose(self._history, most, depth, check=check)
+            except CancelledError:
+                raise
+            except LocalrtError:  # the answer is the same without it
+                del self._sources[name]
+                continue
+            if len(tree):
+                self._mixed.add(name, tree, self.tuner.sources[name].calibration)
+        with self.tuner.lock:
+            return self._mixed.tree(most)
+
+    def verified(self, computed: TreePass) -> None:
+        """A pass has ended."""
+        tree, path = computed.tree, computed.path
+        self.passes += 1
+        self.emitted += 1 + len(path)
+        self._history += tree.tokens[path].tolist()
+        self._computed = len(self._history)
+        for node in path:
+            for name in tree.proposed_by(node):
+                self._guessed_right[name] = self._guessed_right.get(name, 0) + 1
+        if len(tree):
+            with self.tuner.lock:
+                self._mixed.learn(tree, tuple(path))
+
+    def finish(self) -> None:
+        """The generation has ended, or goes on alone."""
+        if self._archive is not None:
+            self._archive.add(self._history[self._prompt_size :])
+
+    @property
+    def reason(self) -> str:
+        """How it went, in one sentence."""
+        each = self.emitted / self.passes if self.passes else 1.0
+        names = " and ".join(self._sources) or "nothing to guess from"
+        return f"speculation: {names}, {each:.1f} tokens a pass that other answers share"
+
+    def acceptance(self) -> dict[str, float]:
+        """The share of the passes' tokens that each source guessed right."""
+        return {name: right / self.emitted for name, right in sorted(self._guessed_right.items())}
+
+
+def _likely(tree: TokenTree, logits: Logits) -> list[int]:
+    """The likeliest tokens after a pass with ``logits`` (1 + nodes, vocab): of greedy decoding."""
+    tokens: list[int] = []
+    node: int | None = ROOT
+    while node is not None:
+        tokens.append(int(logits[1 + node].argmax()))
+        node = follow(tree, node, tokens[-1])
+    return tokens

@@ -126,7 +126,7 @@ def load_parts(
             )
         else:
             engine, ctx = _load_llamacpp(checkpoint, options, notes, progress)
-            tokenizer = tokenizer or _llamacpp_tokenizer(engine)
+            tokenizer = tokenizer or engine.tokenizer()
             problem = ""
         if problem:
             notes.append(problem)
@@ -238,14 +238,6 @@ def _pooling(checkpoint: Checkpoint) -> str:
     modes = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
     chosen = [kind for mode, kind in modes.items() if config.get(f"pooling_mode_{mode}") is True]
     return chosen[0] if len(chosen) == 1 else ""
-
-
-def _llamacpp_tokenizer(engine: Engine) -> Tokenizer:
-    """llama.cpp's own, of a type that ours does not know."""
-    from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppTokenizer
-
-    assert isinstance(engine, LlamaCppEngine)
-    return LlamaCppTokenizer(engine)
 
 
 def _eos_ids(tokenizer: Tokenizer | None, generation_config: Mapping[str, Any]) -> frozenset[int]:

@@ -88,11 +88,9 @@ class Service:
 
     def _take_ram(self, nbytes: int) -> None:
         """Within a budget, weights make room for requests, threads and what is not sent yet."""
-        take = getattr(self.model._parts.engine, "take_ram", None)
-        if take is not None:
-            # Where there is no room at all, a few megabytes more than the budget are taken.
-            with suppress(LocalrtError):
-                take(nbytes)
+        # Where there is no room at all, a few megabytes more than the budget are taken.
+        with suppress(LocalrtError):
+            self.model._parts.engine.take_ram(nbytes)
 
     @contextmanager
     def admitted(self, count: int = 1) -> Iterator[None]:

@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from localrt.engine.protocol import EngineSession
+
 VOCAB = 300
 
 
-class ScriptedSession:
-    """Follows the ``EngineSession`` protocol; records what it was asked to compute."""
+class ScriptedSession(EngineSession):
+    """Records what it was asked to compute."""
+
+    tokens: list[int] = []  # noqa: RUF012  an attribute, not a property
+    nbytes = 0
 
     def __init__(self, script: Callable[[int], int], capacity: int = 100) -> None:
         self.tokens: list[int] = []
         self.capacity = capacity
-        self.nbytes = 0
         self.computed: list[list[int]] = []
         self.closed = False
         self._script = script
@@ -30,12 +34,6 @@ class ScriptedSession:
         logits = np.zeros(VOCAB, np.float32)
         logits[self._script(len(self.tokens))] = 10.0
         return logits
-
-    def counts(self) -> None:
-        return None
-
-    def forecast(self) -> None:
-        return None
 
     def trim(self, length: int) -> None:
         del self.tokens[length:]

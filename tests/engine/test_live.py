@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.batch.live_answer import LiveAnswer
+from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
-from tests.engine.fake_session import VOCAB
-from tests.engine.test_batch import CTX, KV, PASS_ROWS, ScriptedEngine, Session, request
+from tests.engine.fake_session import VOCAB, ScriptedSession
+from tests.engine.test_batch import CTX, KV, PASS_ROWS, ScriptedEngine, request
 from tests.waits import wait_for
 
 
@@ -240,7 +241,7 @@ class Short(ScriptedEngine):
 
     fits = 40
 
-    def session(self, capacity: int) -> Session:
+    def session(self, capacity: int) -> ScriptedSession:
         session = super().session(capacity)
         close = session.close
 
@@ -363,16 +364,14 @@ def test_take_gives_what_is_there_and_notify_says_when() -> None:
         assert list(lost)[-1].finish_reason == "cancelled"
 
 
-class Single:
+class Single(ScriptedEngine):
     """An engine that cannot join sequences."""
 
-    info = ScriptedEngine.info
+    shares_passes = False
+    extend_batch = Engine.extend_batch
 
-    def __init__(self) -> None:
-        self.sessions: list[Session] = []
-
-    def session(self, capacity: int) -> Session:
-        self.sessions.append(Session(lambda n: n % VOCAB, capacity))
+    def session(self, capacity: int) -> ScriptedSession:
+        self.sessions.append(ScriptedSession(lambda n: n % VOCAB, capacity))
         return self.sessions[-1]
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from localrt.engine.pool import SessionPool
+from localrt.engine.protocol import Engine
 from tests.engine.fake_session import ScriptedSession
 
 
-class FakeEngine:
-    info = None
-
+class FakeEngine(Engine):
     def __init__(self) -> None:
         self.made: list[ScriptedSession] = []
 
     def session(self, capacity: int) -> ScriptedSession:
         self.made.append(ScriptedSession(lambda n: 0, capacity))
         return self.made[-1]
+
+    def logits(self, tokens: Any, **options: Any) -> Any:
+        raise AssertionError
+
+    def kv_nbytes(self, length: int) -> int:
+        return 0
 
     def close(self) -> None:
         pass
@@ -32,7 +39,7 @@ def use(pool: SessionPool, prompt: list[int]) -> ScriptedSession:
 
 def test_the_session_with_the_longest_prefix_is_taken() -> None:
     engine = FakeEngine()
-    pool = SessionPool(engine, 50)  # type: ignore[arg-type]
+    pool = SessionPool(engine, 50)
     a, b = use(pool, [1, 2, 3, 4]), use(pool, [9, 8, 7, 6])
     assert a is not b
     assert use(pool, [9, 8, 7, 6, 5]) is b
@@ -41,7 +48,7 @@ def test_the_session_with_the_longest_prefix_is_taken() -> None:
 
 def test_a_short_shared_start_does_not_destroy_a_long_cache() -> None:
     engine = FakeEngine()
-    pool = SessionPool(engine, 50)  # type: ignore[arg-type]
+    pool = SessionPool(engine, 50)
     long = use(pool, list(range(20)))
     assert use(pool, [0, 1, 99]) is not long
     assert long.tokens == list(range(20))
@@ -49,7 +56,7 @@ def test_a_short_shared_start_does_not_destroy_a_long_cache() -> None:
 
 def test_the_one_unused_longest_is_recycled() -> None:
     engine = FakeEngine()
-    pool = SessionPool(engine, 50, keep=2)  # type: ignore[arg-type]
+    pool = SessionPool(engine, 50, keep=2)
     first, second = use(pool, [1]), use(pool, [2])
     assert use(pool, [3]) is first
     assert use(pool, [2, 2]) is second
@@ -58,7 +65,7 @@ def test_the_one_unused_longest_is_recycled() -> None:
 
 def test_more_may_run_at_once_than_stay() -> None:
     engine = FakeEngine()
-    pool = SessionPool(engine, 50, keep=1)  # type: ignore[arg-type]
+    pool = SessionPool(engine, 50, keep=1)
     with pool.lease([1]) as one, pool.lease([2]) as two:
         assert one is not two
     assert [session.closed for session in engine.made].count(True) == 1
@@ -66,7 +73,7 @@ def test_more_may_run_at_once_than_stay() -> None:
 
 def test_closing_frees_idle_and_returning_sessions() -> None:
     engine = FakeEngine()
-    pool = SessionPool(engine, 50)  # type: ignore[arg-type]
+    pool = SessionPool(engine, 50)
     use(pool, [1])
     with pool.lease([2]):
         pool.close()

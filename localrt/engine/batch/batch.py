@@ -16,9 +16,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from localrt.engine.batch.job import Job
-from localrt.engine.batch.schedule import MOST_SEQUENCES, BatchEngine, Schedule, Terms
-from localrt.engine.loop import generate
+from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
+from localrt.engine.batch.sequence import BatchSequence
 from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
@@ -34,7 +33,7 @@ from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["BatchEngine", "BatchLimits", "Item", "check_request", "generate_batch", "kv_room"]
+__all__ = ["BatchLimits", "Item", "check_request", "generate_batch", "kv_room"]
 
 # A request's number, with its next chunk or what went wrong with it alone.
 Item: TypeAlias = tuple[int, Chunk | LocalrtError]
@@ -67,8 +66,6 @@ def kv_room(engine: Engine, *, ram: int | None, gpu_memory: int | None) -> int:
 
     Weights that would be streamed instead count as room: a pass reads them once for all sequences.
     """
-    if not isinstance(engine, BatchEngine):
-        return 0
     free = engine.free_memory()
     if free is not None:
         budget = free if gpu_memory is None else gpu_memory - engine.info.weight_bytes
@@ -116,10 +113,7 @@ def generate_batch(
     Raises:
         MemoryBudgetError: the caches of ``limits.size`` sequences do not fit.
     """
-    if not isinstance(engine, BatchEngine):
-        return _one_by_one(engine, tokenizer, requests, limits.ctx, on_progress)
-    batch = _Batch(engine, tokenizer, requests, limits, cancel)
-    return batch.run(on_progress)
+    return _Batch(engine, tokenizer, requests, limits, cancel).run(on_progress)
 
 
 class _Batch:
@@ -127,7 +121,7 @@ class _Batch:
 
     def __init__(
         self,
-        engine: BatchEngine,
+        engine: Engine,
         tokenizer: Tokenizer | None,
         requests: Sequence[tuple[int, Request]],
         limits: BatchLimits,
@@ -135,37 +129,40 @@ class _Batch:
     ) -> None:
         self._engine = engine
         self._cancel = cancel
-        self._waiting = _InOrder(Job(*request, limits.ctx) for request in requests)
+        self._waiting = _InOrder(BatchSequence(*request, limits.ctx) for request in requests)
         self._schedule: Schedule[int] = Schedule(
             engine,
             tokenizer,
             self._waiting,
-            Terms(most=limits.size or MOST_SEQUENCES),
+            Terms(
+                most=limits.size or MOST_SEQUENCES,
+                capacity=None if engine.shares_passes else limits.ctx,
+            ),
             room=lambda: limits.room,
             check=self._check,
         )
-        if limits.size is not None:
+        if limits.size is not None and engine.shares_passes:
             self._check_size(limits.size, limits.room)
 
     def run(self, on_progress: ProgressCallback | None) -> Generator[Item, None, None]:
         """Pass after pass, until all have finished or all are cancelled."""
         schedule, waiting = self._schedule, self._waiting
-        total, finished, tokens = len(waiting.jobs), 0, 0
+        total, finished, tokens = len(waiting.sequences), 0, 0
         with closing(schedule):
             try:
-                while waiting.jobs or schedule.jobs:
+                while waiting.sequences or schedule.sequences:
                     self._check()
-                    for job, items in schedule.step():
-                        finished += job.done
+                    for sequence, items in schedule.step():
+                        finished += sequence.done
                         for item in items:
                             tokens += len(item.token_ids) if isinstance(item, Chunk) else 0
-                            yield job.owner, item
+                            yield sequence.owner, item
                     if on_progress is not None:
                         detail = f"{tokens} tokens"
                         on_progress(Progress("batch", finished, total, "prompts", detail))
             except CancelledError:
-                for job in [*schedule.jobs, *waiting.jobs]:
-                    yield job.owner, job.end("cancelled")
+                for sequence in [*schedule.sequences, *waiting.sequences]:
+                    yield sequence.owner, sequence.end("cancelled")
 
     def _check(self) -> None:
         if self._cancel.is_set():
@@ -174,7 +171,7 @@ class _Batch:
     def _check_size(self, size: int, room: int) -> None:
         if size > self._engine.pass_rows:
             raise OptionError(f"batch_size must be at most {self._engine.pass_rows}, is {size}")
-        costs = sorted(map(self._schedule.cost, self._waiting.jobs), reverse=True)[:size]
+        costs = sorted(map(self._schedule.cost, self._waiting.sequences), reverse=True)[:size]
         if len(costs) > 1 and sum(costs) > room:
             fitting = max(1, int(np.count_nonzero(np.cumsum(costs) <= room)))
             raise MemoryBudgetError(
@@ -187,35 +184,14 @@ class _Batch:
 class _InOrder:
     """Jobs that start one after another; see ``Waiting``."""
 
-    def __init__(self, jobs: Iterable[Job[int]]) -> None:
-        self.jobs = deque(jobs)
+    def __init__(self, sequences: Iterable[BatchSequence[int]]) -> None:
+        self.sequences = deque(sequences)
 
-    def first(self) -> Job[int] | None:
-        return self.jobs[0] if self.jobs else None
+    def first(self) -> BatchSequence[int] | None:
+        return self.sequences[0] if self.sequences else None
 
-    def pop(self) -> Job[int]:
-        return self.jobs.popleft()
+    def pop(self) -> BatchSequence[int]:
+        return self.sequences.popleft()
 
-    def put_back(self, job: Job[int]) -> None:
-        self.jobs.appendleft(job)
-
-
-def _one_by_one(
-    engine: Engine,
-    tokenizer: Tokenizer | None,
-    requests: Sequence[tuple[int, Request]],
-    ctx: int,
-    on_progress: ProgressCallback | None,
-) -> Generator[Item, None, None]:
-    tokens = 0
-    with closing(engine.session(ctx)) as session:
-        for finished, (index, request) in enumerate(requests, 1):
-            try:
-                for chunk in generate(session, tokenizer, request):
-                    tokens += len(chunk.token_ids)
-                    yield index, chunk
-            except LocalrtError as error:
-                yield index, error
-            if on_progress is not None:
-                detail = f"{tokens} tokens"
-                on_progress(Progress("batch", finished, len(requests), "prompts", detail))
+    def put_back(self, sequence: BatchSequence[int]) -> None:
+        self.sequences.appendleft(sequence)

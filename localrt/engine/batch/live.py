@@ -12,14 +12,12 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 from localrt.engine.batch.batch import check_request
 from localrt.engine.batch.fair_queue import FairQueue
-from localrt.engine.batch.job import Items, Job
 from localrt.engine.batch.live_answer import LiveAnswer
-from localrt.engine.batch.one_by_one import OneByOne
-from localrt.engine.batch.schedule import MOST_SEQUENCES, BatchEngine, Schedule, Terms
+from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
+from localrt.engine.batch.sequence import BatchSequence, Items
 from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
@@ -84,28 +82,6 @@ class LiveStats:
     pipeline: PipelineCounts | None
 
 
-class _Scheduler(Protocol):
-    """What ``Schedule`` and ``OneByOne`` have in common."""
-
-    passes: int
-
-    @property
-    def jobs(self) -> list[Job[LiveAnswer]]: ...
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    def step(self) -> list[tuple[Job[LiveAnswer], Items]]: ...
-
-    def remove(self, job: Job[LiveAnswer]) -> None: ...
-
-    def end(self, job: Job[LiveAnswer]) -> Items: ...
-
-    def rest(self, keep: int | None = None) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Live:
     """A batch that runs as long as it is open. Thread-safe; close it before its engine.
 
@@ -123,15 +99,15 @@ class Live:
         self._engine = engine
         self._more_room = room
         self._limits = limits
-        self._waiting: FairQueue[Job[LiveAnswer]] = FairQueue()
+        self._waiting: FairQueue[BatchSequence[LiveAnswer]] = FairQueue()
         self._schedule = self._scheduler(engine, tokenizer)
-        self._paused: dict[Job[LiveAnswer], float] = {}  # with when patience ends
+        self._paused: dict[BatchSequence[LiveAnswer], float] = {}  # with when patience ends
         self._room = (0.0, 0)  # when it was looked at, and the bytes that caches may take
         self._prompted = self._cached = self._said = 0
         self._changed = threading.Condition()
         self._news = self._closing = False
-        # Whatever list of the schedule's a job is in, or on its way to.
-        self._asked: weakref.WeakSet[Job[LiveAnswer]] = weakref.WeakSet()
+        # Whatever list of the schedule's a sequence is in, or on its way to.
+        self._asked: weakref.WeakSet[BatchSequence[LiveAnswer]] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
         self._thread.start()
 
@@ -158,18 +134,17 @@ class Live:
         with self._changed:
             if self._closing:
                 raise LocalrtError("the batch is closed: nothing can be asked of it any more")
-            job = Job(answer, request, limits.ctx)
-            self._asked.add(job)
-            self._waiting.push(client, job)
+            seq = BatchSequence(answer, request, limits.ctx)
+            self._asked.add(seq)
+            self._waiting.push(client, seq)
             self._news = True
             self._changed.notify()
         return answer
 
     def stats(self) -> LiveStats:
         """A snapshot."""
-        counts = getattr(self._engine, "counts", None)
         return LiveStats(
-            running=len(self._schedule.jobs),
+            running=len(self._schedule.sequences),
             waiting=len(self._waiting),
             paused=len(self._paused),
             kv_bytes=self._schedule.held_bytes,
@@ -177,15 +152,15 @@ class Live:
             prompt_tokens=self._prompted,
             cached_tokens=self._cached,
             completion_tokens=self._said,
-            pipeline=None if counts is None else counts(),
+            pipeline=self._engine.counts(),
         )
 
     def cancel_all(self) -> None:
         """Every answer ends, with what it has said."""
         with self._changed:
-            jobs = list(self._asked)
-        for job in jobs:
-            job.request.cancel.set()
+            sequences = list(self._asked)
+        for seq in sequences:
+            seq.request.cancel.set()
         self._wake()
 
     @property
@@ -207,19 +182,19 @@ class Live:
         try:
             while self._ready():
                 self._tend()
-                if self._schedule.jobs or self._waiting.first() is not None:
+                if self._schedule.sequences or self._waiting.first() is not None:
                     self._step()
         finally:
             with self._changed:
                 self._closing = True
-            for job in self._all():
-                self._end(job)
+            for seq in self._all():
+                self._end(seq)
             self._schedule.close()
 
     def _ready(self) -> bool:
         """Wait until there is something to do; False when closing."""
         with self._changed:
-            if not self._schedule.jobs and not self._news and self._waiting.first() is None:
+            if not self._schedule.sequences and not self._news and self._waiting.first() is None:
                 self._schedule.rest()
                 if not self._changed.wait(_LOOK_S if self._paused else _FORGET_S):
                     self._schedule.rest(keep=None if self._paused else 0)
@@ -228,18 +203,18 @@ class Live:
 
     def _tend(self) -> None:
         """Those cancelled leave; those paused go on, or leave when patience is over."""
-        for job in [*self._schedule.jobs, *self._waiting.items()]:
-            if job.request.cancel.is_set():
-                self._end(job)
-            elif job.owner.full:
-                self._pause(job)
+        for seq in [*self._schedule.sequences, *self._waiting.items()]:
+            if seq.request.cancel.is_set():
+                self._end(seq)
+            elif seq.owner.full:
+                self._pause(seq)
         now = time.monotonic()
-        for job, until in list(self._paused.items()):
-            if job.request.cancel.is_set() or now >= until:
-                self._end(job)
-            elif not job.owner.full:
-                del self._paused[job]
-                self._waiting.put_back(job)
+        for seq, until in list(self._paused.items()):
+            if seq.request.cancel.is_set() or now >= until:
+                self._end(seq)
+            elif not seq.owner.full:
+                del self._paused[seq]
+                self._waiting.put_back(seq)
 
     def _step(self) -> None:
         try:
@@ -253,15 +228,15 @@ class Live:
             self._fail(LocalrtError(f"the pass failed: {type(error).__name__}: {error}"))
             self._schedule.rest(keep=0)  # what the caches hold is not known
             return
-        for job, found in items:
-            self._give(job, found)
+        for seq, found in items:
+            self._give(seq, found)
 
-    def _give(self, job: Job[LiveAnswer], items: Items) -> None:
+    def _give(self, seq: BatchSequence[LiveAnswer], items: Items) -> None:
         for item in items:
             if isinstance(item, Chunk):
-                self._count(job.owner, item)
-        if not job.owner.put(items):
-            job.request.cancel.set()  # who cannot be told is gone
+                self._count(seq.owner, item)
+        if not seq.owner.put(items):
+            seq.request.cancel.set()  # who cannot be told is gone
 
     def _count(self, answer: LiveAnswer, chunk: Chunk) -> None:
         if not answer.started and chunk.token_ids:
@@ -272,24 +247,24 @@ class Live:
 
     def _fail(self, error: LocalrtError) -> None:
         """A pass has failed: those who shared it hear why, and others go on."""
-        jobs = self._schedule.jobs
-        for job in jobs:
+        sequences = self._schedule.sequences
+        for seq in sequences:
             # Each its own: an exception that is raised twice collects both tracebacks.
-            self._give(job, job.fail(error if len(jobs) == 1 else type(error)(str(error))))
-            self._schedule.remove(job)
+            self._give(seq, seq.fail(error if len(sequences) == 1 else type(error)(str(error))))
+            self._schedule.remove(seq)
 
-    def _pause(self, job: Job[LiveAnswer]) -> None:
-        self._schedule.remove(job)
-        self._waiting.remove(job)
-        self._paused[job] = time.monotonic() + self._limits.patience_s
+    def _pause(self, seq: BatchSequence[LiveAnswer]) -> None:
+        self._schedule.remove(seq)
+        self._waiting.remove(seq)
+        self._paused[seq] = time.monotonic() + self._limits.patience_s
 
-    def _end(self, job: Job[LiveAnswer]) -> None:
-        self._paused.pop(job, None)
-        self._waiting.remove(job)
-        self._give(job, self._schedule.end(job))
+    def _end(self, seq: BatchSequence[LiveAnswer]) -> None:
+        self._paused.pop(seq, None)
+        self._waiting.remove(seq)
+        self._give(seq, self._schedule.end(seq))
 
-    def _all(self) -> list[Job[LiveAnswer]]:
-        return [*self._schedule.jobs, *list(self._paused), *self._waiting.items()]
+    def _all(self) -> list[BatchSequence[LiveAnswer]]:
+        return [*self._schedule.sequences, *list(self._paused), *self._waiting.items()]
 
     def _wake(self) -> None:
         with self._changed:
@@ -298,11 +273,9 @@ class Live:
 
     # -- passes and memory -----------------------------------------------------------------------
 
-    def _scheduler(self, engine: Engine, tokenizer: Tokenizer | None) -> _Scheduler:
+    def _scheduler(self, engine: Engine, tokenizer: Tokenizer | None) -> Schedule[LiveAnswer]:
         limits = self._limits
         keep = min(_KEEP_STREAMED if engine.info.streamed else _KEEP, limits.most)
-        if not isinstance(engine, BatchEngine):
-            return OneByOne(engine, tokenizer, self._waiting, ctx=limits.ctx, keep=1)
         terms = Terms(
             most=limits.most,
             capacity=limits.ctx,
@@ -325,6 +298,6 @@ class Live:
 
     def _check(self) -> None:
         """Abandon a pass that nobody waits for any more."""
-        jobs = self._schedule.jobs
-        if self._closing or (jobs and all(job.request.cancel.is_set() for job in jobs)):
+        sequences = self._schedule.sequences
+        if self._closing or (sequences and all(seq.request.cancel.is_set() for seq in sequences)):
             raise CancelledError("the generation was cancelled")

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from localrt.engine.batch.job import Items
+from localrt.engine.batch.sequence import Items
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
 from localrt.errors import LocalrtError

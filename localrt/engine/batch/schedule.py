@@ -3,81 +3,42 @@
 A pass takes one row of every sequence that is answering and fills up with rows of prompts, so that
 weights which are streamed are read once for all (FlexGen's block schedule, Sheng et al. 2023, with
 prompts joining as others finish, as in Orca, Yu et al. 2022, and Sarathi, Agrawal et al. 2023).
-Where they were given what guesses, sequences guess ahead. What a sequence says does
-not depend on its company: sampling, stops and limits are the loop's. It does not know who asked,
-threads, or where the weights lie.
+Where they were given what guesses, sequences guess ahead. An engine whose passes hold one sequence
+runs one after another. What a sequence says does not depend on the others: sampling, stops and
+limits are the loop's. It does not know who asked, threads, or where the weights lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, runtime_checkable
+from typing import Generic, Protocol
 
-from localrt.engine.batch.guessing import Prompt, SharedGuesses, TreeBatchEngine
-from localrt.engine.batch.job import Items, Job, Owner
-from localrt.engine.loop import common_prefix
-from localrt.engine.protocol import Check, EngineInfo, EngineSession, Logits
+from localrt.engine.batch.sequence import BatchSequence, Items, Owner
+from localrt.engine.batch.speculation import BatchSpeculation, Prompt
+from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.errors import LocalrtError, MemoryBudgetError
+from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv_growth import grown_capacity
 
-__all__ = ["MOST_SEQUENCES", "BatchEngine", "Schedule", "Terms", "Waiting"]
+__all__ = ["MOST_SEQUENCES", "Schedule", "Terms", "Waiting"]
 
 # More rows of a decode pass gain little: from here on products are bound by arithmetic.
 MOST_SEQUENCES = 64
 
 
-@runtime_checkable
-class BatchEngine(Protocol):
-    """An ``Engine`` that can extend several of its sessions in one pass."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """What runs."""
-
-    @property
-    def pass_rows(self) -> int:
-        """The most rows of one pass."""
-
-    def kv_nbytes(self, length: int) -> int:
-        """Bytes of one sequence's cache once grown to ``length`` tokens."""
-
-    def free_memory(self) -> int | None:
-        """Bytes free on the device's own memory; None where caches lie in RAM."""
-
-    def reclaimable(self) -> int:
-        """Bytes of weights in RAM that would be streamed where caches need their room."""
-
-    def session(self, capacity: int) -> EngineSession:
-        """A new, empty session for up to ``capacity`` tokens."""
-
-    def extend_batch(
-        self,
-        parts: Sequence[tuple[EngineSession, Sequence[int]]],
-        *,
-        wanted: Sequence[int],
-        check: Check | None = None,
-    ) -> Logits:
-        """One pass that appends tokens to several sessions, ``pass_rows`` in all at most.
-
-        Returns the logits after the last token of the parts numbered in ``wanted``, shape
-        (len(wanted), vocab), the caller's own. When it raises, no session has changed: what
-        ``check`` raises, or ``MemoryBudgetError`` where the caches have no room to grow.
-        """
-
-
 class Waiting(Protocol[Owner]):
-    """The jobs that have not started, or have to start again."""
+    """The sequences that have not started, or have to start again."""
 
-    def first(self) -> Job[Owner] | None:
+    def first(self) -> BatchSequence[Owner] | None:
         """Whose turn it is; None where nobody waits."""
 
-    def pop(self) -> Job[Owner]:
+    def pop(self) -> BatchSequence[Owner]:
         """Take that one out."""
 
-    def put_back(self, job: Job[Owner]) -> None:
-        """``job`` comes before all others."""
+    def put_back(self, seq: BatchSequence[Owner]) -> None:
+        """``seq`` comes before all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +68,7 @@ class Schedule(Generic[Owner]):
 
     def __init__(
         self,
-        engine: BatchEngine,
+        engine: Engine,
         tokenizer: Tokenizer | None,
         waiting: Waiting[Owner],
         terms: Terms,
@@ -121,26 +82,25 @@ class Schedule(Generic[Owner]):
         self._terms = terms
         self._room = room
         self._check = check
-        self._most = self._limit = min(terms.most, engine.pass_rows)
-        self._live: list[tuple[Job[Owner], EngineSession]] = []  # in the order of joining
+        most = min(terms.most, engine.pass_rows) if engine.shares_passes else 1
+        self._most = self._limit = most
+        self._live: list[tuple[BatchSequence[Owner], EngineSession]] = []  # in the order of joining
         self._idle: list[EngineSession] = []  # of those that have left; the latest at the end
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
-        self._shared: SharedGuesses[Owner] | None = None
-        if isinstance(engine, TreeBatchEngine):
-            self._shared = SharedGuesses(engine, check)
+        self._guesses: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self.passes = 0
 
     @property
-    def jobs(self) -> list[Job[Owner]]:
+    def sequences(self) -> list[BatchSequence[Owner]]:
         """The sequences on their way."""
-        return [job for job, _ in self._live]
+        return [seq for seq, _ in self._live]
 
     @property
     def held_bytes(self) -> int:
         """Bytes that caches take now."""
         return sum(session.nbytes for _, session in self._live) + self._idle_bytes()
 
-    def step(self) -> list[tuple[Job[Owner], Items]]:
+    def step(self) -> list[tuple[BatchSequence[Owner], Items]]:
         """Let those in who have room, compute one pass, and let those out who have finished.
 
         Raises:
@@ -151,23 +111,23 @@ class Schedule(Generic[Owner]):
         if self._terms.ahead is not None:
             self._make_room()
         items += self._guessed() or self._advance()
-        if any(job.done for job, _ in self._live):
-            for job in self.jobs:
-                if job.done:
-                    self.remove(job)
+        if any(seq.done for seq, _ in self._live):
+            for seq in self.sequences:
+                if seq.done:
+                    self.remove(seq)
             self._most = self._limit
         return items
 
-    def remove(self, job: Job[Owner]) -> None:
-        """``job`` leaves; its cache stays for whoever goes on with its text."""
-        job.settle()
-        self._idle += [session for other, session in self._live if other is job]
-        self._live = [(other, session) for other, session in self._live if other is not job]
+    def remove(self, seq: BatchSequence[Owner]) -> None:
+        """``seq`` leaves; its cache stays for whoever goes on with its text."""
+        seq.settle()
+        self._idle += [session for other, session in self._live if other is seq]
+        self._live = [(other, session) for other, session in self._live if other is not seq]
 
-    def end(self, job: Job[Owner]) -> Items:
-        """``job`` leaves, started or not; its last chunk."""
-        self.remove(job)
-        return [job.end("cancelled")]
+    def end(self, seq: BatchSequence[Owner]) -> Items:
+        """``seq`` leaves, started or not; its last chunk."""
+        self.remove(seq)
+        return [seq.end("cancelled")]
 
     def rest(self, keep: int | None = None) -> None:
         """Free the caches beyond those that are kept, ``keep`` or the usual number."""
@@ -176,43 +136,43 @@ class Schedule(Generic[Owner]):
 
     def close(self) -> None:
         """Free all caches."""
-        for job in self.jobs:
-            job.settle()
+        for seq in self.sequences:
+            seq.settle()
         for session in [*self._idle, *(session for _, session in self._live)]:
             session.close()
         self._idle, self._live = [], []
 
-    def cost(self, job: Job[Owner], session: EngineSession | None = None) -> int:
+    def cost(self, seq: BatchSequence[Owner], session: EngineSession | None = None) -> int:
         """Bytes to count for a sequence: of its cache, and of its row of logits."""
         ahead = self._terms.ahead
-        tokens = job.capacity if ahead is None else min(job.capacity, job.length + ahead)
+        tokens = seq.capacity if ahead is None else min(seq.capacity, seq.length + ahead)
         return self._bytes(tokens, session)
 
     # -- one step --------------------------------------------------------------------------------
 
-    def _join(self) -> list[tuple[Job[Owner], Items]]:
+    def _join(self) -> list[tuple[BatchSequence[Owner], Items]]:
         """Start waiting sequences while there is room; the errors of those that cannot start."""
-        failed: list[tuple[Job[Owner], Items]] = []
-        while len(self._live) < self._most and (job := self._waiting.first()) is not None:
+        failed: list[tuple[BatchSequence[Owner], Items]] = []
+        while len(self._live) < self._most and (seq := self._waiting.first()) is not None:
             try:
-                session = self._session(job)
+                session = self._session(seq)
             except LocalrtError as error:
                 self._waiting.pop()
-                failed.append((job, job.fail(error)))
+                failed.append((seq, seq.fail(error)))
                 continue
             if session is None:
                 break
             self._waiting.pop()
-            self._live.append((job, session))
-            job.start(session, self._tokenizer)
+            self._live.append((seq, session))
+            seq.start(session, self._tokenizer)
         self.rest()
         return failed
 
-    def _session(self, job: Job[Owner]) -> EngineSession | None:
-        """One left over that begins like the job, or a new one; None when out of room."""
-        session = self._left_over(job)
+    def _session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
+        """One left over that begins like the sequence, or a new one; None when out of room."""
+        session = self._left_over(seq)
         room = self._room() - sum(self.cost(*running) for running in self._live)
-        needed = self.cost(job, session)
+        needed = self.cost(seq, session)
         if self._live and needed > room:
             return None
         if session is not None:
@@ -221,16 +181,16 @@ class Schedule(Generic[Owner]):
             self._idle.pop(0).close()
         if session is not None:
             return session
-        return self._engine.session(self._terms.capacity or job.capacity)
+        return self._engine.session(self._terms.capacity or seq.capacity)
 
-    def _left_over(self, job: Job[Owner]) -> EngineSession | None:
-        """The idle session that holds the most of what ``job`` begins with, if it is worth it."""
+    def _left_over(self, seq: BatchSequence[Owner]) -> EngineSession | None:
+        """The idle session that holds the most of what ``seq`` begins with, if it is worth it."""
         best, most = None, 0
         for session in self._idle:
-            shared = common_prefix(session.tokens, job.tokens)
+            shared = common_prefix(session.tokens, seq.tokens)
             # One that is kept is worth taking over only by who continues most of what it holds.
             worth = not self._terms.keep or 2 * shared > len(session.tokens)
-            if shared > most and worth and session.capacity >= job.capacity:
+            if shared > most and worth and session.capacity >= seq.capacity:
                 best, most = session, shared
         return best
 
@@ -238,40 +198,40 @@ class Schedule(Generic[Owner]):
         """Where answers have outgrown what was counted for them, those that joined last wait."""
         room = self._room()
         while len(self._live) > 1:
-            needed = sum(self._bytes(job.length, session) for job, session in self._live)
+            needed = sum(self._bytes(seq.length, session) for seq, session in self._live)
             while self._idle and needed + self._idle_bytes() > room:
                 self._idle.pop(0).close()
             if needed <= room:
                 break
             self._postpone()
 
-    def _guessed(self) -> list[tuple[Job[Owner], Items]]:
+    def _guessed(self) -> list[tuple[BatchSequence[Owner], Items]]:
         """What a sequence that is alone gets from guessing ahead; nothing where it does not."""
         if len(self._live) != 1:
-            for job in self.jobs:
-                job.not_alone()
+            for seq in self.sequences:
+                seq.not_alone()
             return []
-        ((job, session),) = self._live
-        steps = job.guessing(session)
+        ((seq, session),) = self._live
+        steps = seq.stepper(session)
         if steps is None:
             return []
         passes = steps.passes
         try:
-            return [(job, job.guessed(steps, self._check))]
+            return [(seq, seq.step(steps, self._check))]
         except MemoryBudgetError:  # a pass without guesses needs less
-            job.guess_no_more()
+            seq.stop_guessing()
             return []
         finally:
             self.passes += steps.passes - passes
 
-    def _advance(self) -> list[tuple[Job[Owner], Items]]:
+    def _advance(self) -> list[tuple[BatchSequence[Owner], Items]]:
         """Compute one pass; what follows for the sequences that have no more pending tokens."""
         parts = self._parts()
         if not parts:
             return []
         if len(self._live) > 1 and (said := self._with_guesses(parts)) is not None:
             return said
-        whole = [i for i, (job, _, tokens) in enumerate(parts) if len(tokens) == len(job.pending)]
+        whole = [i for i, (seq, _, tokens) in enumerate(parts) if len(tokens) == len(seq.pending)]
         try:
             logits = self._engine.extend_batch(
                 [(session, tokens) for _, session, tokens in parts],
@@ -289,46 +249,46 @@ class Schedule(Generic[Owner]):
                 self._postpone()
             return []
         self.passes += 1
-        for job, _, tokens in parts:
-            job.pending = job.pending[len(tokens) :]
+        for seq, _, tokens in parts:
+            seq.pending = seq.pending[len(tokens) :]
         return [
             (parts[i][0], parts[i][0].accept(row)) for i, row in zip(whole, logits, strict=True)
         ]
 
     def _with_guesses(
         self, parts: Sequence[Prompt[Owner]]
-    ) -> list[tuple[Job[Owner], Items]] | None:
+    ) -> list[tuple[BatchSequence[Owner], Items]] | None:
         """A pass of these, and of guesses behind the answers; None where nobody guesses."""
-        running = [(job, session) for job, session, _ in parts if len(job.pending) == 1]
-        if self._shared is None or not running:
+        running = [(seq, session) for seq, session, _ in parts if len(seq.pending) == 1]
+        if not running:
             return None
-        said = self._shared.advance(running, [part for part in parts if len(part[0].pending) > 1])
+        said = self._guesses.advance(running, [part for part in parts if len(part[0].pending) > 1])
         self.passes += said is not None
         return said
 
     def _parts(self) -> list[Prompt[Owner]]:
         """What the next pass appends to which session; answers come before prompts."""
-        ready = [(job, session) for job, session in self._live if len(job.pending) == 1]
-        prompts = [(job, session) for job, session in self._live if len(job.pending) > 1]
+        ready = [(seq, session) for seq, session in self._live if len(seq.pending) == 1]
+        prompts = [(seq, session) for seq, session in self._live if len(seq.pending) > 1]
         room = self._engine.pass_rows - len(ready)
         if ready and self._terms.prompt_rows is not None:
             room = min(room, max(self._terms.prompt_rows, len(prompts)))
         if self._terms.evenly:
             prompts.sort(key=lambda running: len(running[0].pending))  # what one leaves, others get
-        parts = [(job, session, job.pending) for job, session in ready]
-        for place, (job, session) in enumerate(prompts):
+        parts = [(seq, session, seq.pending) for seq, session in ready]
+        for place, (seq, session) in enumerate(prompts):
             share = room // (len(prompts) - place) if self._terms.evenly else room
-            tokens = job.pending[:share]
+            tokens = seq.pending[:share]
             room -= len(tokens)
             if tokens:
-                parts.append((job, session, tokens))
+                parts.append((seq, session, tokens))
         return parts
 
     def _postpone(self) -> None:
         """Memory is short: the last to join gives its cache back, and is computed again later."""
-        job, session = self._live.pop()
+        seq, session = self._live.pop()
         session.close()
-        self._waiting.put_back(job)
+        self._waiting.put_back(seq)
         self._most = len(self._live)
 
     # -- bytes -----------------------------------------------------------------------------------

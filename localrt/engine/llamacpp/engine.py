@@ -1,75 +1,35 @@
 """The ``llamacpp`` engine: llama.cpp behind the engine contract, for GGUF files.
 
-The library's low-level calls are used, without its Python sampler and prompt handling. This module
-loads and describes a model; `llamacpp_session` runs it, `llamacpp_tokenizer` knows its text.
+The library's low-level calls are used, without its Python sampler and prompt handling.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from localrt.engine.llamacpp.embedding import hidden_size, hidden_states
-from localrt.engine.llamacpp.library import Library, load_library
-from localrt.engine.llamacpp.session import CHUNK, LlamaCppSession
+from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel, LlamaCppSettings
+from localrt.engine.llamacpp.session import LlamaCppSession
 from localrt.engine.llamacpp.tokenizer import LlamaCppTokenizer
-from localrt.engine.protocol import Check, EngineInfo, Logits
-from localrt.errors import (
-    CheckpointError,
-    LocalrtError,
-    MemoryBudgetError,
-    OptionError,
-    UnsupportedModelError,
-)
-from localrt.offload.memory.state import MemoryEstimate, check_fits, memory_state
-from localrt.progress import Progress, ProgressCallback
+from localrt.engine.protocol import Check, Engine, Logits
+from localrt.errors import LocalrtError, OptionError
+from localrt.progress import ProgressCallback
 
-__all__ = ["LlamaCppEngine", "LlamaCppSession", "LlamaCppSettings", "LlamaCppTokenizer"]
+__all__ = ["LlamaCppEngine", "LlamaCppSettings"]
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaCppSettings:
-    """llama.cpp's own choices that change its speed.
-
-    ``repack`` copies weights into a layout its CPU kernels prefer, which costs that memory again.
-    ``flash_attention`` None leaves the choice to llama.cpp.
-    """
-
-    repack: bool = True
-    flash_attention: bool | None = None
-
-
-class LlamaCppEngine:
+class LlamaCppEngine(Engine):
     """A GGUF model run by llama.cpp. Thread-safe: passes of several sessions take turns."""
 
-    def __init__(
-        self,
-        library: Library,
-        model: Any,
-        info: EngineInfo,
-        *,
-        threads: int,
-        settings: LlamaCppSettings,
-    ) -> None:
-        self.library = library
-        self.model = model
-        self.threads = threads
-        self.settings = settings
-        self.lock = Lock()
-        self._info = info
-        self._closed = False
-        self._holders: weakref.WeakSet[LlamaCppSession] = weakref.WeakSet()
-        self._free = weakref.finalize(self, library.api.llama_model_free, model)
-        self.kv_bytes_per_token = _kv_bytes_per_token(library.api, model)
+    pass_rows = CHUNK
+
+    def __init__(self, model: LlamaCppModel) -> None:
+        self._model = model
+        self.info = model.info
 
     @classmethod
     def load(
@@ -95,48 +55,11 @@ class LlamaCppEngine:
             OptionError: ``device`` is not one that this build of llama.cpp can use.
             UnsupportedModelError: not a GGUF file, or not a model that generates text.
         """
-        if path.is_dir() or path.suffix.lower() != ".gguf":
-            raise UnsupportedModelError(f"the llamacpp engine reads GGUF files; {path} is not one")
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist")
-        library = load_library()
-        api, settings = library.api, settings or LlamaCppSettings()
-        on_gpu = _use_gpu(api, device)
-
-        params = api.llama_model_default_params()
-        params.n_gpu_layers = -1 if on_gpu else 0
-        params.use_extra_bufts = settings.repack
-        report = _LoadProgress(path.stat().st_size, progress)
-        params.progress_callback = callback = api.llama_progress_callback(report)
-        library.errors.clear()
-        model = api.llama_model_load_from_file(str(path).encode(), params)
-        del callback
-        if report.error is not None:
-            if model:
-                api.llama_model_free(model)
-            raise report.error
-        if not model:
-            raise CheckpointError(
-                f"llama.cpp cannot load {path.name}: {library.reason('it gave no reason')}"
+        return cls(
+            LlamaCppModel.load(
+                path, ctx=ctx, threads=threads, device=device, progress=progress, settings=settings
             )
-        if not api.llama_model_has_decoder(model) or api.llama_model_has_encoder(model):
-            api.llama_model_free(model)
-            raise UnsupportedModelError(f"{path.name} is not a model that continues text")
-
-        info = _describe(api, model, "cuda" if on_gpu else "cpu")
-        engine = cls(library, model, info, threads=threads or _physical_cores(), settings=settings)
-        try:
-            if ctx is not None:
-                engine._check_cache_fits(ctx)
-        except MemoryBudgetError:
-            engine.close()
-            raise
-        return engine
-
-    @property
-    def info(self) -> EngineInfo:
-        """What runs."""
-        return self._info
+        )
 
     def session(self, capacity: int) -> LlamaCppSession:
         """A new, empty session for up to ``capacity`` tokens; its memory is taken as it grows.
@@ -144,158 +67,66 @@ class LlamaCppEngine:
         Raises:
             MemoryBudgetError: the cache cannot fit.
         """
-        self.check_open()
+        self._model.check_open()
         if capacity < 1:
             raise OptionError(f"a session needs room for at least one token, not {capacity}")
-        self._check_cache_fits(capacity)
-        return LlamaCppSession(self, capacity)
+        self._model.check_cache_fits(capacity)
+        return LlamaCppSession(self._model, capacity)
 
     def logits(
         self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
     ) -> Iterator[Logits]:
-        """See the ``Engine`` protocol."""
+        """See ``Engine``."""
         with closing(self.session(len(tokens))) as session:
             yield from session.logits(tokens, first=first, check=check)
 
     def close(self) -> None:
         """Free the weights, once the last session that still has a cache is closed."""
-        self._closed = True
-        if not self._holders:
-            self._free()
+        self._model.close()
+
+    def tokenizer(self) -> LlamaCppTokenizer:
+        """llama.cpp's own; not to be used after ``close``."""
+        return LlamaCppTokenizer(self._model)
+
+    def kv_nbytes(self, length: int) -> int:
+        """See ``Engine``."""
+        return length * self._model.kv_bytes_per_token
 
     @property
     def hidden_size(self) -> int:
         """Columns of the hidden states."""
-        return hidden_size(self)
+        return self._model.hidden_size
 
     def hidden_states(
-        self, tokens: Sequence[int], check: Check | None
-    ) -> Generator[npt.NDArray[np.float32], None, None]:
-        """Those after the final norm, pieces (n, D) in order."""
-        return hidden_states(self, tokens, check)
-
-    def new_context(self, session: LlamaCppSession, size: int, *, outputs: int = 1) -> Any:
-        """A llama.cpp context with room for ``size`` tokens, which ``session`` will release.
-
-        ``outputs`` is the most rows of one pass whose logits are kept.
+        self, texts: Sequence[Sequence[int]], *, check: Check | None = None
+    ) -> Generator[tuple[int, Logits], None, None]:
+        """See ``Engine``; a context of its own for each text.
 
         Raises:
-            LocalrtError: the engine is closed.
-            MemoryBudgetError: llama.cpp could not allocate it.
+            MemoryBudgetError: llama.cpp has no room for so long a text.
+            LocalrtError: llama.cpp failed.
         """
-        self.check_open()
-        api = self.library.api
-        params = api.llama_context_default_params()
-        params.n_ctx = size
-        params.n_batch = params.n_ubatch = min(CHUNK, size)
-        params.n_seq_max = 1
-        params.n_outputs_max = outputs  # llama.cpp would make room for a whole batch's logits
-        params.n_threads = params.n_threads_batch = self.threads
-        params.no_perf = True
-        if self.settings.flash_attention is not None:
-            params.flash_attn_type = int(self.settings.flash_attention)
-        if self._info.device == "cpu":
-            params.offload_kqv = params.op_offload = False
-        self.library.errors.clear()
-        context = api.llama_init_from_model(self.model, params)
-        if not context:
-            reason = self.library.reason("not enough memory")
-            raise MemoryBudgetError(
-                f"llama.cpp cannot make a cache for {size} tokens: {reason}; use a smaller ctx"
-            )
-        self._holders.add(session)
-        return context
-
-    def release(self, session: LlamaCppSession) -> None:
-        """``session`` has freed its context."""
-        self._holders.discard(session)
-        if self._closed:
-            self.close()
-
-    def check_open(self) -> None:
-        """Raise `LocalrtError` when the engine is closed."""
-        if self._closed:
-            raise LocalrtError("the model is closed: load it again")
-
-    def _check_cache_fits(self, capacity: int) -> None:
-        if self._info.device == "cpu":
-            needed = MemoryEstimate(weights=0, kv=capacity * self.kv_bytes_per_token)
-            what = f"a context of {capacity} tokens"
-            check_fits(needed, memory_state().available, what, ctx=capacity)
-
-
-class _LoadProgress:
-    """llama.cpp's load progress as ours; an exception raised by the listener stops the load."""
-
-    def __init__(self, total: int, listener: ProgressCallback | None) -> None:
-        self._total = total
-        self._listener = listener
-        self.error: BaseException | None = None
-
-    def __call__(self, fraction: float, _data: object) -> bool:
-        if self._listener is not None:
+        model = self._model
+        for index, tokens in enumerate(texts):
+            context = model.new_embedding_context(len(tokens))
             try:
-                self._listener(Progress("load", int(fraction * self._total), self._total, "bytes"))
-            except BaseException as error:  # noqa: BLE001 - raised again when the load has returned
-                self.error = error
-                return False
-        return True
+                for start in range(0, len(tokens), CHUNK):
+                    if check is not None:
+                        check()
+                    yield index, _embedded(model, context, tokens[start : start + CHUNK])
+            finally:
+                model.api.llama_free(context)
 
 
-def _use_gpu(api: Any, device: str) -> bool:
-    if device not in ("auto", "cpu", "cuda"):
-        raise OptionError(f"device must be auto, cpu or cuda, not {device!r}")
-    can = bool(api.llama_supports_gpu_offload())
-    if device == "cuda" and not can:
-        raise OptionError(
-            "this build of llama-cpp-python has no GPU support: use device='cpu', or install a"
-            " CUDA build of it"
-        )
-    return can and device != "cpu"
-
-
-def _physical_cores() -> int:
-    import psutil
-
-    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-
-
-def _metadata(api: Any, model: Any, key: str) -> str | None:
-    buffer = ctypes.create_string_buffer(256)
-    if api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer)) < 0:
-        return None
-    return buffer.value.decode("utf-8", "replace")
-
-
-def _kv_bytes_per_token(api: Any, model: Any) -> int:
-    """Bytes of keys and values per token in half precision, from the model's own dimensions."""
-    architecture = _metadata(api, model, "general.architecture")
-    heads = max(1, api.llama_model_n_head(model))
-    head_dim = api.llama_model_n_embd(model) // heads
-    key = int(_metadata(api, model, f"{architecture}.attention.key_length") or head_dim)
-    value = int(_metadata(api, model, f"{architecture}.attention.value_length") or head_dim)
-    layers, kv_heads = api.llama_model_n_layer(model), api.llama_model_n_head_kv(model)
-    return int(layers * kv_heads * (key + value) * 2)
-
-
-def _describe(api: Any, model: Any, device: str) -> EngineInfo:
-    vocab = api.llama_model_get_vocab(model)
-    file_type = api.llama_ftype_name(api.llama_model_ftype(model)) or b"unknown"
-    return EngineInfo(
-        engine="llamacpp",
-        architecture=_metadata(api, model, "general.architecture") or "unknown",
-        device=device,
-        format=_format_name(file_type.decode()),
-        parameters=api.llama_model_n_params(model),
-        layers=api.llama_model_n_layer(model),
-        vocab_size=api.llama_vocab_n_tokens(vocab),
-        weight_bytes=api.llama_model_size(model),
-        context_length=api.llama_model_n_ctx_train(model),
-        exactness="approximate",  # it rounds activations to 8 bits for its integer kernels
-    )
-
-
-def _format_name(file_type: str) -> str:
-    """``"Q4_K - Medium"`` as everybody else writes it: ``"Q4_K_M"``."""
-    name, _, size = file_type.partition(" - ")
-    return f"{name}_{size[0]}" if size[:1].isalpha() else name
+def _embedded(model: LlamaCppModel, context: object, tokens: Sequence[int]) -> Logits:
+    """The hidden states of the next ``tokens``, (n, D), the caller's own."""
+    ids = (ctypes.c_int32 * len(tokens))(*tokens)
+    batch = model.api.llama_batch_get_one(ids, len(tokens))
+    wanted = (ctypes.c_int8 * len(tokens))(*[1] * len(tokens))
+    batch.logits = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int8))
+    with model.lock:
+        code = model.api.llama_decode(context, batch)
+    if code != 0:
+        raise LocalrtError(f"llama.cpp could not embed: {model.library.reason(f'{code}')}")
+    rows = model.api.llama_get_embeddings(context)
+    return np.ctypeslib.as_array(rows, shape=(len(tokens), model.hidden_size)).copy()

@@ -10,19 +10,16 @@ import ctypes
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from localrt.engine.protocol import Check, Logits
+from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
+from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 
-if TYPE_CHECKING:
-    from localrt.engine.llamacpp.engine import LlamaCppEngine
+__all__ = ["LlamaCppSession"]
 
-__all__ = ["CHUNK", "LlamaCppSession"]
-
-CHUNK = 512  # tokens per call: llama.cpp's own default for a physical batch
 _GROWTH = 1024  # a context grows in multiples of this many tokens
 _ABORTED = 2
 # Rows whose logits are kept at once where all are wanted: 39 MB at a vocabulary of 151,936.
@@ -33,13 +30,13 @@ _LOGIT_ROWS = 64
 _ABORTABLE_PASS_S = 0.1
 
 
-class LlamaCppSession:
+class LlamaCppSession(EngineSession):
     """One sequence and its cache, in a llama.cpp context of its own. Not thread-safe."""
 
-    def __init__(self, engine: LlamaCppEngine, capacity: int) -> None:
-        self._engine = engine
-        self._api = engine.library.api
-        self._capacity = capacity
+    def __init__(self, model: LlamaCppModel, capacity: int) -> None:
+        self._model = model
+        self._api = model.api
+        self.capacity = capacity
         self._tokens: list[int] = []
         self._size = 0  # tokens that the context has room for; 0: there is none yet
         self._outputs = 1  # rows of a pass whose logits the context keeps
@@ -54,14 +51,9 @@ class LlamaCppSession:
         return self._tokens
 
     @property
-    def capacity(self) -> int:
-        """The most tokens that the session can hold."""
-        return self._capacity
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the cache takes now."""
-        return self._size * self._engine.kv_bytes_per_token
+        return self._size * self._model.kv_bytes_per_token
 
     def extend(
         self,
@@ -82,7 +74,7 @@ class LlamaCppSession:
             OptionError: no tokens, or an id outside the vocabulary.
         """
         self._make_room(tokens)
-        vocab = self._engine.info.vocab_size
+        vocab = self._model.info.vocab_size
         for start in range(0, len(tokens), CHUNK):
             if check is not None:
                 check()
@@ -110,7 +102,7 @@ class LlamaCppSession:
             self.close()  # a context keeps as many rows as it was made for
             self._outputs = _LOGIT_ROWS
         self._make_room(tokens)
-        vocab = self._engine.info.vocab_size
+        vocab = self._model.info.vocab_size
         if first:
             self.extend(tokens[:first], check=check)
         for start in range(first, len(tokens), _LOGIT_ROWS):
@@ -121,12 +113,6 @@ class LlamaCppSession:
             self._tokens.extend(chunk)
             kept = self._api.llama_get_logits(self._context)
             yield np.ctypeslib.as_array(kept, shape=(len(chunk), vocab)).copy()
-
-    def counts(self) -> None:
-        """llama.cpp's own pipeline, if any, is not seen."""
-
-    def forecast(self) -> None:
-        """Nothing is planned."""
 
     def trim(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
@@ -148,20 +134,20 @@ class LlamaCppSession:
         """Free the cache."""
         self._free()
         self._context, self._size, self._tokens, self._free = None, 0, [], _nothing
-        self._engine.release(self)
+        self._model.release(self)
 
     def _make_room(self, tokens: Sequence[int]) -> None:
         """Check ``tokens`` and have a context that they fit into."""
-        self._engine.check_open()
+        self._model.check_open()
         if not tokens:
             raise OptionError("there are no tokens to run")
-        vocab = self._engine.info.vocab_size
+        vocab = self._model.info.vocab_size
         if min(tokens) < 0 or max(tokens) >= vocab:
             raise OptionError(f"token ids must be 0 to {vocab - 1}")
         needed = len(self._tokens) + len(tokens)
-        if needed > self._capacity:
+        if needed > self.capacity:
             raise ContextOverflowError(
-                f"{needed} tokens do not fit the session's {self._capacity}: use a larger ctx"
+                f"{needed} tokens do not fit the session's {self.capacity}: use a larger ctx"
             )
         if needed > self._size:
             self._grow(needed)
@@ -177,7 +163,7 @@ class LlamaCppSession:
             wanted = (ctypes.c_int8 * len(chunk))(*[1] * len(chunk))
             batch.logits = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int8))
         slow = len(chunk) > 1 or self._last_pass_s > _ABORTABLE_PASS_S
-        with self._engine.lock, self._abort.during(self._context, check if slow else None):
+        with self._model.lock, self._abort.during(self._context, check if slow else None):
             started = time.perf_counter()
             code = self._api.llama_decode(self._context, batch)
             self._last_pass_s = time.perf_counter() - started
@@ -187,20 +173,20 @@ class LlamaCppSession:
         self._api.llama_memory_seq_rm(memory, 0, len(self._tokens), -1)
         if code == _ABORTED and self._abort.error is not None:
             raise self._abort.error
-        reason = self._engine.library.reason(f"code {code}")
+        reason = self._model.library.reason(f"code {code}")
         raise LocalrtError(f"llama.cpp could not run {len(chunk)} tokens: {reason}")
 
     def _grow(self, needed: int) -> None:
         """A larger context that holds what this one holds. Never both at once in memory."""
         size = max(needed, 2 * self._size)
-        size = min(self._capacity, -(-size // _GROWTH) * _GROWTH)
+        size = min(self.capacity, -(-size // _GROWTH) * _GROWTH)
         kept, state = self._tokens, None
         if kept:
             count = self._api.llama_state_seq_get_size(self._context, 0)
             state = (ctypes.c_uint8 * count)()
             self._api.llama_state_seq_get_data(self._context, state, count, 0)
         self.close()
-        self._context = self._engine.new_context(self, size, outputs=self._outputs)
+        self._context = self._model.new_context(self, size, outputs=self._outputs)
         self._free = weakref.finalize(self, self._api.llama_free, self._context)
         self._size = size
         if state is not None:

@@ -1,7 +1,7 @@
 """llama.cpp's own tokenizer behind the tokenizer contract.
 
 For GGUF models whose tokenizer localrt cannot build itself. It reads the vocabulary of a model that
-a `LlamaCppEngine` has loaded, and must not be used after that engine is closed.
+is loaded, and must not be used after that is closed.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.errors import TokenizerError
 from localrt.models.tokenizers.detokenize import StreamDetokenizer, decode_tokens
-
-if TYPE_CHECKING:
-    from localrt.engine.llamacpp.engine import LlamaCppEngine
 
 __all__ = ["LlamaCppTokenizer"]
 
@@ -25,10 +22,10 @@ _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 class LlamaCppTokenizer:
     """Text to token ids and back through llama.cpp. Thread-safe."""
 
-    def __init__(self, engine: LlamaCppEngine) -> None:
-        self._engine = engine  # keeps the vocabulary's memory alive
-        self._api = engine.library.api
-        self._vocab = self._api.llama_model_get_vocab(engine.model)
+    def __init__(self, model: LlamaCppModel) -> None:
+        self._model = model  # keeps the vocabulary's memory alive
+        self._api = model.api
+        self._vocab = self._api.llama_model_get_vocab(model.handle)
         if self._api.llama_vocab_type(self._vocab) == _NO_VOCABULARY:
             raise TokenizerError("the model file has no tokenizer: pass token_ids instead of text")
 

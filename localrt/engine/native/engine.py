@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
@@ -20,6 +21,7 @@ from localrt.engine.native.rates import RecentRates
 from localrt.engine.native.session import NativeSession
 from localrt.engine.protocol import (
     Check,
+    Engine,
     EngineInfo,
     EngineSession,
     Forecast,
@@ -51,13 +53,15 @@ _PREFILL_ROWS = 512
 _LOGIT_ROWS = 64
 
 
-class NativeEngine:
-    """See the ``Engine`` protocol.
+class NativeEngine(Engine):
+    """See ``Engine``.
 
     ``pass_rows`` is the most rows of a prefill pass. ``pipeline`` is the decoder again where it
     streams, ``forecaster`` says what was planned of it for a rate of the disk, at first
     ``ssd_bytes_s``, and ``plan`` is what it was placed by.
     """
+
+    shares_passes = True
 
     def __init__(
         self,
@@ -71,6 +75,8 @@ class NativeEngine:
         plan: Plan | None = None,
     ) -> None:
         self.plan = plan
+        if plan is not None:
+            self.planned = Forecast(plan.prediction.tok_s, plan.prediction.ceiling_tok_s)
         self._decoder: Decoder | PlacedDecoder | None = decoder
         self._pipeline = pipeline
         self.pass_rows = pass_rows
@@ -102,10 +108,15 @@ class NativeEngine:
         return None if pipeline is None else pipeline.counts()
 
     @property
+    def simulated(self) -> bool:
+        """Whether a virtual card's clock counts."""
+        return self._pipeline is not None and self._pipeline.simulated
+
+    @property
     def virtual_clock(self) -> Clock | None:
         """The clock of a virtual card; None where time is the wall's."""
         pipeline = self._pipeline
-        return pipeline.clock if pipeline is not None and pipeline.simulated else None
+        return pipeline.clock if pipeline is not None and self.simulated else None
 
     def forecast(self) -> Forecast | None:
         """What was planned, for the disk as it has been lately; None where all is resident."""
@@ -176,6 +187,37 @@ class NativeEngine:
         vector_to_host(decoder.norm, weights)
         return weights / np.float32(decoder.config.logit_scale), decoder.config.norm_eps
 
+    def hidden_states(
+        self, texts: Sequence[Sequence[int]], *, check: Check | None = None
+    ) -> Generator[tuple[int, Logits], None, None]:
+        """See ``Engine``. Texts share passes; long ones go on from pass to pass."""
+        weights, eps = self.final_norm()
+        waiting = deque(range(len(texts)))
+        unfinished: tuple[int, KVCache] | None = None
+        while waiting or unfinished is not None:
+            room = self.pass_rows
+            parts: list[tuple[int, KVCache, Sequence[int]]] = []
+            while room and (waiting or unfinished is not None):
+                if unfinished is None:
+                    index = waiting.popleft()
+                    unfinished = index, self.cache(len(texts[index]))
+                index, cache = unfinished
+                piece = texts[index][cache.length : cache.length + room]
+                parts.append((index, cache, piece))
+                room -= len(piece)
+                if cache.length + len(piece) < len(texts[index]):
+                    break
+                unfinished = None
+            rows = np.empty((sum(len(piece) for _, _, piece in parts), len(weights)), np.float32)
+            batch = Batch.extend([(cache, piece) for _, cache, piece in parts])
+            self.run(batch, rows=[], check=check, features=rows)
+            scale = np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
+            rows = rows / scale * weights
+            at = 0
+            for index, _, piece in parts:
+                yield index, rows[at : at + len(piece)]
+                at += len(piece)
+
     @contextmanager
     def alone(self) -> Iterator[Ops]:
         """The implementation, for whoever computes with it himself: no pass runs meanwhile."""
@@ -224,10 +266,8 @@ class NativeEngine:
         """Bytes of weights in RAM that would be streamed where caches need their room."""
         return 0 if self._pipeline is None else self._pipeline.reclaimable
 
-    def set_ram_budget(self, nbytes: int) -> bool:
-        """Have the process take ``nbytes`` of RAM at most from the next pass on.
-
-        False where nothing is streamed: weights then stay where they are.
+    def set_ram_budget(self, nbytes: int) -> None:
+        """Have the process take ``nbytes`` of RAM at most from the next pass on, if streamed.
 
         Raises:
             MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
@@ -235,7 +275,7 @@ class NativeEngine:
         with self._turn:
             self._loaded()
             if self._pipeline is None or self.plan is None:
-                return False
+                return
             elsewhere = self.plan.request.budgets.ram - self.plan.for_weights_and_caches()
             elsewhere += self._taken
             words = f"the budget is {format_bytes(nbytes)} of RAM now"
@@ -246,7 +286,6 @@ class NativeEngine:
                     f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
                     "what cannot be streamed and the conversations take more"
                 ) from error
-            return True
 
     def take_ram(self, nbytes: int) -> None:
         """Leave ``nbytes`` of the RAM budget to something else; below zero gives them back.
@@ -286,7 +325,7 @@ class NativeEngine:
         wanted: Sequence[int],
         check: Check | None = None,
     ) -> Logits:
-        """See the ``BatchEngine`` protocol."""
+        """See ``Engine``."""
         return self._extend((), parts, wanted, check)
 
     def extend_trees(
@@ -297,7 +336,7 @@ class NativeEngine:
         wanted: Sequence[int] = (),
         check: Check | None = None,
     ) -> list[Logits]:
-        """See the ``TreeBatchEngine`` protocol."""
+        """See ``Engine``."""
         logits = self._extend(parts, beside, wanted, check)
         ends = list(accumulate((1 + len(tree) for _, _, tree in parts), initial=0))
         trees = [logits[start:end] for start, end in pairwise(ends)]

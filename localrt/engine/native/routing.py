@@ -9,11 +9,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localrt.engine.protocol import Engine
 from localrt.errors import OptionError
 from localrt.offload.experts.trace import TraceHeader, TraceRecorder
 
 if TYPE_CHECKING:
-    from localrt.engine.native.engine import NativeEngine
     from localrt.models.checkpoints import Checkpoint
     from localrt.quant.ops.experts import Routing
 
@@ -56,7 +56,7 @@ class RoutingRecorder:
         OptionError: it is no mixture of experts.
     """
 
-    def __init__(self, engine: NativeEngine, path: Path) -> None:
+    def __init__(self, engine: Engine, path: Path) -> None:
         from localrt.models.checkpoints import open_checkpoint
 
         with closing(open_checkpoint(path)) as checkpoint:

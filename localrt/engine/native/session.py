@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from localrt.engine.native.features import FeatureRows
-from localrt.engine.parking.prompt_cache import PutBlocks
-from localrt.engine.protocol import Check, Forecast, Logits
+from localrt.engine.protocol import Check, EngineSession, Forecast, Logits, PutBlocks
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.offload.trace import PipelineCounts
 from localrt.quant.ops.kv_blocks import BlockCache, Bytes
@@ -23,8 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["NativeSession"]
 
 
-class NativeSession:
-    """See the ``EngineSession`` protocol."""
+class NativeSession(EngineSession):
+    """See ``EngineSession``."""
+
+    takes_trees = True
 
     def __init__(self, engine: NativeEngine, cache: KVCache) -> None:
         self._engine = engine
@@ -85,12 +86,12 @@ class NativeSession:
         return logits
 
     def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
-        """See ``TreeSession``."""
+        """See ``EngineSession``."""
         (logits,) = self._engine.extend_trees([(self, token, tree)], check=check)
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        """See ``TreeSession``."""
+        """See ``EngineSession``."""
         self.cache.select(len(self._tokens), rows)
         if self._features is not None:
             self._features.keep(rows)
@@ -146,24 +147,24 @@ class NativeSession:
 
     @property
     def kv_layout(self) -> str:
-        """See ``BlockSession``. What keys depend on beside the weights is part of it."""
+        """See ``EngineSession``. What keys depend on beside the weights is part of it."""
         blocks = self._blocks
         layout = "" if blocks is None else blocks.kv_layout
         return f"{layout} {self._engine.attention_key}" if layout else ""
 
     @property
     def block_bytes(self) -> int:
-        """See ``BlockSession``."""
+        """See ``EngineSession``."""
         assert self._blocks is not None, "who has a layout has blocks"
         return self._blocks.block_bytes
 
     def take_blocks(self, first: int, count: int) -> Bytes:
-        """See ``BlockSession``."""
+        """See ``EngineSession``."""
         assert self._blocks is not None, "who has a layout has blocks"
         return self._blocks.take_blocks(first, count)
 
     def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
-        """See ``BlockSession``."""
+        """See ``EngineSession``."""
         blocks = self._blocks
         if blocks is None:
             return 0

@@ -15,45 +15,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from localrt.engine.protocol import EngineSession
+from localrt.engine.protocol import EngineSession, PutBlocks
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
 
-__all__ = ["BlockSession", "PromptCache", "PutBlocks", "model_key"]
-
-PutBlocks: TypeAlias = Callable[[int, Bytes], None]
+__all__ = ["PromptCache", "model_key"]
 
 _LEAST_TOKENS = 64
 """Fewer are computed again as quickly."""
-
-
-@runtime_checkable
-class BlockSession(EngineSession, Protocol):
-    """A session whose KV cache can be taken out, in blocks of 256 tokens."""
-
-    @property
-    def kv_layout(self) -> str:
-        """What the bytes mean; empty: they cannot be taken out."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-
-    def take_blocks(self, first: int, count: int) -> Bytes:
-        """Blocks as (count, block_bytes), to be used before the next pass."""
-
-    def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
-        """Hold ``tokens`` instead of what is held: ``read(put)`` gives the blocks, and returns how
-        many tokens they are of, which is returned.
-
-        Raises:
-            MemoryBudgetError: there is no room for them.
-        """
 
 
 class PromptCache:
@@ -76,7 +49,7 @@ class PromptCache:
         Raises:
             StorageError: the disk is full or fails; the session is as it was.
         """
-        if not isinstance(session, BlockSession) or not session.kv_layout:
+        if not session.kv_layout:
             return 0
         with self._lock:
             return self._write(
@@ -88,7 +61,7 @@ class PromptCache:
 
         It stays until it is restored, or until ``settle``.
         """
-        if not isinstance(session, BlockSession) or not session.kv_layout:
+        if not session.kv_layout:
             return 0
         tokens = np.array(session.tokens, np.int64)
         if len(tokens) < _LEAST_TOKENS:
@@ -117,7 +90,7 @@ class PromptCache:
 
         Returns the tokens that it got; 0 where it stays as it was.
         """
-        if not isinstance(session, BlockSession) or not session.kv_layout:
+        if not session.kv_layout:
             return 0
         wanted = np.asarray(prompt, np.int64)
         held = common_prefix(session.tokens, wanted)

@@ -1,6 +1,6 @@
-"""One prompt on its way in a batch: the tokens it wants computed next, and what it has said.
+"""One sequence of a batch: the tokens to compute next for it, and its answer so far.
 
-A single sequence's business, whatever company it has. It does not know passes or memory.
+It does not know the other sequences, passes or memory.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from collections.abc import Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from localrt.engine.answer import Answer
-from localrt.engine.batch.lookups import Companion
-from localrt.engine.loop import common_prefix
 from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.engine.request import Request
-from localrt.engine.speculation import Stepper
+from localrt.engine.speculation import Guesser, Stepper
 from localrt.engine.types import Chunk, FinishReason, Metrics
 from localrt.errors import LocalrtError
+from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv_growth import grown_capacity
 
-__all__ = ["Items", "Job", "Owner"]
+__all__ = ["BatchSequence", "Items", "Owner"]
 
 Owner = TypeVar("Owner")
 # What a pass has brought a sequence: chunks, or what went wrong with it alone.
 Items: TypeAlias = Sequence[Chunk | LocalrtError]
 
 
-class Job(Generic[Owner]):
+class BatchSequence(Generic[Owner]):
     """``pending`` tokens are to be computed; ``done`` says that nothing more is.
 
     ``owner`` is whoever its chunks are for; ``capacity`` the tokens that its cache may have to
@@ -45,7 +44,7 @@ class Job(Generic[Owner]):
         self._held = 0
         self._speculation = request.speculation
         self._steps: Stepper | None = None  # while it is alone
-        self._mate: Companion | None = None  # while it is not
+        self._guesser: Guesser | None = None  # while it is not
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -74,7 +73,7 @@ class Job(Generic[Owner]):
         if self._answer is None:
             self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held
 
-    def guessing(self, session: EngineSession) -> Stepper | None:
+    def stepper(self, session: EngineSession) -> Stepper | None:
         """What guesses ahead on ``session`` while it is alone; None where nothing does."""
         if self._steps is None and self._speculation is not None and len(self.pending) == 1:
             assert self._answer is not None, "it has started"
@@ -85,20 +84,20 @@ class Job(Generic[Owner]):
                 self._speculation = None
         return self._steps
 
-    def guessed(self, steps: Stepper, check: Check) -> Items:
+    def step(self, steps: Stepper, check: Check) -> Items:
         """What follows from its pending token, and from guesses behind it."""
         (token,) = self.pending
         return self.accept(steps.advance(token, self.left, check))
 
-    def beside(self, session: EngineSession) -> Companion | None:
+    def guesser(self, session: EngineSession) -> Guesser | None:
         """What guesses on ``session`` while others share its passes; None where nothing does."""
-        if self._mate is None and self._speculation is not None and len(self.pending) == 1:
+        if self._guesser is None and self._speculation is not None and len(self.pending) == 1:
             assert self._answer is not None, "it has started"
-            self._mate = self._speculation.join(session, self.tokens[:-1])
-            self._answer.meter.steps = self._mate
-        return self._mate
+            self._guesser = self._speculation.start_shared(session, self.tokens[:-1])
+            self._answer.meter.steps = self._guesser
+        return self._guesser
 
-    def guess_no_more(self) -> None:
+    def stop_guessing(self) -> None:
         """It is to be computed token by token."""
         self.settle()
         self._speculation = None
@@ -112,9 +111,9 @@ class Job(Generic[Owner]):
     def settle(self) -> None:
         """Nothing guesses for it any more; its session keeps what was accepted."""
         self.not_alone()
-        mate, self._mate = self._mate, None
-        if mate is not None:
-            mate.finish()
+        guesser, self._guesser = self._guesser, None
+        if guesser is not None:
+            guesser.finish()
 
     def accept(self, logits: Logits) -> Items:
         """What follows from the logits (vocab,) after all pending tokens."""

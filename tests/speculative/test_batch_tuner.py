@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.speculative.shared_passes import Company
+from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import TOLERANCE, Tuner
 
@@ -20,12 +20,12 @@ def chain(chance: float, size: int) -> TokenTree:
     return TokenTree.of(list(range(size)), list(range(-1, size - 1)), scores, "ngram")
 
 
-def company(sequences: int, pass_s: Callable[[int], float], measured: int = 64) -> Company:
+def batch_tuner(sequences: int, pass_s: Callable[[int], float], measured: int = 64) -> BatchTuner:
     tuner = Tuner({"ngram": 0.0}, streamed=True)
     for rows in range(sequences, measured + 1):
         for _ in range(3):
             tuner.passed(rows, pass_s(rows))
-    found = Company(tuner)
+    found = BatchTuner(tuner)
     assert found.looks(sequences)
     return found
 
@@ -47,7 +47,7 @@ trees = st.lists(
 
 @given(trees=trees, room=st.integers(0, 60))
 def test_what_is_chosen_are_the_likeliest_that_go_in(trees: list[TokenTree], room: int) -> None:
-    chosen = company(len(trees), flat).choose(trees, room)
+    chosen = batch_tuner(len(trees), flat).choose(trees, room)
     assert len(chosen) == len(trees)
     assert sum(map(len, chosen)) <= room
     kept = [score for tree in chosen for score in tree.scores]
@@ -60,21 +60,21 @@ def test_what_is_chosen_are_the_likeliest_that_go_in(trees: list[TokenTree], roo
 
 def test_rows_that_cost_nothing_take_all_and_dear_ones_none() -> None:
     likely = [chain(0.9, 4)] * 8
-    assert [len(tree) for tree in company(8, flat).choose(likely, 100)] == [4] * 8
-    assert sum(map(len, company(8, bound).choose([chain(0.6, 4)] * 8, 100))) <= 8  # an attempt
+    assert [len(tree) for tree in batch_tuner(8, flat).choose(likely, 100)] == [4] * 8
+    assert sum(map(len, batch_tuner(8, bound).choose([chain(0.6, 4)] * 8, 100))) <= 8  # an attempt
 
 
 def test_the_surest_sequences_get_the_rows() -> None:
     def dear(rows: int) -> float:
         return 0.06 + 0.004 * max(0, rows - 8)
 
-    chosen = company(8, dear).choose([chain(0.95, 6)] * 2 + [chain(0.3, 6)] * 6, 100)
+    chosen = batch_tuner(8, dear).choose([chain(0.95, 6)] * 2 + [chain(0.3, 6)] * 6, 100)
     assert [len(tree) for tree in chosen] == [6, 6, 0, 0, 0, 0, 0, 0]
 
 
 def test_nothing_is_guessed_before_such_a_pass_was_measured() -> None:
     tuner = Tuner({"ngram": 0.0})
-    found = Company(tuner)
+    found = BatchTuner(tuner)
     assert not found.looks(4)
     found.choose([TokenTree.empty()] * 4, 10)
     found.passed(0, 4, 0.05, 0.0)
@@ -91,7 +91,7 @@ def test_it_gains_where_guesses_come_true_and_loses_next_to_nothing(
     """Sources claim 0.8, whatever is true."""
     rng = np.random.default_rng(3)
     tuner = Tuner({"ngram": 0.0}, streamed=True)
-    found, calibration = Company(tuner), tuner.sources["ngram"].calibration
+    found, calibration = BatchTuner(tuner), tuner.sources["ngram"].calibration
     spent = plain = 0.0
     for _ in range(600):
         guesses = [chain(0.8, 8)] * 6

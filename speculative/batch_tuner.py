@@ -16,14 +16,14 @@ from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import MARGIN, REFRESH, TOLERANCE, Tuner
 from localrt.speculative.worth import FIRST_WAIT, node_counts
 
-__all__ = ["Company"]
+__all__ = ["BatchTuner"]
 
 _ASSUMED = 96  # passes that are taken to come: what may be lost at the start
 _CREDIT = 8  # passes: what was gained long ago is no reason to lose now
 _LONGEST_WAIT = 512  # passes between attempts that are not expected to pay, in the end
 
 
-class Company:
+class BatchTuner:
     """Of a model whose ``tuner`` it is. Not thread-safe."""
 
     def __init__(self, tuner: Tuner) -> None:

@@ -1,0 +1,148 @@
+"""Answers that share passes and guess ahead: a tree behind each, all verified in one pass.
+
+How many guesses are computed is ``speculative.batch_tuner``'s to say. What a sequence says does
+not depend on it, for its tokens are chosen as always. It knows nothing of memory but that a pass
+may lack it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Generic, TypeAlias
+
+from localrt.engine.batch.sequence import BatchSequence, Items, Owner
+from localrt.engine.protocol import Check, Engine, EngineSession
+from localrt.engine.speculation import Guesser, TreePass
+from localrt.errors import MemoryBudgetError
+from localrt.speculative.batch_tuner import BatchTuner
+from localrt.speculative.tree import TokenTree
+
+__all__ = ["BatchSpeculation", "Prompt", "Running"]
+
+Running: TypeAlias = tuple[BatchSequence[Owner], EngineSession]
+Prompt: TypeAlias = tuple[BatchSequence[Owner], EngineSession, Sequence[int]]
+
+_NODES = 128  # guesses looked at before a pass, of all sequences
+_FEWEST = 4  # of each
+# The share of a pass that looking for guesses may take where none are worth it, and the most passes
+# to leave it out.
+_LOOKING, _LONGEST_REST = 0.01, 64
+
+
+class BatchSpeculation(Generic[Owner]):
+    """Of the answers of one schedule. ``check`` raises to abandon a pass."""
+
+    def __init__(self, engine: Engine, check: Check) -> None:
+        self._engine = engine
+        self._check = check
+        self._tuner: BatchTuner | None = None
+        self._looked = False
+        self._rest = 0  # passes before guesses are looked for again
+
+    def advance(
+        self, running: Sequence[Running[Owner]], prompts: Sequence[Prompt[Owner]]
+    ) -> list[tuple[BatchSequence[Owner], Items]] | None:
+        """One pass over all, ``running`` with one pending token each; None where nobody guesses.
+
+        ``prompts`` are those of whose pending tokens the pass computes some, the first ones. None
+        also where guesses lack the memory, which are not tried again.
+
+        Raises:
+            LocalrtError: the pass failed, or what ``check`` raises; all are as they were.
+        """
+        guessers = [seq.guesser(session) for seq, session in running]
+        tuner = self._tuner_of(guessers)
+        if tuner is None:
+            return None
+        began = time.perf_counter()
+        beside = sum(len(tokens) for _, _, tokens in prompts)
+        whole = [i for i, (seq, _, ids) in enumerate(prompts) if len(ids) == len(seq.pending)]
+        trees = self._trees(tuner, running, guessers, beside)
+        thinking = time.perf_counter() - began
+        guesses = sum(map(len, trees))
+        started = _now(running)
+        try:
+            found = self._engine.extend_trees(
+                [
+                    (session, seq.pending[0], tree)
+                    for (seq, session), tree in zip(running, trees, strict=True)
+                ],
+                [(session, tokens) for _, session, tokens in prompts],
+                wanted=whole,
+                check=self._check,
+            )
+        except MemoryBudgetError:
+            for seq, _ in running if guesses else ():
+                seq.stop_guessing()
+            return None
+        seconds = _now(running) - started
+        items, emitted = [], 0
+        for (seq, session), guesser, tree, logits in zip(
+            running, guessers, trees, found, strict=False
+        ):
+            computed = TreePass(session, tree, logits)
+            said = _accepted(seq, computed)
+            computed.close()
+            if guesser is not None:
+                guesser.verified(computed)
+            emitted += 1 + len(computed.path)
+            items.append((seq, said))
+        for seq, _, tokens in prompts:
+            seq.pending = seq.pending[len(tokens) :]
+        for at, logits in zip(whole, found[len(running) :], strict=True):
+            items.append((prompts[at][0], prompts[at][0].accept(logits)))
+        if not prompts:  # what those cost is another matter
+            tuner.passed(guesses, emitted, seconds, thinking)
+            self._rest_after(guesses, thinking, tuner.plain)
+        return items
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _tuner_of(self, guessers: Sequence[Guesser | None]) -> BatchTuner | None:
+        """What decides for them: by what is known of the model, whoever asks."""
+        tuner = next((guesser.tuner for guesser in guessers if guesser is not None), None)
+        if tuner is None:
+            return None
+        if self._tuner is None or self._tuner.tuner is not tuner:
+            self._tuner = BatchTuner(tuner)
+        return self._tuner
+
+    def _trees(
+        self,
+        tuner: BatchTuner,
+        running: Sequence[Running[Owner]],
+        guessers: Sequence[Guesser | None],
+        beside: int,
+    ) -> list[TokenTree]:
+        each = max(_FEWEST, _NODES // len(running))
+        looking = tuner.looks(len(running)) and self._rest <= 0
+        self._looked = looking
+        self._rest -= 1
+        trees = []
+        for (seq, _), guesser in zip(running, guessers, strict=True):
+            tree = TokenTree.empty()
+            if guesser is not None:
+                guesser.chosen(seq.pending[0])
+                if looking:
+                    tree = guesser.guess(each, seq.left - 1, self._check)
+            trees.append(tree)
+        room = self._engine.pass_rows - len(running) - beside
+        return tuner.choose(trees, room, beside)
+
+    def _rest_after(self, guesses: int, thinking: float, plain: float | None) -> None:
+        if self._looked and not guesses and plain:
+            self._rest = min(int(thinking / (_LOOKING * plain)), _LONGEST_REST)
+
+
+def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Items:
+    """What the sequence says along its tree."""
+    said = list(seq.accept(computed.first))
+    while not seq.done and (logits := computed.after(seq.pending[0])) is not None:
+        said += seq.accept(logits)
+    return said
+
+
+def _now(running: Sequence[Running[Owner]]) -> float:
+    counts = running[0][1].counts()
+    return time.perf_counter() if counts is None else counts.clock_s

@@ -1,0 +1,269 @@
+"""A GGUF file loaded by llama.cpp, and the contexts that compute with it.
+
+What engine, sessions and tokenizer share: it opens and describes the file, checks memory, and frees
+the weights once the last context is gone. It runs nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from localrt.engine.llamacpp.library import Library, load_library
+from localrt.engine.protocol import EngineInfo
+from localrt.errors import (
+    CheckpointError,
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+    UnsupportedModelError,
+)
+from localrt.offload.memory.state import MemoryEstimate, check_fits, memory_state
+from localrt.progress import Progress, ProgressCallback
+
+__all__ = ["CHUNK", "LlamaCppModel", "LlamaCppSettings"]
+
+CHUNK = 512  # tokens per call: llama.cpp's own default for a physical batch
+_NO_POOLING = 0  # LLAMA_POOLING_TYPE_NONE
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCppSettings:
+    """llama.cpp's own choices that change its speed.
+
+    ``repack`` copies weights into a layout its CPU kernels prefer, which costs that memory again.
+    ``flash_attention`` None leaves the choice to llama.cpp.
+    """
+
+    repack: bool = True
+    flash_attention: bool | None = None
+
+
+class LlamaCppModel:
+    """Thread-safe; whoever computes holds ``lock``."""
+
+    def __init__(
+        self,
+        library: Library,
+        handle: Any,
+        info: EngineInfo,
+        *,
+        threads: int,
+        settings: LlamaCppSettings,
+    ) -> None:
+        self.library = library
+        self.api = library.api
+        self.handle = handle
+        self.info = info
+        self.lock = Lock()
+        self.kv_bytes_per_token = _kv_bytes_per_token(self.api, handle)
+        self.hidden_size = int(self.api.llama_model_n_embd(handle))
+        self._threads = threads
+        self._settings = settings
+        self._closed = False
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # who have a context
+        self._free = weakref.finalize(self, self.api.llama_model_free, handle)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        ctx: int | None = None,
+        threads: int | None = None,
+        device: str = "auto",
+        progress: ProgressCallback | None = None,
+        settings: LlamaCppSettings | None = None,
+    ) -> LlamaCppModel:
+        """See ``LlamaCppEngine.load``."""
+        if path.is_dir() or path.suffix.lower() != ".gguf":
+            raise UnsupportedModelError(f"the llamacpp engine reads GGUF files; {path} is not one")
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist")
+        library = load_library()
+        api, settings = library.api, settings or LlamaCppSettings()
+        on_gpu = _use_gpu(api, device)
+
+        params = api.llama_model_default_params()
+        params.n_gpu_layers = -1 if on_gpu else 0
+        params.use_extra_bufts = settings.repack
+        report = _LoadProgress(path.stat().st_size, progress)
+        params.progress_callback = callback = api.llama_progress_callback(report)
+        library.errors.clear()
+        handle = api.llama_model_load_from_file(str(path).encode(), params)
+        del callback
+        if report.error is not None:
+            if handle:
+                api.llama_model_free(handle)
+            raise report.error
+        if not handle:
+            raise CheckpointError(
+                f"llama.cpp cannot load {path.name}: {library.reason('it gave no reason')}"
+            )
+        if not api.llama_model_has_decoder(handle) or api.llama_model_has_encoder(handle):
+            api.llama_model_free(handle)
+            raise UnsupportedModelError(f"{path.name} is not a model that continues text")
+
+        info = _describe(api, handle, "cuda" if on_gpu else "cpu")
+        model = cls(library, handle, info, threads=threads or _physical_cores(), settings=settings)
+        try:
+            if ctx is not None:
+                model.check_cache_fits(ctx)
+        except MemoryBudgetError:
+            model.close()
+            raise
+        return model
+
+    def close(self) -> None:
+        """Free the weights, once the last context is freed."""
+        self._closed = True
+        if not self._users:
+            self._free()
+
+    def new_context(self, user: object, size: int, *, outputs: int = 1) -> Any:
+        """A llama.cpp context with room for ``size`` tokens, until ``user`` calls ``release``.
+
+        ``outputs`` is the most rows of one pass whose logits are kept.
+
+        Raises:
+            LocalrtError: the model is closed.
+            MemoryBudgetError: llama.cpp could not allocate it.
+        """
+        params = self._context_params(size, outputs)
+        if self._settings.flash_attention is not None:
+            params.flash_attn_type = int(self._settings.flash_attention)
+        context = self.api.llama_init_from_model(self.handle, params)
+        if not context:
+            reason = self.library.reason("not enough memory")
+            raise MemoryBudgetError(
+                f"llama.cpp cannot make a cache for {size} tokens: {reason}; use a smaller ctx"
+            )
+        self._users.add(user)
+        return context
+
+    def new_embedding_context(self, size: int) -> Any:
+        """A context that gives hidden states, which llama.cpp does not pool.
+
+        Raises: as ``new_context``.
+        """
+        params = self._context_params(size, min(CHUNK, size))
+        params.embeddings = True
+        params.pooling_type = _NO_POOLING
+        context = self.api.llama_init_from_model(self.handle, params)
+        if not context:
+            reason = self.library.reason("not enough memory")
+            raise MemoryBudgetError(f"llama.cpp cannot embed {size} tokens at once: {reason}")
+        return context
+
+    def release(self, user: object) -> None:
+        """``user`` has freed its context."""
+        self._users.discard(user)
+        if self._closed:
+            self.close()
+
+    def check_open(self) -> None:
+        """Raise `LocalrtError` when the model is closed."""
+        if self._closed:
+            raise LocalrtError("the model is closed: load it again")
+
+    def check_cache_fits(self, capacity: int) -> None:
+        """Raise `MemoryBudgetError` when a cache of so many tokens does not fit in RAM."""
+        if self.info.device == "cpu":
+            needed = MemoryEstimate(weights=0, kv=capacity * self.kv_bytes_per_token)
+            what = f"a context of {capacity} tokens"
+            check_fits(needed, memory_state().available, what, ctx=capacity)
+
+    def _context_params(self, size: int, outputs: int) -> Any:
+        self.check_open()
+        params = self.api.llama_context_default_params()
+        params.n_ctx = size
+        params.n_batch = params.n_ubatch = min(CHUNK, size)
+        params.n_seq_max = 1
+        params.n_outputs_max = outputs  # llama.cpp would make room for a whole batch's logits
+        params.n_threads = params.n_threads_batch = self._threads
+        params.no_perf = True
+        if self.info.device == "cpu":
+            params.offload_kqv = params.op_offload = False
+        self.library.errors.clear()
+        return params
+
+
+class _LoadProgress:
+    """llama.cpp's load progress as ours; an exception raised by the listener stops the load."""
+
+    def __init__(self, total: int, listener: ProgressCallback | None) -> None:
+        self._total = total
+        self._listener = listener
+        self.error: BaseException | None = None
+
+    def __call__(self, fraction: float, _data: object) -> bool:
+        if self._listener is not None:
+            try:
+                self._listener(Progress("load", int(fraction * self._total), self._total, "bytes"))
+            except BaseException as error:  # noqa: BLE001 - raised again when the load has returned
+                self.error = error
+                return False
+        return True
+
+
+def _use_gpu(api: Any, device: str) -> bool:
+    if device not in ("auto", "cpu", "cuda"):
+        raise OptionError(f"device must be auto, cpu or cuda, not {device!r}")
+    can = bool(api.llama_supports_gpu_offload())
+    if device == "cuda" and not can:
+        raise OptionError(
+            "this build of llama-cpp-python has no GPU support: use device='cpu', or install a"
+            " CUDA build of it"
+        )
+    return can and device != "cpu"
+
+
+def _physical_cores() -> int:
+    import psutil
+
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
+def _metadata(api: Any, model: Any, key: str) -> str | None:
+    buffer = ctypes.create_string_buffer(256)
+    if api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer)) < 0:
+        return None
+    return buffer.value.decode("utf-8", "replace")
+
+
+def _kv_bytes_per_token(api: Any, model: Any) -> int:
+    """Bytes of keys and values per token in half precision, from the model's own dimensions."""
+    architecture = _metadata(api, model, "general.architecture")
+    heads = max(1, api.llama_model_n_head(model))
+    head_dim = api.llama_model_n_embd(model) // heads
+    key = int(_metadata(api, model, f"{architecture}.attention.key_length") or head_dim)
+    value = int(_metadata(api, model, f"{architecture}.attention.value_length") or head_dim)
+    layers, kv_heads = api.llama_model_n_layer(model), api.llama_model_n_head_kv(model)
+    return int(layers * kv_heads * (key + value) * 2)
+
+
+def _describe(api: Any, model: Any, device: str) -> EngineInfo:
+    vocab = api.llama_model_get_vocab(model)
+    file_type = api.llama_ftype_name(api.llama_model_ftype(model)) or b"unknown"
+    return EngineInfo(
+        engine="llamacpp",
+        architecture=_metadata(api, model, "general.architecture") or "unknown",
+        device=device,
+        format=_format_name(file_type.decode()),
+        parameters=api.llama_model_n_params(model),
+        layers=api.llama_model_n_layer(model),
+        vocab_size=api.llama_vocab_n_tokens(vocab),
+        weight_bytes=api.llama_model_size(model),
+        context_length=api.llama_model_n_ctx_train(model),
+        exactness="approximate",  # it rounds activations to 8 bits for its integer kernels
+    )
+
+
+def _format_name(file_type: str) -> str:
+    """``"Q4_K - Medium"`` as everybody else writes it: ``"Q4_K_M"``."""
+    name, _, size = file_type.partition(" - ")
+    return f"{name}_{size[0]}" if size[:1].isalpha() else name
