@@ -6,8 +6,9 @@ there and nowhere else, and is never shown. It opens no connection.
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from localrt.errors import OptionError
 
@@ -47,21 +48,10 @@ class Address:
     def headers(self) -> dict[str, str]:
         """What every request carries."""
         found = {"User-Agent": "localrt", "Content-Type": "application/json"}
+        found["Accept-Encoding"] = "identity"
         if self.key is not None:
             found["Authorization"] = f"Bearer {self.key}"
         return found
-
-    def moved(self, path: str, location: str) -> str | None:
-        """The path that a redirection of ``path`` names; None where it leads to another origin."""
-        try:
-            target = urlsplit(urljoin(self.origin + path, location))
-            port = target.port or _PORTS.get(target.scheme)
-        except ValueError:
-            return None
-        if (target.scheme, target.hostname, port) != (self.scheme, self.host, self.port):
-            return None
-        moved = target.path + (f"?{target.query}" if target.query else "")
-        return moved if moved.isascii() and moved.isprintable() and " " not in moved else None
 
     def hide(self, text: str) -> str:
         """``text`` without the key."""
@@ -119,8 +109,6 @@ def _checked_key(key: str | None) -> str | None:
 
 
 def _is_loopback(host: str) -> bool:
-    import ipaddress
-
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any, cast
 
 from localrt.engine.types import FinishReason, Metrics, ToolCall
@@ -289,8 +290,6 @@ def _told(body: bytes) -> tuple[str, str]:
 
 
 def _when(head: Head) -> str:
-    from email.utils import parsedate_to_datetime
-
     after = head.headers.get("retry-after", "").strip()
     seconds: float | None = None
     if after.isascii() and after.isdigit():

@@ -7,13 +7,15 @@ asked. Failures of the network become one line here. It does not know what is as
 
 from __future__ import annotations
 
-import http.client
 import queue
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import httpx2
 
 from localrt.closing import Closing
 from localrt.errors import LocalrtError
@@ -24,10 +26,10 @@ __all__ = ["Exchange", "Head"]
 _CONNECT_S = 10.0
 _IDLE_S = 600.0  # a long prompt on a streamed model takes minutes
 _LOOK_S = 0.05
-_PIECE = 1 << 16
 _AHEAD = 256  # pieces that are read and not yet taken
-_MOVES = 3
-_MOVED = (301, 302, 307, 308)
+_REDIRECTS = 3
+_REDIRECTED = (301, 302, 307, 308)
+_KEEP_ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,7 @@ class Exchange(Closing):
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._answered = False  # whether the head came
-        self._thread = threading.Thread(target=self._run, name="localrt-remote", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="localrt-remote", daemon=True).start()
 
     def head(self) -> Head:
         """Status and headers.
@@ -74,7 +75,9 @@ class Exchange(Closing):
         """
         found = self._next()
         if not isinstance(found, Head):
-            raise LocalrtError(f"{self._address.origin} closed the connection without an answer")
+            raise LocalrtError(
+                f"{self._address.origin} closed the connection without an HTTP answer"
+            )
         self._answered = True
         return found
 
@@ -125,67 +128,53 @@ class Exchange(Closing):
 
     def _run(self) -> None:
         try:
-            self._ask()
+            with self._client() as client:
+                self._ask(client)
         except Exception as error:  # noqa: BLE001 - whatever it is, the one who waits is told
             self._tell(error)
         else:
             self._tell(None)
 
-    def _ask(self) -> None:
-        path = self._path
-        for _ in range(_MOVES + 1):
-            connection = self._connected()
-            try:
-                if self._over.is_set():
-                    return
-                try:
-                    connection.request(self._method, path, self._body, self._address.headers)
-                except (BrokenPipeError, ConnectionResetError):
-                    pass  # refused before it was all sent: the answer says why
-                answer = connection.getresponse()
-                location = answer.getheader("Location")
-                if answer.status not in _MOVED or location is None:
-                    self._hand_on(answer)
-                    return
-                moved = self._address.moved(path, location)
-                if moved is None:
-                    raise LocalrtError(
-                        f"{self._address.origin} sends requests on to {shown(location)!r}, where "
-                        "nothing was sent: give that address if you trust it"
-                    )
-                path = moved
-            finally:
-                with self._lock:
-                    self._socket = None
-                connection.close()
-        raise LocalrtError(f"{self._address.origin} redirects without end: is the address right?")
+    def _client(self) -> httpx2.Client:
+        transport = httpx2.HTTPTransport(
+            verify=ssl.create_default_context(), trust_env=False, socket_options=[_KEEP_ALIVE]
+        )
+        timeout = httpx2.Timeout(self._idle_s, connect=_CONNECT_S)
+        return httpx2.Client(transport=transport, timeout=timeout, trust_env=False)
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _ask(self, client: httpx2.Client) -> None:
         address = self._address
-        connection: http.client.HTTPConnection
-        if address.scheme == "https":
-            connection = http.client.HTTPSConnection(
-                address.host,
-                address.port,
-                timeout=_CONNECT_S,
-                context=ssl.create_default_context(),
-            )
-        else:
-            connection = http.client.HTTPConnection(address.host, address.port, timeout=_CONNECT_S)
-        connection.connect()
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.sock.settimeout(self._idle_s)
-        with self._lock:
-            self._socket = connection.sock
-        return connection
+        url = httpx2.URL(address.origin + self._path)
+        for _ in range(_REDIRECTS + 1):
+            with client.stream(
+                self._method,
+                url,
+                content=self._body,
+                headers=address.headers,
+                extensions={"trace": self._note_socket},
+            ) as response:
+                location = response.headers.get("location")
+                if response.status_code not in _REDIRECTED or location is None:
+                    self._tell(Head(response.status_code, dict(response.headers)))
+                    for piece in response.iter_raw():
+                        self._tell(piece)
+                    return
+            target = _joined(url, location)
+            if target is None:
+                raise LocalrtError(
+                    f"{address.origin} sends requests on to {shown(location)!r}, where "
+                    "nothing was sent: give that address if you trust it"
+                )
+            url = target
+        raise LocalrtError(f"{address.origin} redirects without end: is the address right?")
 
-    def _hand_on(self, answer: http.client.HTTPResponse) -> None:
-        headers = {name.lower(): value for name, value in answer.getheaders()}
-        self._tell(Head(answer.status, headers))
-        while not self._over.is_set() and (piece := answer.read1(_PIECE)):
-            self._tell(piece)
-        if answer.length:  # an answer that says how long it is, and is shorter
-            raise http.client.IncompleteRead(b"", answer.length)
+    def _note_socket(self, event: str, info: Mapping[str, Any]) -> None:
+        """Remember the connection's socket, which ``close`` shuts down."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+        if self._over.is_set():
+            raise LocalrtError("given up")
 
     def _tell(self, item: Head | bytes | Exception | None) -> None:
         while not self._over.is_set():
@@ -196,37 +185,52 @@ class Exchange(Closing):
                 continue
 
 
+def _joined(url: httpx2.URL, location: str) -> httpx2.URL | None:
+    """Where ``location`` leads from ``url``; None where that is another origin."""
+    try:
+        target = url.join(location)
+    except httpx2.InvalidURL:
+        return None
+    same = (target.scheme, target.host, target.port) == (url.scheme, url.host, url.port)
+    return target if same else None
+
+
 def _explained(address: Address, error: Exception, answered: bool) -> str:
     """One line about a failure of the network: what is wrong, what to do."""
     origin = address.origin
     if isinstance(error, LocalrtError):
         return str(error)
     if answered:
-        if isinstance(error, TimeoutError):
+        if isinstance(error, httpx2.TimeoutException):
             return f"nothing came from {origin} for a long time: what came is kept, send again"
         return (
             f"the connection to {origin} broke off in the middle of the answer: what came is kept, "
             "send again"
         )
-    if isinstance(error, ssl.SSLCertVerificationError):
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # what the system said
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
         return (
-            f"the certificate of {address.host} is not trusted ({shown(error.verify_message, 80)}):"
+            f"the certificate of {address.host} is not trusted ({shown(cause.verify_message, 80)}):"
             " for an authority of your own set SSL_CERT_FILE to its certificate"
         )
-    if isinstance(error, ssl.SSLError):
-        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
+    if isinstance(cause, ssl.SSLError):
+        if cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
             return f"{origin} does not speak TLS: is it http://{address.place}?"
-        return f"no TLS connection to {origin}: {shown(error.reason or error, 80)}"
-    if isinstance(error, socket.gaierror):
+        return f"no TLS connection to {origin}: {shown(cause.reason or cause, 80)}"
+    if isinstance(cause, socket.gaierror):
         return f"there is no host {address.host!r} that the network knows: check the address"
-    if isinstance(error, TimeoutError):
+    if isinstance(error, httpx2.TimeoutException):
         return f"{origin} does not answer: is the server up, and reachable from here?"
-    if isinstance(error, ConnectionRefusedError):
+    if isinstance(cause, ConnectionRefusedError):
         return f"nothing listens at {origin}: start the server, or correct the address"
-    if isinstance(error, http.client.RemoteDisconnected | ConnectionError):
-        return f"{origin} closed the connection without an answer: does it want https, or http?"
-    if isinstance(error, http.client.HTTPException):
+    if isinstance(cause, ConnectionError) or "disconnected" in str(error):
+        return (
+            f"{origin} closed the connection without an HTTP answer: does it want https, or http?"
+        )
+    if isinstance(error, httpx2.ProtocolError):
         return f"{origin} does not speak HTTP: is the address right?"
-    if isinstance(error, OSError):
-        return f"{origin} cannot be reached: {shown(error.strerror or error, 80)}"
+    if isinstance(cause, OSError):
+        return f"{origin} cannot be reached: {shown(cause.strerror or cause, 80)}"
     return f"{origin} cannot be asked: {type(error).__name__}: {shown(error, 80)}"
