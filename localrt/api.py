@@ -387,7 +387,7 @@ class Model(BatchMethods, Closing):
             MemoryBudgetError: it cannot be done, since the model was loaded whole, or not even
                 streaming makes enough room; nothing changes then.
         """
-        from localrt.answering.budgets import change_gpu_memory, change_ram
+        from localrt.answering.set_budget import change_gpu_memory, change_ram
         from localrt.formatting import parse_size
 
         sizes = [None if size is None else parse_size(size) for size in (ram, gpu_memory)]

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes, parse_size
-from localrt.offload.memory.state import MemoryEstimate, check_fits, memory_state
+from localrt.offload.account import Account, check_fits
+from localrt.offload.memory.state import memory_state
 
 
 @pytest.mark.parametrize(
@@ -112,23 +113,27 @@ def test_an_unlimited_or_foreign_cgroup_changes_nothing(tmp_path: Path, path: st
     assert state.limit is None
 
 
+def _account(weights: int, kv: int, scratch: int = 0) -> Account:
+    return Account.of(
+        [("ram", "weights", weights), ("ram", "keys and values", kv), ("ram", "scratch", scratch)]
+    )
+
+
 def test_what_fits_passes_in_silence() -> None:
-    check_fits(MemoryEstimate(weights=10, kv=5, scratch=1), 16, "a model")
+    check_fits(_account(weights=10, kv=5, scratch=1), 16, "a model")
 
 
 def test_what_does_not_fit_names_the_numbers_and_the_context_that_would() -> None:
-    estimate = MemoryEstimate(weights=100_000_000, kv=2_000_000_000, scratch=20_000_000)
+    estimate = _account(weights=100_000_000, kv=2_000_000_000, scratch=20_000_000)
     with pytest.raises(MemoryBudgetError) as caught:
         check_fits(estimate, 1_000_000_000, "smollm2", ctx=8192)
     message = str(caught.value)
     for number in ("2.1 GB", "100 MB", "2 GB", "20 MB", "1 GB", "ctx=3584"):
         assert number in message
     assert "\n" not in message
-    check_fits(
-        MemoryEstimate(100_000_000, 2_000_000_000 * 3584 // 8192, 20_000_000), 1_000_000_000, "it"
-    )
+    check_fits(_account(100_000_000, 2_000_000_000 * 3584 // 8192, 20_000_000), 1_000_000_000, "it")
 
 
 def test_weights_alone_too_large_suggests_a_smaller_model() -> None:
     with pytest.raises(MemoryBudgetError, match="smaller model"):
-        check_fits(MemoryEstimate(weights=10**9, kv=10**6), 10**8, "it", ctx=4096)
+        check_fits(_account(weights=10**9, kv=10**6), 10**8, "it", ctx=4096)

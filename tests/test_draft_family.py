@@ -154,7 +154,7 @@ def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
 ) -> None:
     monkeypatch.setattr("localrt.drafts.choice.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:
-        monkeypatch.setattr("localrt.loading.native._budget", lambda *_: (1000, "RAM"))
+        monkeypatch.setattr("localrt.loading.native.memory_left", lambda *_: (1000, "RAM"))
         note = str(model.generate("hi", max_tokens=4, temperature=0.0).metrics.speculation)
     assert f"draft {tiny_folder} is not used" in note
     assert "named as the draft when loading" in note

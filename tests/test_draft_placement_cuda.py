@@ -115,9 +115,9 @@ def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
 def test_a_draft_that_the_card_has_no_room_for_stays_off_it(
     folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from localrt.loading import native as loading_native
+    from localrt.offload import account
 
-    monkeypatch.setattr(loading_native, "_SCRATCH_BYTES", 3 << 30)
+    monkeypatch.setattr(account, "_TORCH_SCRATCH_NBYTES", 3 << 30)
     target: list[Any] = []
     from localrt.drafts import loading as draft_loading
 

@@ -118,8 +118,7 @@ def plan_card(
     """The plan for a model on ``machine`` with ``card`` in it."""
     from localrt.offload.memory.process import ram_budget
     from localrt.offload.planner import Budgets, make_plan
-    from localrt.offload.planner.memory_table import total_of
-    from localrt.offload.planner.shapes import parse_kv_format
+    from localrt.offload.shapes import parse_kv_format
 
     work = options.workload
     assert options.gpu_memory is not None
@@ -140,8 +139,8 @@ def plan_card(
         tpot_s=per_token,
         prefill_tok_s=said.prefill_tok_s,
         decode_tok_s=said.tok_s,
-        peak_vram_bytes=total_of(plan.memory, "vram"),
-        peak_ram_bytes=total_of(plan.memory, "ram"),
+        peak_vram_bytes=plan.memory.total("vram"),
+        peak_ram_bytes=plan.memory.total("ram"),
         pipeline_efficiency=said.efficiency,
         ceiling_tok_s=said.ceiling_tok_s,
         predicted_tok_s=said.tok_s,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from localrt.engine.types import Metrics
-from localrt.offload.memory.peak import peak_rss
+from localrt.offload.memory.process import peak_rss
 
 __all__ = ["generate_greedily"]
 

@@ -15,6 +15,7 @@ from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
+from localrt.offload.account import draft_head_nbytes
 from localrt.speculative.dgf import DgfTarget
 from localrt.speculative.dgf_file import DgfWeights, is_dgf_folder, read_dgf, read_dgf_config
 from localrt.speculative.dgf_head import REMEMBERED, DgfHead, target_parts
@@ -85,9 +86,13 @@ def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOpti
 def _room(weights: DgfWeights, ctx: int | None) -> int:
     """Bytes of a head, its rows of the target's as int8, what it remembers, and hidden states."""
     config = weights.config
-    row = 4 * config.hidden_size
-    room = weights.nbytes + 2 * config.draft_vocab * config.hidden_size
-    return room + 2 * REMEMBERED * row + min(ctx or _HELD_TOKENS, _HELD_TOKENS) * row
+    return draft_head_nbytes(
+        weights.nbytes,
+        hidden=config.hidden_size,
+        vocab=config.draft_vocab,
+        remembered=REMEMBERED,
+        held=min(ctx or _HELD_TOKENS, _HELD_TOKENS),
+    )
 
 
 def _heads(settings: Settings) -> list[Path]:

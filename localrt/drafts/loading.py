@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from localrt.progress import ProgressCallback
     from localrt.settings import Settings
 
-# What a draft's passes take beside its weights and its cache: logits of a round, activations.
-_PASS_BYTES = 40 << 20
 _HELD_TOKENS = 4096  # of a conversation whose context was not asked for
 
 __all__ = ["Beside", "draft_loader", "is_draft_model", "load_beside", "load_draft"]
@@ -83,9 +81,10 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
         MemoryBudgetError: weights, cache and scratch exceed what is left.
     """
     from localrt.formatting import format_bytes
-    from localrt.loading.native import _budget, _scratch, _weight_bytes
+    from localrt.loading.native import memory_left
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.registry import read_config
+    from localrt.offload.account import resident_account
     from localrt.quant.ops.choose import make_ops
 
     with closing(open_checkpoint(path)) as checkpoint:
@@ -98,12 +97,8 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
             threads=options.threads,
         )
         least = min(ctx, 2048)
-        need = (
-            _weight_bytes(checkpoint, ops)
-            + ops.kv_nbytes(config.attention, least)
-            + _scratch(config, ops)
-        )
-        left, tier = _budget(ops, options)
+        need = resident_account(checkpoint, config, ops, least).total()
+        left, tier = memory_left(ops, options)
     if need > left:
         raise MemoryBudgetError(
             f"it needs {format_bytes(need)} and {format_bytes(max(left, 0))} of {tier} are left"
@@ -157,13 +152,14 @@ class Beside:
 def _beside_draft(parts: LoadedModel, options: LoadOptions) -> LoadOptions:
     """The target's options with room in its RAM budget for what the draft will still grow by."""
     from localrt.engine.native.engine import NativeEngine
+    from localrt.offload.account import draft_growth_nbytes
     from localrt.offload.memory.process import ram_budget
 
     engine = parts.engine
     if not isinstance(engine, NativeEngine) or engine.free_memory() is not None:
         return options
     cache = engine.kv_nbytes(min(options.ctx or _HELD_TOKENS, parts.ctx))
-    return replace(options, ram=max(ram_budget(options.ram) - cache - _PASS_BYTES, 1))
+    return replace(options, ram=max(ram_budget(options.ram) - draft_growth_nbytes(cache), 1))
 
 
 @contextmanager

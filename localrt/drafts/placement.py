@@ -24,6 +24,14 @@ from localrt.drafts.clock import (
 )
 from localrt.errors import MemoryBudgetError, UnsupportedModelError
 from localrt.loading.parts import LoadedModel, LoadOptions
+from localrt.offload.account import (
+    CUDA_CONTEXT_NBYTES,
+    FIRST_CONTEXT,
+    GROWTH_NBYTES,
+    draft_nbytes,
+    longest_context,
+    resident_account,
+)
 
 if TYPE_CHECKING:
     from localrt.drafts.choice import Drafts
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
     from localrt.offload.planner.draft_costs import DraftCosts
     from localrt.offload.planner.pair import PairPlan
     from localrt.offload.planner.plan import Plan
-    from localrt.offload.planner.shapes import ModelShape
+    from localrt.offload.shapes import ModelShape
     from localrt.settings import Settings
     from localrt.speculative.draft_model import DraftDecoder
     from localrt.speculative.source import DraftSource
@@ -42,10 +50,7 @@ __all__ = ["DraftPlace", "PlacedBeside", "place_draft", "source_of"]
 
 # Of a conversation's tokens, as many as a draft on a card sees where no context was asked for, and
 # the nodes of a tree behind them.
-_CONTEXT, _FEWEST, _NODES = 2048, 512, 128
-# The context that the first placement of a target has room for, as ``placement_choice`` has it.
-_FIRST_CONTEXT = 512
-_GROWTH_BYTES = 10 << 20  # that a process takes beside what is accounted, as ``placing`` has it
+_CONTEXT, _NODES = 2048, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,11 +247,11 @@ def _place(
             machine=card.on(machine),
             budgets=Budgets(
                 ram=ram_budget(options.ram),
-                process=current_rss() + _GROWTH_BYTES,
+                process=current_rss() + GROWTH_NBYTES,
                 vram=card.capacity,
                 cuda_context=0,
             ),
-            ctx=min(options.ctx or _FIRST_CONTEXT, _FIRST_CONTEXT, ours.context_length),
+            ctx=min(options.ctx or FIRST_CONTEXT, FIRST_CONTEXT, ours.context_length),
             kv_format=options.kv_format or "bf16",  # type: ignore[arg-type]
         ),
         draft=theirs,
@@ -267,7 +272,6 @@ def _decision(
     plan: PairPlan, card: OpenCard, name: str, options: LoadOptions, *, machine_ram: int
 ) -> DraftPlace:
     """The options of both under the best way."""
-    from localrt.loading.cards import CUDA_CONTEXT
     from localrt.offload.planner.draft_costs import DraftCosts
 
     best, request = plan.best, plan.request
@@ -301,7 +305,7 @@ def _decision(
         target = replace(
             target,
             device=options.device if on_card else "cpu",
-            gpu_memory=left + CUDA_CONTEXT if on_card else None,
+            gpu_memory=left + CUDA_CONTEXT_NBYTES if on_card else None,
         )
         own = replace(own, gpu_memory=best.draft_vram, ctx=request.draft_ctx)
     return DraftPlace(
@@ -318,7 +322,8 @@ def _decision(
 
 def _new_nbytes(plan: Plan) -> int:
     """Bytes that a target takes beside what the process has: in RAM, and for a virtual card."""
-    return sum(part.nbytes for part in plan.memory if part.tier != "ssd" and part.what != "process")
+    memory = plan.memory
+    return memory.total() - memory.nbytes("process") + memory.total("vram")
 
 
 def _draft_context(
@@ -326,17 +331,14 @@ def _draft_context(
 ) -> int:
     """As much context as the target was asked to have, or less, so that the draft fits."""
     ctx = min((options.ctx or _CONTEXT) + _NODES, shape.context_length)
-    while ctx > _FEWEST and _draft_vram(draft, shape, card, ctx) > card.capacity:
-        ctx = max(_FEWEST, ctx // 2)
-    return ctx
+    return longest_context(ctx, lambda n: _draft_vram(draft, shape, card, n) <= card.capacity)
 
 
 def _draft_vram(draft: Checkpoint, shape: ModelShape, card: OpenCard, ctx: int) -> int:
     """Bytes of the card's memory that the draft takes with a context of ``ctx``."""
-    from localrt.loading.native import resident_nbytes
-    from localrt.offload.planner.draft_costs import draft_nbytes
+    from localrt.models.registry import read_config
 
     assert card.accelerator is not None, "there is a card"
     if card.accelerator.ops.name == "native":
         return draft_nbytes(shape, ctx)
-    return resident_nbytes(draft, card.accelerator.ops, ctx)
+    return resident_account(draft, read_config(draft), card.accelerator.ops, ctx).total()

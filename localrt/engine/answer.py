@@ -23,7 +23,7 @@ from localrt.engine.stops import StopMatcher
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.offload.memory.peak import peak_rss
+from localrt.offload.memory.process import peak_rss
 
 if TYPE_CHECKING:
     from localrt.engine.types import ToolCall

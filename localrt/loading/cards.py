@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.trace import Trace
 
 if TYPE_CHECKING:
@@ -16,12 +17,8 @@ if TYPE_CHECKING:
     from localrt.offload.planner.machine import GpuProfile, MachineProfile
     from localrt.quant.ops.protocol import Ops
 
-__all__ = ["CUDA_CONTEXT", "OpenCard", "open_card"]
+__all__ = ["OpenCard", "open_card"]
 
-# Of a real card: what the driver, other programs and the allocator's rounding may still take.
-_SPARE_VRAM = 300 << 20
-# What a process takes of a card before it has allocated anything: CUDA's context and kernels' code.
-CUDA_CONTEXT = 400 << 20
 # Reads and writes of a copy within the card's memory reach about what reading alone does.
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any card since 2018
 
@@ -102,8 +99,8 @@ def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -
     copies = CudaCopies(ops.device)
     link, memory = copies.measure()
     free = ops.free_memory() or 0
-    asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT
-    capacity = max(0, min(free - _SPARE_VRAM, asked))
+    asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT_NBYTES
+    capacity = max(0, min(free - SPARE_VRAM_NBYTES, asked))
     clock = WallClock(trace)
     profile = GpuProfile(
         name=copies.name,

@@ -9,16 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from localrt.offload.account import FIRST_CONTEXT, longest_context, unstreamable_nbytes
+
 if TYPE_CHECKING:
     from localrt.offload.planner import Budgets, Plan
     from localrt.offload.planner.machine import MachineProfile
-    from localrt.offload.planner.shapes import ModelShape
+    from localrt.offload.shapes import ModelShape
 
 __all__ = ["ContextChoice", "choose_context", "first_plan"]
-
-# Tokens that the first placement has room for; the caches take it from the weights as they grow.
-_FIRST_CONTEXT = 512
-_SMALLEST_CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,8 @@ def choose_context(
         )
 
     wanted = ctx or shape.context_length
-    while ctx is None and wanted > _SMALLEST_CONTEXT and not fits(request(wanted, budgets)):
-        wanted = max(_SMALLEST_CONTEXT, wanted // 2)
+    if ctx is None:
+        wanted = longest_context(wanted, lambda tokens: fits(request(tokens, budgets)))
     if fits(request(wanted, budgets)):
         if wanted < (ctx or shape.context_length):
             notes.append(
@@ -116,7 +114,7 @@ def first_plan(
             kv_format=kv_format,  # type: ignore[arg-type]
             kv_on_ssd=True,
         )
-    first = min(ctx, _FIRST_CONTEXT)
+    first = min(ctx, FIRST_CONTEXT)
     while True:
         plan = make_plan(
             shape,
@@ -133,20 +131,8 @@ def first_plan(
 
 
 def _can_grow(plan: Plan, ctx: int) -> bool:
-    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed.
-
-    The ring grows with them, until every unit passes through.
-    """
-    from localrt.offload.pipeline.residency import RING_SLACK
-    from localrt.offload.placement import Where
-
+    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed."""
     shape, placement = plan.request.shape, plan.placement
-    in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
-    table = ("embedding", "norm")
-    stays = sum(u.nbytes for u in in_ram if u.kind in table or not placement.ram_ring)
-    largest = max((u.nbytes for u in in_ram if u.kind not in table), default=0)
-    if largest > placement.ram_ring > 0:
-        stays += largest + RING_SLACK - placement.ram_ring
     caches = zip(placement.kv, shape.kv_nbytes(plan.request.kv_format, ctx), strict=True)
     kv = sum(nbytes for place, nbytes in caches if place == "ram")
-    return stays + kv <= plan.for_weights_and_caches()
+    return unstreamable_nbytes(shape, placement) + kv <= plan.for_weights_and_caches()

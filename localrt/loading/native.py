@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localrt.errors import CancelledError, OptionError
+from localrt.offload.account import check_fits, longest_context, resident_account, weight_nbytes
+from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory.state import memory_state
 from localrt.progress import Progress, ProgressCallback
-from localrt.quant.ops.latent import LATENT_SCRATCH_NBYTES, LatentSpec
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,14 +25,10 @@ if TYPE_CHECKING:
     from localrt.models.decoder import DecoderConfig
     from localrt.quant.ops.protocol import Ops
 
-__all__ = ["load_native", "resident_nbytes"]
+__all__ = ["load_native", "memory_left"]
 
-# Activations, scratch of one prefill pass, the interpreter and its libraries, with torch.
-_SCRATCH_BYTES = 256 << 20
-_SMALLEST_CONTEXT = 512
 # A shorter context than this is not worth having everything in memory: rather stream some weights.
 _USEFUL_CONTEXT = 4096
-_PREFILL_ROWS = 512
 
 
 def load_native(
@@ -72,7 +70,7 @@ def load_native(
             parameters=sum(_elements(i.shape) for i in infos),
             layers=config.layers,
             vocab_size=config.vocab_size,
-            weight_bytes=_weight_bytes(checkpoint, ops),
+            weight_bytes=weight_nbytes(checkpoint, ops),
             context_length=config.context_length,
             exactness="bit-exact" if ops.compute_format == "f32" else "approximate",
             streamed=streamed,
@@ -125,10 +123,9 @@ def _must_stream(
 
     if ops.name not in ("native", "triton") or not find_library():
         return False
-    budget, _ = _budget(ops, options)
+    budget, _ = memory_left(ops, options)
     ctx = options.ctx or min(config.context_length, _USEFUL_CONTEXT)
-    kv = ops.kv_nbytes(config.attention, ctx)
-    return _weight_bytes(checkpoint, ops) + kv + _scratch(config, ops) > budget
+    return resident_account(checkpoint, config, ops, ctx).total() > budget
 
 
 def _fit_context(
@@ -143,76 +140,36 @@ def _fit_context(
     Raises:
         MemoryBudgetError: the weights, or an explicitly asked context, do not fit.
     """
-    from localrt.offload.memory.state import MemoryEstimate, check_fits
-
     trained = config.context_length
     if options.ctx is not None and options.ctx > trained:
         notes.append(
             f"the context of {options.ctx} tokens is longer than the {trained} that the model was "
             "trained for: answers may degrade"
         )
-    budget, tier = _budget(ops, options)
-    scratch = _scratch(config, ops)
-    weights = _weight_bytes(checkpoint, ops)
-    wanted = options.ctx or trained
+    budget, tier = memory_left(ops, options)
+    account = resident_account(checkpoint, config, ops, 0)
 
-    def kv(length: int) -> int:
-        return ops.kv_nbytes(config.attention, length)
+    def fits(tokens: int) -> bool:
+        return account.total() + ops.kv_nbytes(config.attention, tokens) <= budget
 
-    ctx = wanted
-    if options.ctx is None:
-        room = budget - weights - scratch
-        while kv(ctx) > room and ctx > _SMALLEST_CONTEXT:
-            ctx = max(ctx // 2, _SMALLEST_CONTEXT)
-        if ctx < wanted:
-            notes.append(
-                f"the context is {ctx} tokens, not the model's {trained}, to fit in memory"
-            )
-    estimate = MemoryEstimate(weights=weights, kv=kv(ctx), scratch=scratch)
-    check_fits(estimate, budget, checkpoint.path.name, ctx=ctx, tier=tier)
+    ctx = options.ctx or longest_context(trained, fits)
+    if options.ctx is None and ctx < trained:
+        notes.append(f"the context is {ctx} tokens, not the model's {trained}, to fit in memory")
+    account = resident_account(checkpoint, config, ops, ctx)
+    check_fits(account, budget, checkpoint.path.name, ctx=ctx, tier=tier)
     return ctx
 
 
-def _budget(ops: Ops, options: LoadOptions) -> tuple[int, str]:
-    from localrt.offload.memory.state import memory_state
-
+def memory_left(ops: Ops, options: LoadOptions) -> tuple[int, str]:
+    """Bytes of the budget that are left where ``ops`` compute, and what that memory is called."""
     free = ops.free_memory()
     if free is not None:
         return min(free, options.gpu_memory or free), "GPU memory"
     if ops.name == "native":
-        from localrt.offload.memory.process import current_rss, ram_budget
-
         # A budget is for the whole process: what it has taken so far is gone.
         return ram_budget(options.ram) - current_rss(), "RAM"
     available = memory_state().available
     return min(available, options.ram or available), "RAM"
-
-
-def resident_nbytes(checkpoint: Checkpoint, ops: Ops, ctx: int) -> int:
-    """Bytes that the whole model takes on ``ops`` with a context of ``ctx`` tokens."""
-    from localrt.models.registry import read_config
-
-    config = read_config(checkpoint)
-    kv = ops.kv_nbytes(config.attention, ctx)
-    return _weight_bytes(checkpoint, ops) + kv + _scratch(config, ops)
-
-
-def _scratch(config: DecoderConfig, ops: Ops) -> int:
-    """What a pass takes beside weights and caches."""
-    if ops.name != "native":
-        return _SCRATCH_BYTES
-    latent = [spec for spec in config.attention if isinstance(spec, LatentSpec)]
-    queries = max([8 * config.hidden_size, *(spec.row_nbytes for spec in latent)])
-    row = 8 * config.hidden_size + queries + 5 * (config.intermediate_size + config.hidden_size)
-    slots = [m.router.used * (9 * config.hidden_size + 5 * m.inner) for m in config.mixtures if m]
-    row += max(slots, default=0)
-    fixed = (16 << 20) + (LATENT_SCRATCH_NBYTES if latent else 0)
-    return _PREFILL_ROWS * row + 8 * config.vocab_size + fixed
-
-
-def _weight_bytes(checkpoint: Checkpoint, ops: Ops) -> int:
-    matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
-    return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
 
 
 def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:

@@ -19,6 +19,7 @@ from localrt.loading.choice import (
     choose_context,
     first_plan,
 )
+from localrt.offload.account import GROWTH_NBYTES, LOADING_NBYTES
 from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.trace import Trace
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PlacedModel", "open_placed"]
 
-# What the process still grows by beside the accounted parts: sampling, text, threads' stacks.
-_GROWTH_BYTES = 10 << 20
-# What loading itself leaves behind: a refusal before it has to leave room for that.
-_LOADING_BYTES = 2 << 20
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20
 
@@ -108,14 +105,14 @@ def open_placed(
     def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
             ram=ram_budget(ram),
-            process=current_rss() + _GROWTH_BYTES + to_come,
+            process=current_rss() + GROWTH_NBYTES + to_come,
             vram=card.capacity,
             cuda_context=0,  # it is there already, and counted
         )
 
     shape = shape_from_checkpoint(checkpoint)
     choice = choose_context(
-        shape, card.on(typical_machine()), budgets(_LOADING_BYTES), ctx, kv_format, notes
+        shape, card.on(typical_machine()), budgets(LOADING_NBYTES), ctx, kv_format, notes
     )
     ctx = choice.ctx
     config = read_config(checkpoint, context=ctx)

@@ -12,11 +12,14 @@ from pathlib import Path
 
 from localrt.errors import MemoryBudgetError, UnsupportedModelError
 from localrt.formatting import format_bytes, parse_size
+from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import MachineProfile, Plan, make_plan
 from localrt.offload.planner.cards import parse_card
 from localrt.offload.planner.known_machine import known_machine
-from localrt.offload.planner.plan import in_words
+from localrt.offload.planner.plan import PlanRequest, in_words
+from localrt.offload.planner.search import fits
+from localrt.offload.shapes import parse_kv_format
 from localrt.planning.inputs import (
     Hardware,
     budgets_of,
@@ -31,8 +34,6 @@ from localrt.settings import Settings
 __all__ = ["Preview", "preview", "preview_size"]
 
 _CTX = 4096
-_SMALLEST_CTX = 512
-_ASIDE = 200 << 20  # what the process and a conversation take beside the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,23 +98,20 @@ def preview(
         return _whole(_size(path), budget)
     machine, vram = _on_device(unmeasured_machine(path, settings), device, gpu_memory)
     budgets = budgets_of(machine, budget, vram)
-    held = ctx or min(_CTX, shape.context_length)
-    while True:
-        try:
-            plan = make_plan(
-                shape,
-                machine,
-                budgets,
-                ctx=held,
-                kv_format=kv_format or "bf16",  # type: ignore[arg-type]
-                solver="greedy",
-            )
-            return _of_plan(plan)
-        except MemoryBudgetError as error:
-            if ctx is not None or held <= _SMALLEST_CTX:
-                problem = f"does not fit: {error}"
-                return Preview(fits=False, weight_bytes=shape.nbytes, problem=problem)
-            held //= 2  # loading takes what fits
+    kept = parse_kv_format(kv_format or "bf16")
+
+    def has_plan(tokens: int) -> bool:
+        return fits(
+            PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=tokens, kv_format=kept)
+        )
+
+    # Loading takes the context that fits.
+    held = ctx or longest_context(min(_CTX, shape.context_length), has_plan)
+    try:
+        plan = make_plan(shape, machine, budgets, ctx=held, kv_format=kept, solver="greedy")
+    except MemoryBudgetError as error:
+        return Preview(fits=False, weight_bytes=shape.nbytes, problem=f"does not fit: {error}")
+    return _of_plan(plan)
 
 
 def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
@@ -123,7 +121,7 @@ def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
     if found.fits:
         return found
     machine = known_machine(Settings.from_environment().cache_dir)
-    read = nbytes + _ASIDE - budget
+    read = nbytes + UNKNOWN_MODEL_NBYTES - budget
     rate = None if machine is None else machine.ssd_bytes_s / read
     return Preview(fits=False, weight_bytes=nbytes, read_bytes=read, tok_s=rate)
 
@@ -143,7 +141,7 @@ def _of_plan(plan: Plan) -> Preview:
 
 def _whole(nbytes: int, budget: int) -> Preview:
     """Of a model that is in memory whole or not at all."""
-    if nbytes + _ASIDE <= budget:
+    if nbytes + UNKNOWN_MODEL_NBYTES <= budget:
         return Preview(fits=True, weight_bytes=nbytes)
     return Preview(
         fits=False,

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from localrt.errors import LocalrtError, OptionError
+from localrt.offload.account import SERVER_NBYTES
 from localrt.serve.errors import ApiError
 from localrt.serve.metrics import Labels, Metrics, render
 from localrt.serve.options import ServeOptions
@@ -25,7 +26,6 @@ __all__ = ["Service"]
 
 _WINDOW_S = 10  # of the gauge of tokens per second
 _LONGEST_RETRY_S = 60
-_SERVER_BYTES = 8 << 20
 _UNREAD_CHUNKS = 128  # beyond what the network's buffers hold
 
 _HELP = {
@@ -66,7 +66,7 @@ class Service:
     def open(self) -> None:
         """Start the batch. A reader that is behind pauses long before it is cut off."""
         options = self.options
-        self._take_ram(_SERVER_BYTES)
+        self._take_ram(SERVER_NBYTES)
         self._live = self.model.live(
             most=options.max_running,
             buffer=_UNREAD_CHUNKS,
@@ -84,7 +84,7 @@ class Service:
         live, self._live = self._live, None
         if live is not None:
             live.close()
-            self._take_ram(-_SERVER_BYTES)
+            self._take_ram(-SERVER_NBYTES)
 
     def _take_ram(self, nbytes: int) -> None:
         """Within a budget, weights make room for requests, threads and what is not sent yet."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from localrt.engine.constraint import MakeConstraint
 from localrt.engine.options import Options
 from localrt.errors import LocalrtError, MissingExtraError, OptionError
+from localrt.offload.account import constraint_nbytes
 from localrt.offload.memory.process import current_rss
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Grammars"]
 
 _KEPT = 16  # grammars
-_BYTES_PER_TOKEN = 400  # while a tokenizer is prepared; half of it stays
 # One space, or a new line and its indentation: a model must not go on with spaces for ever.
 _SPACES = r"(\n[ \t]{0,24}|[ ])?"
 
@@ -101,7 +101,7 @@ class Grammars:
     def _prepare(self) -> LLTokenizer:
         if self._take_ram is None:
             return _prepared(self._tokenizer)
-        asked = _BYTES_PER_TOKEN * self._tokenizer.vocab_size
+        asked = constraint_nbytes(self._tokenizer.vocab_size)
         self._take_ram(asked)
         taken, before = 0, current_rss()
         try:

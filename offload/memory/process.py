@@ -1,10 +1,16 @@
-"""How much RAM is left for a model in this process, now: budgets, limits, and room for others."""
+"""What this process takes of RAM, by the system's own account, and what it may take.
+
+Without a budget the desktop keeps its room. A limit of the container or cgroup binds in any case.
+"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from localrt.offload.memory.state import MemoryState, memory_state
 
-__all__ = ["current_rss", "ram_budget"]
+__all__ = ["current_rss", "peak_rss", "ram_budget"]
 
 # Left to the desktop where nobody said how much to use.
 _DESKTOP_SHARE = 0.1
@@ -20,11 +26,31 @@ def current_rss() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def peak_rss() -> int | None:
+    """Highest resident set of this process so far, in bytes; None where it is not known."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    if sys.platform == "linux":
+        # Not getrusage: its peak outlives exec, so a child would start with its parent's.
+        try:
+            status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            status = ""
+        for line in status.splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | None = None) -> int:
     """Bytes that this process may take in all, what it has already included.
 
-    ``ram`` is the user's word; without it the desktop keeps its room. A limit of the container or
-    cgroup binds in any case.
+    ``ram`` is what the user gave, if anything.
     """
     state = memory_state() if state is None else state
     rss = current_rss() if rss is None else rss

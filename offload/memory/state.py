@@ -1,7 +1,7 @@
-"""Memory in numbers: what there is of it, what this process may use, and what fits.
+"""How much RAM there is, and how much of it this process can still take.
 
 A limit of the container or cgroup counts as much as the RAM that is there: both bound what is
-available. This module knows bytes only; it does not know models, placements or devices.
+available.
 """
 
 from __future__ import annotations
@@ -10,20 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.errors import MemoryBudgetError
-from localrt.formatting import format_bytes
-
-__all__ = [
-    "MemoryEstimate",
-    "MemoryState",
-    "check_fits",
-    "memory_state",
-]
+__all__ = ["MemoryState", "memory_state"]
 
 # cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
 _UNLIMITED = 1 << 60
-
-_SMALLEST_USEFUL_CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,52 +41,6 @@ def memory_state(root: Path = Path("/")) -> MemoryState:
     if limit is not None and limit >= total:
         limit = None
     return MemoryState(total if limit is None else limit, available, limit)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """What running a model takes, in bytes."""
-
-    weights: int
-    kv: int
-    scratch: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return self.weights + self.kv + self.scratch
-
-
-def check_fits(
-    estimate: MemoryEstimate, budget: int, what: str, *, ctx: int | None = None, tier: str = "RAM"
-) -> None:
-    """Do nothing when ``estimate`` fits ``budget`` bytes; else say by how much it does not.
-
-    ``ctx`` is the context length in tokens behind ``estimate.kv``: with it the error names the
-    context that would fit.
-
-    Raises:
-        MemoryBudgetError: it does not fit; the message has the numbers and a way out.
-    """
-    if estimate.total <= budget:
-        return
-    parts = [f"weights {format_bytes(estimate.weights)}", f"KV cache {format_bytes(estimate.kv)}"]
-    if estimate.scratch:
-        parts.append(f"scratch {format_bytes(estimate.scratch)}")
-    raise MemoryBudgetError(
-        f"{what} needs {format_bytes(estimate.total)} of {tier} ({', '.join(parts)}) and"
-        f" {format_bytes(budget)} is available: {_way_out(estimate, budget, ctx)}"
-    )
-
-
-def _way_out(estimate: MemoryEstimate, budget: int, ctx: int | None) -> str:
-    room = budget - estimate.weights - estimate.scratch
-    if ctx and estimate.kv and room > 0:
-        fitting = room * ctx // estimate.kv
-        fitting -= fitting % _SMALLEST_USEFUL_CONTEXT
-        if fitting:
-            return f"a context of {fitting} tokens fits (ctx={fitting} instead of {ctx})"
-    return "use a smaller model or a smaller format, or give it more memory"
 
 
 def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,6 @@ from localrt.offload.experts.opening import (
 from localrt.offload.experts.pools import ExpertPools
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.kv.tier import KvTier
-from localrt.offload.memory.ram_budget import RamBudget
 from localrt.offload.pipeline.decoder import PlacedDecoder, Resources
 from localrt.offload.pipeline.lane import Lane, Verifier
 from localrt.offload.pipeline.residency import Residency
@@ -106,7 +105,7 @@ def open_pipeline(
             card=maker.card_lane,
             embedding=maker.table,
             norms=maker.norms(),
-            residency=maker.residency(RamBudget(budget), shortage),
+            residency=maker.residency(budget, shortage),
             clock=maker.clock,
             trace=trace,
             load_s=load_s,
@@ -280,12 +279,12 @@ class _Maker:
                 norms["gpu"] = builder.final_norm(unit, data)
         return norms
 
-    def residency(self, budget: RamBudget, shortage: Callable[[], tuple[int, int]]) -> Residency:
+    def residency(self, budget: int, shortage: Callable[[], tuple[int, int]]) -> Residency:
         """The places, as they are once everything is loaded."""
         ring = 0 if self._reader is None else self._placement.ram_ring
         rings = ring, self._placement.vram_ring
         if self._experts is not None and self._reader is None:  # the ring's bytes are slots
-            budget = RamBudget(budget.nbytes + self._placement.ram_ring)
+            budget += self._placement.ram_ring
         return Residency(
             self.stages,
             self.cpu,

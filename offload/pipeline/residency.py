@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
+from localrt.offload.account import growing_ring_nbytes
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pools import ExpertPools
-from localrt.offload.memory.ram_budget import RamBudget
 from localrt.offload.pipeline.giving_back import choose_units
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.stages import Stage
@@ -25,21 +25,20 @@ from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
 from localrt.quant.ops.aligned import aligned_buffer
 
-__all__ = ["RING_SLACK", "Residency"]
+__all__ = ["Residency"]
 
 Bytes = npt.NDArray[np.uint8]
 
 _IN_RAM = (Where.RAM, Where.LINK)
 _RAM_TO_SSD = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK}
-RING_SLACK = 6 << 20  # beyond the largest unit: what is read while that is computed
 
 
 class Residency:
     """The present place of every stage. ``host`` are the units in RAM that a card copies from.
 
-    ``rings`` are the bytes of the CPU's and the card's ring: larger units cannot pass through.
-    ``shortage`` says how many bytes of RAM (below zero: how many are spare again) and of the card's
-    memory others need now. ``forget``
+    ``budget`` is for resident units and caches, in bytes. ``rings`` are the bytes of the CPU's and
+    the card's ring: larger units cannot pass through. ``shortage`` says how many bytes of RAM
+    (below zero: how many are spare again) and of the card's memory others need now. ``forget``
     ends what copies wait for, before other units are streamed. ``chunk`` is that of the CPU's ring,
     which is made larger where only larger units are left to be given back. ``experts`` are a
     mixture's slots.
@@ -51,7 +50,7 @@ class Residency:
         cpu: Lane,
         card: Lane | None,
         host: dict[str, Bytes],
-        budget: RamBudget,
+        budget: int,
         rings: tuple[int, int],
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
         forget: Callable[[], None] = lambda: None,
@@ -99,7 +98,7 @@ class Residency:
             MemoryBudgetError: what cannot be streamed takes more; all is as before then.
         """
         before = self._budget, self._changed, self._why
-        self._budget, self._changed = RamBudget(nbytes), words
+        self._budget, self._changed = nbytes, words
         try:
             self.make_room(caches)
         except MemoryBudgetError:
@@ -116,8 +115,8 @@ class Residency:
             MemoryBudgetError: they cannot be given; nothing changes then.
         """
         before, why = self._budget, self._why
-        self._budget = RamBudget(max(0, before.nbytes - nbytes))
-        missing = self._budget.missing(self.ram_nbytes + self._ring_growth, caches)
+        self._budget = max(0, before - nbytes)
+        missing = self._missing(caches)
         try:
             self.make_room(caches)
         except MemoryBudgetError:
@@ -165,13 +164,25 @@ class Residency:
             self._withheld = max(0, self._withheld + ram)
         if vram:
             self.give_back_card(vram)
-        missing = self._budget.missing(self.ram_nbytes + self._ring_growth, caches)
+        missing = self._missing(caches)
         if missing > 0:
             self._why = self._changed or "keys and values have grown"
         if missing > 0 and self.give_back(missing) < missing and not self._widen(missing):
-            raise self._budget.error(caches)
+            raise self._too_small(caches)
         self._choose_adopted(caches)
         self._grow_experts(caches)
+
+    def _missing(self, caches: int) -> int:
+        """Bytes of weights to give back so that they and the caches fit."""
+        return max(0, self.ram_nbytes + self._ring_growth + caches - self._budget)
+
+    def _too_small(self, caches: int) -> MemoryBudgetError:
+        """The caches alone are too large."""
+        return MemoryBudgetError(
+            f"the context has grown to {format_bytes(caches)} of keys and values and "
+            f"{format_bytes(self._budget)} is left for them and for what cannot be streamed: use a "
+            "shorter --ctx, --kv-format int8, or more --ram"
+        )
 
     def adopt(self, stage: Stage, memory: Any) -> None:
         """A unit is in the ring: copy it if it is to stay from now on."""
@@ -227,7 +238,7 @@ class Residency:
     def _widen(self, missing: int) -> bool:
         """Give ``missing`` bytes back with a ring that larger units pass through too."""
         largest = max((s.unit.nbytes for s in self.stages if s.where in _IN_RAM), default=0)
-        size = largest + RING_SLACK
+        size = growing_ring_nbytes(largest)
         more = size - self._ram_ring
         if more <= 0 or self._ram_ring == 0:
             return False
@@ -272,7 +283,7 @@ class Residency:
         if experts is None or experts.nbytes >= self._most_experts:
             return
         taken = self._withheld + self._ring_growth + self.ram_nbytes + caches
-        room = self._budget.nbytes - taken
+        room = self._budget - taken
         if room >= experts.slot_nbytes:
             experts.resize(min(self._most_experts, experts.nbytes + room))
 
@@ -282,7 +293,7 @@ class Residency:
         if not self._given:
             return
         taken = self._withheld + self._ring_growth + self.ram_nbytes + caches
-        room = self._budget.nbytes - taken
+        room = self._budget - taken
         sizes = {stage.name: stage.unit.nbytes for stage in self.stages}
         for name in reversed(self._given):
             if sizes[name] <= room:

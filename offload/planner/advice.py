@@ -12,8 +12,8 @@ from dataclasses import replace
 from localrt.formatting import format_bytes
 from localrt.offload.planner.plan import Change, Plan, PlanRequest
 from localrt.offload.planner.search import predicted_rate
-from localrt.offload.planner.shapes import ModelShape, aligned
 from localrt.offload.planner.simulate import simulate
+from localrt.offload.shapes import ModelShape, aligned
 from localrt.quant.formats import FORMATS
 
 __all__ = ["helpful_changes", "in_format"]

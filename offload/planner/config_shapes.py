@@ -12,7 +12,7 @@ from typing import Any
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.offload.placement import PlacedUnit, UnitKind
-from localrt.offload.planner.shapes import (
+from localrt.offload.shapes import (
     Experts,
     KvShape,
     ModelShape,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.shapes import KvFormat, ModelShape
+from localrt.offload.shapes import KvFormat, ModelShape
 
 __all__ = ["Costs"]
 

@@ -1,4 +1,4 @@
-"""What a draft model takes beside its target: bytes where it lies, seconds of a pass of its own.
+"""What a draft model takes beside its target: seconds of a pass of its own.
 
 On a card its weights are in the card's memory: token ids go there and logits come back, nothing
 else crosses the link. On the CPU it follows the measured kernels. The same seconds are planned with
@@ -9,27 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from localrt.offload.planner.budgets import activation_nbytes
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.shapes import KvFormat, ModelShape
+from localrt.offload.shapes import ModelShape
 
-__all__ = ["DraftCosts", "draft_nbytes"]
+__all__ = ["DraftCosts"]
 
 _TOKEN_BYTES = 8
 _LOGIT_BYTES = 4
 # Choosing the likeliest of a row of logits, on the CPU: seconds for each entry of the vocabulary.
 _CHOOSE_S = 4e-9
-_PREFILL_ROWS = 512
-
-
-def draft_nbytes(shape: ModelShape, ctx: int, kv_format: KvFormat = "bf16") -> int:
-    """Bytes of a resident draft with ``ctx`` tokens of keys and values and its activations."""
-    return (
-        shape.nbytes
-        + sum(shape.kv_nbytes(kv_format, ctx))
-        + activation_nbytes(shape, _PREFILL_ROWS)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from localrt.formatting import format_bytes
+from localrt.offload.account import Tier
 from localrt.offload.placement import Where
 from localrt.offload.planner.plan import Plan, PlanRequest
-from localrt.offload.planner.shapes import ModelShape
 from localrt.offload.planner.simulate import Resource
+from localrt.offload.shapes import ModelShape
 
 __all__ = ["explain", "one_line"]
 
@@ -53,11 +54,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield "Where the weights are"
     yield from _placement(plan)
-    for tier, name in (("ram", "RAM"), ("vram", "GPU memory")):
-        parts = [part for part in plan.memory if part.tier == tier]
+    tiers: tuple[tuple[Tier, str], ...] = (("ram", "RAM"), ("vram", "GPU memory"))
+    for tier, name in tiers:
+        parts = [part for part in plan.memory.parts if part.tier == tier]
         if parts:
             budget = request.budgets.ram if tier == "ram" else request.budgets.vram
-            total = format_bytes(plan.ram_bytes if tier == "ram" else plan.vram_bytes)
+            total = format_bytes(plan.memory.total(tier))
             yield ""
             yield f"{name}: {total} of {format_bytes(budget)}"
             width = max(len(part.what) for part in parts)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Literal
 
 from localrt.errors import OptionError
+from localrt.offload.account import PREFILL_ROWS, Budgets
 from localrt.offload.planner.advice import helpful_changes
-from localrt.offload.planner.budgets import Budgets
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.plan import Plan, PlanRequest
 from localrt.offload.planner.refusal import refusal
 from localrt.offload.planner.search import find_plan
-from localrt.offload.planner.shapes import KvFormat, ModelShape
+from localrt.offload.shapes import KvFormat, ModelShape
 
 __all__ = ["make_plan"]
 
@@ -25,7 +25,7 @@ def make_plan(
     ctx: int,
     rows: int = 1,
     sequences: int = 1,
-    prefill_rows: int = 512,
+    prefill_rows: int = PREFILL_ROWS,
     kv_format: KvFormat = "bf16",
     held: int | None = None,
     kv_on_ssd: bool = False,

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
-from localrt.offload.planner.draft_costs import DraftCosts, draft_nbytes
+from localrt.offload.account import draft_nbytes
+from localrt.offload.planner.draft_costs import DraftCosts
 from localrt.offload.planner.guessing import (
     PRIOR_ACCEPTANCE,
     GuessedTree,
@@ -24,8 +25,8 @@ from localrt.offload.planner.guessing import (
 )
 from localrt.offload.planner.plan import Plan, PlanRequest
 from localrt.offload.planner.search import find_plan
-from localrt.offload.planner.shapes import ModelShape
 from localrt.offload.planner.simulate import simulate
+from localrt.offload.shapes import ModelShape
 
 __all__ = [
     "AcceptanceSource",

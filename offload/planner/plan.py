@@ -8,13 +8,12 @@ from typing import Any
 
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
+from localrt.offload.account import PREFILL_ROWS, Account, Budgets
 from localrt.offload.placement import Placement
-from localrt.offload.planner.budgets import Budgets
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.memory_table import MemoryPart, total_of
-from localrt.offload.planner.shapes import KvFormat, ModelShape
 from localrt.offload.planner.simulate import Resource, Simulation
+from localrt.offload.shapes import KvFormat, ModelShape
 
 __all__ = ["Change", "Plan", "PlanRequest", "Prediction", "in_words"]
 
@@ -64,7 +63,7 @@ class PlanRequest:
     ctx: int
     rows: int = 1
     sequences: int = 1
-    prefill_rows: int = 512
+    prefill_rows: int = PREFILL_ROWS
     kv_format: KvFormat = "bf16"
     held: int | None = None
     kv_on_ssd: bool = False
@@ -136,7 +135,7 @@ class Plan:
     request: PlanRequest
     placement: Placement
     prediction: Prediction
-    memory: tuple[MemoryPart, ...]
+    memory: Account
     simulation: Simulation = field(repr=False)
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
@@ -206,21 +205,18 @@ class Plan:
     @property
     def ram_bytes(self) -> int:
         """RAM in use, of everything."""
-        return total_of(self.memory, "ram")
+        return self.memory.total("ram")
 
     @property
     def vram_bytes(self) -> int:
         """The card's memory in use."""
-        return total_of(self.memory, "vram")
+        return self.memory.total("vram")
 
     def for_weights_and_caches(self) -> int:
         """Bytes that the other parts of the plan leave of the RAM."""
-        fixed = sum(
-            part.nbytes
-            for part in self.memory
-            if part.tier == "ram" and part.what not in ("weights", "keys and values")
-        )
-        return self.request.budgets.ram - fixed
+        memory = self.memory
+        ours = memory.nbytes("weights") + memory.nbytes("keys and values")
+        return self.request.budgets.ram - (memory.total() - ours)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. A mixture's experts are counted by place, not listed."""
@@ -258,7 +254,7 @@ class Plan:
                 "prefill_rows": self.placement.prefill_rows,
             },
             "prediction": asdict(self.prediction),
-            "memory": [asdict(part) for part in self.memory],
+            "memory": [asdict(part) for part in self.memory.parts],
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
             "hypothetical": list(self.hypothetical),

@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
-from localrt.offload.planner.budgets import activation_nbytes
+from localrt.offload.account import SMALLEST_CONTEXT, activation_nbytes, shorter_contexts
 from localrt.offload.planner.plan import PlanRequest
 from localrt.offload.planner.search import fits
 
 __all__ = ["least_ram", "refusal"]
 
 _MEGABYTE = 1_000_000
-_FEWEST_TOKENS = 512
 _MOST_OPTIONS = 3
 
 
@@ -32,9 +31,9 @@ def refusal(request: PlanRequest) -> MemoryBudgetError:
     kv = request.sequences * sum(shape.kv_nbytes(request.kv_format, request.ctx))
     largest = max(unit.nbytes for unit in shape.units if unit.use)
     parts = (
-        f"process {format_bytes(budgets.process_bytes(shape))}",
+        f"process {format_bytes(budgets.process_bytes(shape.vocab))}",
         f"keys and values of {request.ctx} tokens {format_bytes(kv)}",
-        f"activations {format_bytes(activation_nbytes(shape, 32))}",
+        f"activations {format_bytes(activation_nbytes(shape.pass_sizes, 32))}",
         f"a ring for the largest unit {format_bytes(largest)}",
     )
     ways = "; or ".join(options) or "use a smaller model"
@@ -52,7 +51,7 @@ def least_ram(request: PlanRequest) -> int | None:
     high = 2 * (
         request.shape.nbytes
         + request.sequences * sum(request.shape.kv_nbytes(request.kv_format, request.ctx))
-        + request.budgets.process_bytes(request.shape)
+        + request.budgets.process_bytes(request.shape.vocab)
         + (1 << 30)
     )
     if not fits(_with_ram(request, high)):
@@ -65,12 +64,10 @@ def least_ram(request: PlanRequest) -> int | None:
 
 
 def _options(request: PlanRequest) -> Iterator[str]:
-    ctx = request.ctx // 2 // 256 * 256
-    while ctx >= _FEWEST_TOKENS:
+    for ctx in shorter_contexts(request.ctx):
         if fits(replace(request, ctx=ctx)):
             yield f"a context of {ctx} tokens fits (ctx={ctx})"
             break
-        ctx = ctx // 2 // 256 * 256
     for kv_format in ("int8", "int4"):
         smaller = replace(request, kv_format=kv_format)
         if request.kv_format == "bf16" and fits(smaller):
@@ -82,7 +79,7 @@ def _options(request: PlanRequest) -> Iterator[str]:
         yield "one sequence at a time fits"
     if not request.kv_on_ssd and not request.uses_gpu and fits(replace(request, kv_on_ssd=True)):
         yield "keys and values on the SSD fit (kv_on_ssd)"
-    shorter = replace(request, ctx=min(request.ctx, _FEWEST_TOKENS), kv_format="int8")
+    shorter = replace(request, ctx=min(request.ctx, SMALLEST_CONTEXT), kv_format="int8")
     if (least := least_ram(shorter)) is not None:
         yield (
             f"a context of {shorter.ctx} tokens with int8 keys and values fits "

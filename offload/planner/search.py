@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.formatting import format_bytes
-from localrt.offload.placement import Placement
-from localrt.offload.planner.budgets import (
-    KV_BUFFER_BYTES,
+from localrt.offload.account import (
+    KV_BUFFER_NBYTES,
     activation_nbytes,
-    fitting_prefill_rows,
+    fitting_rows,
+    placed_account,
 )
+from localrt.offload.placement import Placement
 from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
-from localrt.offload.planner.memory_table import memory_table
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
 from localrt.offload.planner.simulate import Resource, simulate
 
@@ -91,16 +91,15 @@ def _search(
 
 def _with_kv_on_ssd(rooms: Rooms, layers: int) -> Rooms:
     """Keys and values of the first layers on the SSD, and the buffer that they are read through."""
-    return replace(rooms, ram=rooms.ram - KV_BUFFER_BYTES, kv_ssd=frozenset(range(layers)))
+    return replace(rooms, ram=rooms.ram - KV_BUFFER_NBYTES, kv_ssd=frozenset(range(layers)))
 
 
 def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
     """The request without a card that it may not use, the rooms, and the rows of a pass."""
     if not request.uses_gpu:
         request = replace(request, machine=request.machine.without_gpu())
-    prefill_rows = fitting_prefill_rows(
-        request.shape, request.budgets.ram, max(request.prefill_rows, request.rows)
-    )
+    most = max(request.prefill_rows, request.rows)
+    prefill_rows = fitting_rows(request.shape.pass_sizes, request.budgets.ram, most)
     return request, _rooms(request, prefill_rows), prefill_rows
 
 
@@ -108,9 +107,9 @@ def _rooms(request: PlanRequest, prefill_rows: int) -> Rooms:
     """What the fixed parts leave."""
     shape, budgets = request.shape, request.budgets
     rows = max(prefill_rows, request.rows, request.sequences)
-    activations = activation_nbytes(shape, rows)
+    activations = activation_nbytes(shape.pass_sizes, rows)
     small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
-    ram = budgets.ram - budgets.process_bytes(shape) - budgets.scratch - activations - small
+    ram = budgets.ram - budgets.process_bytes(shape.vocab) - budgets.scratch - activations - small
     vram = 0
     if request.uses_gpu:
         vram = budgets.vram - budgets.context_bytes() - activations - small
@@ -164,7 +163,7 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
         request=request,
         placement=placement,
         prediction=prediction,
-        memory=memory_table(
+        memory=placed_account(
             request.shape,
             request.budgets,
             placement,

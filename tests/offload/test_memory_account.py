@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.offload.memory.peak import peak_rss
-from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory.process import current_rss, peak_rss, ram_budget
 from localrt.offload.memory.state import MemoryState, memory_state
 
 GB = 10**9

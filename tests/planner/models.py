@@ -6,7 +6,7 @@ from typing import Any
 
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.offload.planner.shapes import Experts, KvShape, ModelShape
+from localrt.offload.shapes import Experts, KvShape, ModelShape
 
 _GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import OptionError
-from localrt.offload.planner.budgets import Budgets
+from localrt.offload.account import Budgets
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.memory_table import total_of
 from localrt.offload.planner.pair import AcceptanceSource, PairPlan, PairRequest, plan_pair
 from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.shapes import ModelShape
+from localrt.offload.shapes import ModelShape
 from tests.planner.models import MB, machine, shape
 
 TARGET = shape(layers=6)
@@ -68,8 +67,8 @@ def test_no_way_exceeds_a_budget(
             assert each.problem
             continue
         memory = each.plan.memory
-        assert total_of(memory, "vram") + each.draft_vram <= budgets.vram
-        assert total_of(memory, "ram") + each.draft_ram <= budgets.ram
+        assert memory.total("vram") + each.draft_vram <= budgets.vram
+        assert memory.total("ram") + each.draft_ram <= budgets.ram
         assert (each.draft_vram > 0) == (each.way in ("draft on card", "both on card"))
         assert (each.draft_ram > 0) == (each.way == "draft on CPU")
         if each.way == "draft on card":

@@ -28,7 +28,6 @@ from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.cards import CARDS
 from localrt.offload.planner.explain import explain, one_line
 from localrt.offload.planner.machine import typical_machine
-from localrt.offload.planner.memory_table import total_of
 from localrt.offload.planner.picture import to_html, to_svg
 from localrt.offload.planner.plan import PlanRequest
 from localrt.offload.planner.refusal import least_ram
@@ -42,8 +41,8 @@ CODER = shape_from_config(CONFIGS["qwen2.5-coder-1.5b"], name="coder")
 def assert_within(plan: Plan) -> None:
     """Accounts within budgets, rings large enough, every unit placed."""
     budgets, placement, shape_ = plan.request.budgets, plan.placement, plan.request.shape
-    assert total_of(plan.memory, "ram") <= budgets.ram
-    assert total_of(plan.memory, "vram") <= budgets.vram
+    assert plan.memory.total("ram") <= budgets.ram
+    assert plan.memory.total("vram") <= budgets.vram
     assert list(placement.where) == [unit.name for unit in shape_.units]
     assert len(placement.kv) == shape_.layers
     for unit in shape_.units:
@@ -91,7 +90,7 @@ def test_the_deficit_and_only_the_deficit_is_read(ram: int) -> None:
     budgets = Budgets(ram=ram * MB, process=100 * MB)
     plan = make_plan(CODER, machine(ssd=1e9), budgets, ctx=2048)
     assert_within(plan)
-    taken = total_of([p for p in plan.memory if p.what != "weights"], "ram")
+    taken = plan.memory.total() - plan.memory.nbytes("weights")
     deficit = CODER.pass_nbytes - (budgets.ram - taken)
     assert deficit <= plan.prediction.nbytes["ssd"] <= 1.01 * deficit + 8 * MB
     assert plan.prediction.bottleneck == "ssd"
@@ -187,7 +186,7 @@ def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
     )
     assert 0 < plan.placement.kv.count("ssd") < CODER.layers
     assert 0 < plan.prediction.full_context_tok_s < plan.prediction.tok_s
-    assert total_of(plan.memory, "ram") <= budgets.ram
+    assert plan.memory.total("ram") <= budgets.ram
 
 
 def test_a_tight_budget_takes_a_prompt_in_smaller_pieces() -> None:
@@ -202,7 +201,7 @@ def test_a_batch_shares_what_is_read() -> None:
     one = make_plan(CODER, machine(), budgets, ctx=512, solver="greedy")
     eight = make_plan(CODER, machine(), budgets, ctx=512, sequences=8, solver="greedy")
     assert eight.prediction.tok_s > 4 * one.prediction.tok_s
-    kv = {p.what: p.nbytes for p in eight.memory if p.tier == "ram"}["keys and values"]
+    kv = eight.memory.nbytes("keys and values")
     assert kv == 8 * sum(CODER.kv_nbytes("bf16", 512))
 
 

@@ -13,7 +13,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.planner import shape_from_checkpoint, shape_from_config
 from localrt.offload.planner.config_shapes import HEAD_SLICE
-from localrt.offload.planner.shapes import parse_kv_format
+from localrt.offload.shapes import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import save_tiny
 from tests.planner.models import CONFIGS

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.ring_model import RingModel, Slot
-from localrt.offload.planner.shapes import ModelShape
 from localrt.offload.planner.simulate import Simulation, simulate
+from localrt.offload.shapes import ModelShape
 from tests.planner.models import machine, shape
 
 CPU_PLACES = (Where.RAM, Where.SSD)

@@ -22,7 +22,8 @@ from localrt.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from localrt.offload.memory.state import MemoryEstimate, check_fits, memory_state
+from localrt.offload.account import Account, check_fits
+from localrt.offload.memory.state import memory_state
 from localrt.progress import Progress, ProgressCallback
 
 __all__ = ["CHUNK", "LlamaCppModel", "LlamaCppSettings"]
@@ -173,7 +174,7 @@ class LlamaCppModel:
     def check_cache_fits(self, capacity: int) -> None:
         """Raise `MemoryBudgetError` when a cache of so many tokens does not fit in RAM."""
         if self.info.device == "cpu":
-            needed = MemoryEstimate(weights=0, kv=capacity * self.kv_bytes_per_token)
+            needed = Account.of([("ram", "keys and values", capacity * self.kv_bytes_per_token)])
             what = f"a context of {capacity} tokens"
             check_fits(needed, memory_state().available, what, ctx=capacity)
 

@@ -14,11 +14,13 @@ from localrt.errors import OptionError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
+from localrt.models.decoder import DecoderConfig
 from localrt.models.registry import find_architecture, read_config
 from localrt.models.units import EMBEDDING, HEAD, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.ops.kv_growth import grown_capacity
 from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.native.kv import BLOCK, LATENT_FORMATS, block_nbytes
 from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "KvFormat",
     "KvShape",
     "ModelShape",
+    "PassSizes",
     "aligned",
     "format_of_most_bytes",
     "shape_from_checkpoint",
@@ -34,8 +37,6 @@ __all__ = [
 
 KvFormat = Literal["bf16", "int8", "int4"]
 KV_FORMATS: tuple[KvFormat, ...] = ("bf16", "int8", "int4")
-
-_INT4_GROUP = 32  # see ``quant/ops/native/kv.py``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +56,42 @@ class KvShape:
 
     def token_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token."""
-        vectors = self.groups * (1 if self.latent else 2)
-        if self.latent and kv_format == "int4":
-            kv_format = "int8"  # the fewest bits of a latent: ``make_plan`` does not take int4
-        if kv_format == "bf16":
-            return vectors * 2 * self.width
-        if kv_format == "int8":
-            return vectors * (self.width + 4)
-        # Half the vectors are keys, of 5 bits, half values, of 4; a scale and a minimum for each.
-        return vectors * 22 * -(-self.width // _INT4_GROUP)
+        if not self.latent:
+            return block_nbytes(self.groups, self.width, kv_format) // BLOCK
+        # int8 is the fewest bits of a latent: ``make_plan`` does not take int4.
+        kept = LATENT_FORMATS["bf16" if kv_format == "bf16" else "int8"]
+        return block_nbytes(self.groups, self.width, kept) // BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSizes:
+    """The numbers that the memory of a pass depends on.
+
+    ``inner`` is the widest MLP, ``query_nbytes`` what latent attention's queries and results take
+    for a row (0 without), ``experts_used`` and ``expert_inner`` are a mixture's.
+    """
+
+    hidden: int
+    inner: int
+    vocab: int
+    query_nbytes: int = 0
+    experts_used: int = 0
+    expert_inner: int = 0
+
+    @classmethod
+    def of_config(cls, config: DecoderConfig) -> PassSizes:
+        """Those of a model whose config was read."""
+        mixtures = [mixture for mixture in config.mixtures if mixture is not None]
+        widest = max(mixtures, key=lambda each: each.router.used * each.inner, default=None)
+        latents = (spec.row_nbytes for spec in config.attention if isinstance(spec, LatentSpec))
+        return cls(
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            vocab=config.vocab_size,
+            query_nbytes=max(latents, default=0),
+            experts_used=0 if widest is None else widest.router.used,
+            expert_inner=0 if widest is None else widest.inner,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +141,19 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Weights that one row meets: its embedding row counts nothing."""
         return round(sum(unit.macs * unit.use for unit in self.units))
+
+    @property
+    def pass_sizes(self) -> PassSizes:
+        """What the memory of a pass depends on."""
+        expert = max((unit.macs for unit in self.units if unit.kind == "expert"), default=0)
+        return PassSizes(
+            hidden=self.hidden,
+            inner=self.inner,
+            vocab=self.vocab,
+            query_nbytes=max((layer.row_nbytes for layer in self.kv if layer.latent), default=0),
+            experts_used=0 if self.experts is None else self.experts.used,
+            expert_inner=expert // (3 * self.hidden),
+        )
 
     def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
         """Bytes that one token takes in each layer."""

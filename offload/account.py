@@ -1,0 +1,362 @@
+"""What everything takes of memory, in bytes: the one place that computes it.
+
+Loading, planner, drafts, budgets and the server ask here. It turns shapes, rows and contexts into
+bytes; how much memory there is (``offload/memory``) and who gets it (``offload/planner``) are not
+its business. Estimates err to the large side: a budget is a hard limit for the whole process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from localrt.errors import MemoryBudgetError, OptionError
+from localrt.formatting import format_bytes
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.decoder import DecoderConfig
+from localrt.offload.placement import Placement, Where
+from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
+from localrt.quant.ops.latent import LATENT_SCRATCH_NBYTES
+from localrt.quant.ops.protocol import Ops
+
+__all__ = [
+    "CUDA_CONTEXT_NBYTES",
+    "FIRST_CONTEXT",
+    "GROWTH_NBYTES",
+    "KV_BUFFER_NBYTES",
+    "LOADING_NBYTES",
+    "PREFILL_ROWS",
+    "SERVER_NBYTES",
+    "SMALLEST_CONTEXT",
+    "SPARE_VRAM_NBYTES",
+    "UNKNOWN_MODEL_NBYTES",
+    "Account",
+    "Budgets",
+    "MemoryPart",
+    "Tier",
+    "activation_nbytes",
+    "check_fits",
+    "constraint_nbytes",
+    "draft_growth_nbytes",
+    "draft_head_nbytes",
+    "draft_nbytes",
+    "fitting_rows",
+    "growing_ring_nbytes",
+    "logits_nbytes",
+    "longest_context",
+    "placed_account",
+    "process_nbytes",
+    "resident_account",
+    "shorter_contexts",
+    "unstreamable_nbytes",
+    "weight_nbytes",
+]
+
+# -- constants -----------------------------------------------------------------------------------
+
+_PROCESS_NBYTES = 58 << 20  # interpreter, numpy, libraries, the kernels' threads
+_VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash tables
+GROWTH_NBYTES = 10 << 20
+"""What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
+
+LOADING_NBYTES = 2 << 20
+"""What loading itself leaves behind: a refusal before it has to leave room for that."""
+
+SERVER_NBYTES = 8 << 20
+"""A server's requests, threads and what is not sent yet."""
+
+UNKNOWN_MODEL_NBYTES = 200 << 20
+"""Process and conversation, beside a model of which nothing but its size is known."""
+
+CUDA_CONTEXT_NBYTES = 400 << 20
+"""Of a card's memory: CUDA's context and kernels' code, before anything is allocated."""
+
+SPARE_VRAM_NBYTES = 300 << 20
+"""Of a real card: what driver, other programs and the allocator's rounding may still take."""
+
+KV_BUFFER_NBYTES = 8 << 20
+"""What keys and values on the SSD are read through."""
+
+PREFILL_ROWS = 512
+"""Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""
+
+FIRST_CONTEXT = 512
+"""Tokens that a first placement has room for; caches take it from the weights as they grow."""
+
+SMALLEST_CONTEXT = 512
+"""Of a context that was not asked for."""
+
+_KERNEL_SCRATCH_NBYTES = 5 << 20  # what the native kernels allocate for themselves
+_TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
+_RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
+_DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
+_CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
+_CONTEXT_STEP = 256
+
+# A pass wants rows enough for the arithmetic to pay for the reading, in a small part of the budget.
+_ROW_CHOICES = (1024, 512, 256, 128, 64, 32)
+_ACTIVATION_SHARE = 0.02
+_FEWEST_ROWS = 32
+
+Tier = Literal["ram", "vram", "ssd"]
+
+
+# -- accounts ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """``nbytes`` of ``tier`` for ``what``."""
+
+    tier: Tier
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """All parts that are not empty."""
+
+    parts: tuple[MemoryPart, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Tier, str, int]]) -> Account:
+        """Without the parts that are empty."""
+        return cls(tuple(MemoryPart(*part) for part in parts if part[2]))
+
+    def total(self, tier: Tier = "ram") -> int:
+        """Bytes of one tier."""
+        return sum(part.nbytes for part in self.parts if part.tier == tier)
+
+    def nbytes(self, what: str, tier: Tier = "ram") -> int:
+        """Bytes of one part; 0 where there is none."""
+        return sum(p.nbytes for p in self.parts if (p.tier, p.what) == (tier, what))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Bytes that may be used: ``ram`` by the whole process, ``vram`` of the GPU.
+
+    ``process`` is what the process takes without weights, slots, keys and values and activations
+    (None: an estimate); ``cuda_context`` what the driver takes of ``vram`` (None: an estimate; a
+    virtual card has none); ``scratch`` what kernels allocate for themselves.
+    """
+
+    ram: int
+    vram: int = 0
+    process: int | None = None
+    cuda_context: int | None = None
+    scratch: int = _KERNEL_SCRATCH_NBYTES
+
+    def __post_init__(self) -> None:
+        for name in ("ram", "vram", "scratch"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name} must not be negative, is {getattr(self, name)}")
+
+    def less(self, nbytes: int) -> Budgets:
+        """With ``nbytes`` of the RAM taken."""
+        return replace(self, ram=max(0, self.ram - nbytes))
+
+    def process_bytes(self, vocab: int) -> int:
+        """What the process takes beside the model."""
+        return process_nbytes(vocab) if self.process is None else self.process
+
+    def context_bytes(self) -> int:
+        """What the GPU's driver takes."""
+        if self.vram == 0:
+            return 0
+        return CUDA_CONTEXT_NBYTES if self.cuda_context is None else self.cuda_context
+
+
+def check_fits(
+    account: Account, budget: int, what: str, *, ctx: int | None = None, tier: str = "RAM"
+) -> None:
+    """Do nothing when the account's RAM fits ``budget`` bytes; else say by how much it does not.
+
+    ``ctx`` is the context length in tokens behind the account's keys and values: with it the error
+    names the context that would fit. ``tier`` is what the memory is called.
+
+    Raises:
+        MemoryBudgetError: it does not fit; the message has the numbers and a way out.
+    """
+    total = account.total()
+    if total <= budget:
+        return
+    parts = ", ".join(f"{part.what} {format_bytes(part.nbytes)}" for part in account.parts)
+    raise MemoryBudgetError(
+        f"{what} needs {format_bytes(total)} of {tier} ({parts}) and {format_bytes(budget)} is"
+        f" available: {_way_out(account, budget, ctx)}"
+    )
+
+
+def _way_out(account: Account, budget: int, ctx: int | None) -> str:
+    kv = account.nbytes("keys and values")
+    room = budget - account.total() + kv
+    if ctx and kv and room > 0:
+        fitting = room * ctx // kv // _CONTEXT_STEP * _CONTEXT_STEP
+        if fitting:
+            return f"a context of {fitting} tokens fits (ctx={fitting} instead of {ctx})"
+    return "use a smaller model or a smaller format, or give it more memory"
+
+
+# -- contexts ------------------------------------------------------------------------------------
+
+
+def shorter_contexts(ctx: int, least: int = SMALLEST_CONTEXT) -> Iterator[int]:
+    """Halves of ``ctx`` and of each other, down to ``least``."""
+    while ctx > least:
+        ctx = max(ctx // 2, least)
+        yield ctx
+
+
+def longest_context(ctx: int, fits: Callable[[int], bool], least: int = SMALLEST_CONTEXT) -> int:
+    """``ctx``, or the first of the shorter ones that fits; else ``least``, or ``ctx`` if that is
+    less.
+    """
+    if fits(ctx):
+        return ctx
+    shorter = (each for each in shorter_contexts(ctx, least) if fits(each))
+    return next(shorter, min(ctx, least))
+
+
+# -- the process and its passes ------------------------------------------------------------------
+
+
+def process_nbytes(vocab: int) -> int:
+    """An estimate for a process that is not there yet: interpreter, libraries, tokenizer."""
+    return _PROCESS_NBYTES + _VOCABULARY_NBYTES * vocab
+
+
+def constraint_nbytes(vocab: int) -> int:
+    """What preparing a tokenizer for grammars takes."""
+    return _CONSTRAINT_NBYTES * vocab
+
+
+def logits_nbytes(vocab: int, rows: int) -> int:
+    """Logits of ``rows`` rows."""
+    return 4 * vocab * rows
+
+
+def activation_nbytes(sizes: PassSizes, rows: int) -> int:
+    """Hidden states, queries, codes and the widest MLP of ``rows`` rows; logits of one.
+
+    Codes are int8 beside their float32 values.
+    """
+    queries = max(2 * 4 * sizes.hidden, sizes.query_nbytes)
+    per_row = 2 * 4 * sizes.hidden + queries + 5 * (sizes.inner + sizes.hidden)
+    # Of a mixture: every row's slots, and the codes of what goes into them.
+    per_row += sizes.experts_used * (9 * sizes.hidden + 5 * sizes.expert_inner)
+    latents = LATENT_SCRATCH_NBYTES if sizes.query_nbytes else 0
+    return rows * per_row + logits_nbytes(sizes.vocab, 2) + latents
+
+
+def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:
+    """The most rows of a pass, up to ``most``, whose activations are a small part of ``budget``."""
+    logits = logits_nbytes(sizes.vocab, 2)
+    for rows in (most, *(choice for choice in _ROW_CHOICES if choice < most)):
+        if activation_nbytes(sizes, rows) - logits <= _ACTIVATION_SHARE * budget:
+            return rows
+    return min(most, _FEWEST_ROWS)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def weight_nbytes(checkpoint: Checkpoint, ops: Ops) -> int:
+    """A whole model's matrices, as ``ops`` keep them."""
+    matrices = [info for info in checkpoint.tensors.values() if len(info.shape) == 2]
+    return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
+
+
+def resident_account(checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, ctx: int) -> Account:
+    """A model that is loaded whole, with a context of ``ctx`` tokens, beside what the process has.
+
+    All of it is counted as RAM, wherever ``ops`` compute.
+    """
+    if ops.name == "native":
+        activations = activation_nbytes(PassSizes.of_config(config), PREFILL_ROWS)
+        scratch = activations + _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES
+    else:
+        scratch = _TORCH_SCRATCH_NBYTES
+    return Account.of(
+        [
+            ("ram", "weights", weight_nbytes(checkpoint, ops)),
+            ("ram", "keys and values", ops.kv_nbytes(config.attention, ctx)),
+            ("ram", "scratch", scratch),
+        ]
+    )
+
+
+def placed_account(
+    shape: ModelShape, budgets: Budgets, placement: Placement, *, kv: Sequence[int], rows: int
+) -> Account:
+    """A model under a placement; ``kv`` are bytes per layer, ``rows`` the most of a pass."""
+    weights = dict.fromkeys(Where, 0)
+    for unit in shape.units:
+        weights[placement.where[unit.name]] += unit.nbytes
+    caches = {"ram": 0, "vram": 0, "ssd": 0}
+    for place, size in zip(placement.kv, kv, strict=True):
+        caches[place] += size
+    activations = activation_nbytes(shape.pass_sizes, rows)
+    parts: list[tuple[Tier, str, int]] = [
+        ("ram", "process", budgets.process_bytes(shape.vocab)),
+        ("ram", "kernels' scratch", budgets.scratch),
+        ("ram", "activations", activations),
+        ("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
+        ("ram", "keys and values", caches["ram"]),
+        ("ram", "ring for reads", placement.ram_ring),
+        ("ram", "buffer for keys and values", KV_BUFFER_NBYTES if caches["ssd"] else 0),
+        ("ssd", "weights", weights[Where.SSD] + weights[Where.SSD_LINK]),
+        ("ssd", "keys and values", caches["ssd"]),
+    ]
+    if any(where.on_gpu for where in placement.where.values()):
+        parts += [
+            ("vram", "driver's context", budgets.context_bytes()),
+            ("vram", "activations", activations),
+            ("vram", "weights", weights[Where.VRAM]),
+            ("vram", "keys and values", caches["vram"]),
+            ("vram", "ring for copies", placement.vram_ring),
+        ]
+    return Account.of(parts)
+
+
+def growing_ring_nbytes(largest: int) -> int:
+    """A ring that a unit of ``largest`` bytes passes through, for memory given back later."""
+    return largest + _RING_SLACK_NBYTES
+
+
+def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
+    """Weights in RAM that stay there whatever the caches need, beside the ring as planned.
+
+    Where there is a ring, it grows until every unit passes through.
+    """
+    in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
+    table = ("embedding", "norm")
+    stays = sum(u.nbytes for u in in_ram if u.kind in table or not placement.ram_ring)
+    largest = max((u.nbytes for u in in_ram if u.kind not in table), default=0)
+    if largest > placement.ram_ring > 0:
+        stays += growing_ring_nbytes(largest) - placement.ram_ring
+    return stays
+
+
+# -- drafts --------------------------------------------------------------------------------------
+
+
+def draft_nbytes(shape: ModelShape, ctx: int, kv_format: KvFormat = "bf16") -> int:
+    """A resident draft with ``ctx`` tokens of keys and values, and its activations."""
+    kv = sum(shape.kv_nbytes(kv_format, ctx))
+    return shape.nbytes + kv + activation_nbytes(shape.pass_sizes, PREFILL_ROWS)
+
+
+def draft_growth_nbytes(kv: int) -> int:
+    """What a loaded draft still grows by: its cache of ``kv`` bytes, and its passes."""
+    return kv + _DRAFT_PASS_NBYTES
+
+
+def draft_head_nbytes(weights: int, *, hidden: int, vocab: int, remembered: int, held: int) -> int:
+    """A draft head of ``weights`` bytes with its rows of the target's head as int8.
+
+    ``remembered`` are the rows that it keeps twice, ``held`` the tokens whose hidden states are.
+    """
+    return weights + 2 * vocab * hidden + (2 * remembered + held) * 4 * hidden
