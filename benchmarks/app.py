@@ -33,9 +33,9 @@ import localrt  # noqa: E402
 from localrt.formatting import table  # noqa: E402
 from localrt.machine import hardware  # noqa: E402
 from localrt.tui import ChatApp  # noqa: E402
-from localrt.tui.answer import Answer  # noqa: E402
-from localrt.tui.blocks import Block, UserTurn  # noqa: E402
-from localrt.tui.pace import spare_collector  # noqa: E402
+from localrt.tui.app import spare_collector  # noqa: E402
+from localrt.tui.chat.answer import Answer  # noqa: E402
+from localrt.tui.chat.blocks import Block, UserTurn  # noqa: E402
 
 SIZE = (100, 40)
 PROMPT = "Tell a long story about a lighthouse keeper who finds a door in the sea."
@@ -229,17 +229,17 @@ async def shown(model: localrt.Model, tokens: int, lines: int) -> tuple[float, f
 
     async def work() -> None:
         nonlocal share
-        while app.desk.session is None:
+        while app.state.session is None:
             await asyncio.sleep(0.02)
         app.chat.view.add(*long_blocks(lines))
         app.chat.view.follow()
         await quiet()
         app.chat.composer.put(PROMPT)
         app._driver.process_message(events.Key("enter", "\r"))  # type: ignore[union-attr]
-        while not app.chat.turns.answering:
+        while not app.chat.queue.answering:
             await asyncio.sleep(0.01)
         start, spent = time.perf_counter(), time.thread_time()
-        while app.chat.turns.answering:
+        while app.chat.queue.answering:
             await asyncio.sleep(0.1)
         share = (time.thread_time() - spent) / (time.perf_counter() - start)
         rates.append(app.chat.footer.status.rate or 0.0)

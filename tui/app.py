@@ -1,12 +1,13 @@
 """The chat app: it opens at once, loads the model in a thread, and ends without losing anything.
 
-What is on screen is ``chat_screen.py``; which conversation and model it is about, ``desk.py``. The
-app computes nothing itself and knows localrt's public API only.
+What is on screen is ``chat/screen.py``'s; which conversation and model it is about,
+``conversation/state.py``'s. The app computes nothing itself and knows localrt's public API only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import select
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -18,29 +19,29 @@ from textual.events import Resize
 from textual.screen import Screen
 from textual.timer import Timer
 
-from localrt.errors import LocalrtError
-from localrt.tui.chat_screen import ChatScreen
-from localrt.tui.desk import Desk, Usual
-from localrt.tui.dialogs import SMALLEST, TooSmall
-from localrt.tui.footer import Phase
-from localrt.tui.key_choices import chosen_keys
-from localrt.tui.keys import KEYS, Key, rebound
-from localrt.tui.models_library import Library
-from localrt.tui.models_switch import LoadByName, Switch
-from localrt.tui.pace import FRAME_SECONDS, spare_collector
-from localrt.tui.preferences import PreferencesFile, config_folder
-from localrt.tui.presets import Presets
-from localrt.tui.settings_work import SettingsWork
-from localrt.tui.text import one_line, short_name
+from localrt import History
+from localrt.errors import CancelledError, LocalrtError
+from localrt.tui.chat.answering import FRAME_SECONDS
+from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.panel import LivePanel
+from localrt.tui.chat.screen import ChatScreen
+from localrt.tui.conversation.background import Task
+from localrt.tui.conversation.state import ChatState, Defaults
+from localrt.tui.keys import KEYS, Key, chosen_keys, rebound
+from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
+from localrt.tui.screens.dialogs import SMALLEST, Confirm, TooSmall, ask
+from localrt.tui.screens.help import HelpScreen
+from localrt.tui.screens.library import Library
+from localrt.tui.text import explained, one_line, short_name
 from localrt.tui.themes import offered, register
-from localrt.tui.turns import explained
-from localrt.tui.work import Loading
 
 if TYPE_CHECKING:
-    from localrt import History, Model
+    from localrt import Model
     from localrt.progress import ProgressCallback
 
-__all__ = ["ChatApp", "run_chat"]
+    LoadByName = Callable[[str, ProgressCallback], Model]
+
+__all__ = ["ChatApp", "run_chat", "spare_collector"]
 
 _GOODBYE_SECONDS = 2.0  # that a thread gets to end when the app does
 
@@ -71,8 +72,6 @@ def run_chat(
     Returns:
         0, or 1 when the model could not be loaded (the reason is on stderr then).
     """
-    from localrt import History
-
     app = ChatApp(
         load,
         model_name=model_name,
@@ -92,6 +91,14 @@ def run_chat(
         print(f"localrt: {app.failure}", file=sys.stderr)
         return 1
     return app.return_code or 0
+
+
+def spare_collector() -> None:
+    """Take what is imported by now out of garbage collection: it stays as long as the process, and
+    looking through it stops everything for a tenth of a second at a time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _line_waiting() -> bool:
@@ -130,31 +137,38 @@ class ChatApp(App[None]):
     ) -> None:
         super().__init__()
         register(self)
-        self._preferences = PreferencesFile(config)
-        self._liked = liked = self._preferences.load()
-        self.keys: tuple[Key, ...] = KEYS
         self.animation_level = "none"  # frames that move nothing but bytes over SSH
-        self._chat_path = chat_path
-        self._loading = Loading(load)
+        self.preferences, self.presets = PreferencesFile(config), PresetsFile(config)
+        self._preferred = self.preferences.load()
+        self.keys: tuple[Key, ...] = KEYS
         # Why the model could not be loaded, in one line.
         self.failure: str | None = None
-        self.desk = Desk(
+        self.library = Library(load_options)
+        self._chat_path = chat_path
+        self._load_by_name = load_by_name
+        self._loading: Task[Model] = _loading(load)
+        self._loading_name: str | None = None  # of another model that is on its way
+        self._model_before: str | None = None  # what was loaded until then
+        self._ticker: Timer | None = None
+        self._asked_to_leave = False
+        self.state = ChatState(
             history,
             model=short_name(model_name),
             system=system,
             options=options,
             on_problem=lambda line: self.chat.say(line, "error"),
-            on_moved=self._moved,
-            usual=Usual(liked.system, liked.options),
+            on_moved=lambda numbers: self.chat.queue.renumber(numbers),
+            defaults=Defaults(self._preferred.system, self._preferred.options),
         )
-        self.settings = SettingsWork(self.desk, self._preferences, Presets(config))
-        self.library = Library(load_options)
-        self.switch = Switch(self, load_by_name)
         if resume:
             self._resume()
-        self.chat = ChatScreen(self.desk, model=short_name(model_name), type_ahead=type_ahead)
-        self._ticker: Timer | None = None
-        self._leaving_unsaved = False
+        self.chat = ChatScreen(
+            self.state,
+            self.presets,
+            self.stop_loading,
+            model=short_name(model_name),
+            type_ahead=type_ahead,
+        )
 
     def get_default_screen(self) -> Screen[Any]:
         """The chat."""
@@ -164,49 +178,45 @@ class ChatApp(App[None]):
         """Begin to load."""
         if self.console.color_system == "standard":
             self._use_terminal_colors()
-        for note in (*self.desk.notes, *self._like()):
+        for note in (*self.state.notes, *self._apply_preferences()):
             self.chat.view.add_notice(note, "error")
-        self.watch_loading(self._loading)
+        self._watch(self._loading)
 
-    def _like(self) -> tuple[str, ...]:
-        """Have it as the user likes it; what cannot be had is told."""
-        liked, notes = self._liked, self._preferences.notes
-        if liked.theme is not None and liked.theme not in self.available_themes:
+    def _resume(self) -> None:
+        try:
+            found = self.state.list()
+            if found:
+                self.state.open(found[0].id)
+        except LocalrtError as error:
+            self.state.notes += (one_line(error),)
+
+    # -- preferences -----------------------------------------------------------------------------
+
+    def _apply_preferences(self) -> tuple[str, ...]:
+        """Theme, keys and panel as the user prefers them; what cannot be had is told."""
+        preferred, notes = self._preferred, self.preferences.notes
+        if preferred.theme is not None and preferred.theme not in self.available_themes:
             there = ", ".join(offered(self)[:6])
-            notes += (f"There is no theme {liked.theme!r} (there are {there}, ...)",)
-        elif liked.theme is not None and liked.theme in offered(self):
-            self.theme = liked.theme
-        keymap, problems = chosen_keys(liked.keys, {key.id: key.keys for key in KEYS})
+            notes += (f"There is no theme {preferred.theme!r} (there are {there}, ...)",)
+        elif preferred.theme is not None and preferred.theme in offered(self):
+            self.theme = preferred.theme
+        keymap, problems = chosen_keys(preferred.keys, {key.id: key.keys for key in KEYS})
         self.set_keymap(keymap)
         self.keys = rebound(keymap)
-        hide = next(key.shown for key in self.keys if key.id == "panel")
-        self.chat.panel.hide_key(hide)
-        self.chat.panel.show(liked.panel)
+        self.chat.panel.hide_key(next(key.shown for key in self.keys if key.id == "panel"))
+        self.chat.panel.show(preferred.panel)
         return (*notes, *problems)
 
-    def remember(self, **liked: Any) -> None:
+    def remember(self, **preferred: Any) -> None:
         """Have it so the next time too; what cannot be written is told."""
         try:
-            self._preferences.remember(**liked)
+            self.preferences.remember(**preferred)
         except LocalrtError as error:
             self.chat.say(f"Not remembered: {one_line(error)}", "error")
 
-    async def on_unmount(self) -> None:
-        """End the threads, park the conversation, free the model."""
-        self._loading.abandon()
-        self.chat.turns.cancel()
-        await self.chat.left()
-        await asyncio.to_thread(self._end_work)
-
-    def _end_work(self) -> None:
-        ended = self.chat.turns.join(_GOODBYE_SECONDS)
-        loaded = self._loading.join(_GOODBYE_SECONDS)
-        self.chat.turns.close()
-        if ended and loaded and self._loading.model is not None:
-            if self.desk.session is not None:
-                self.desk.session.leave()
-            self._loading.model.close()
-        self.desk.close()
+    def on_live_panel_shown(self, event: LivePanel.Shown) -> None:
+        """Open it at the next start too."""
+        self.remember(panel=event.open or None)
 
     def _use_terminal_colors(self) -> None:
         """A terminal with 16 colours has its own palette: no theme reads well squeezed into it."""
@@ -216,25 +226,43 @@ class ChatApp(App[None]):
             self.theme = "textual-ansi"
             self.ansi_color = True
 
-    def _resume(self) -> None:
-        try:
-            found = self.desk.list()
-            if found:
-                self.desk.open(found[0].id)
-        except LocalrtError as error:
-            self.desk.notes += (one_line(error),)
-
-    def _moved(self, numbers: Mapping[int, int]) -> None:
-        self.chat.turns.moved(numbers)
-
     # -- loading ---------------------------------------------------------------------------------
 
-    @property
-    def loaded(self) -> bool:
-        """Whether nothing is being loaded."""
-        return self._loading.done
+    def load_model(self, name: str) -> None:
+        """Load another model in the place of the present one; the conversation stays.
 
-    def watch_loading(self, loading: Loading) -> None:
+        The present one is parked and unloaded in the thread that loads, so that there is never
+        more than one in memory. An answer is not interrupted.
+        """
+        chat, load = self.chat, self._load_by_name
+        if load is None or chat.queue.answering or not self._loading.done:
+            what = "is answering: Esc stops it" if chat.queue.answering else "is still loading"
+            chat.say(f"Another model has to wait: this one {what}", "error")
+            return
+        session, model = self.state.drop_model()
+
+        def exchange(progress: ProgressCallback) -> Model:
+            if session is not None:
+                session.leave()
+            if model is not None:
+                model.unload()
+            return load(name, progress)
+
+        self._loading_name = name
+        self._model_before = None if model is None else model.info.name
+        self.failure = None
+        chat.model_leaves(short_name(name))
+        self._watch(_loading(exchange))
+
+    def stop_loading(self) -> bool:
+        """Stop loading another model; whether there was something to stop."""
+        if self._loading_name is None:
+            return False
+        self._loading.cancel()
+        self.chat.hint.flash(f"Stopping to load {short_name(self._loading_name)}")
+        return True
+
+    def _watch(self, loading: Task[Model]) -> None:
         """Begin to load, and show how far it is."""
         self._loading = loading
         loading.start()
@@ -247,31 +275,83 @@ class ChatApp(App[None]):
         if self._ticker is not None:
             self._ticker.stop()
         self.chat.loading_line.display = False
-        model, error = self._loading.model, self._loading.error
+        other, self._loading_name = self._loading_name, None
         try:
-            if model is None:
-                raise error or LocalrtError("the model is not there")
-            session = self.desk.take(model)
+            if self._loading.result is None:
+                raise self._loading.error or LocalrtError("the model is not there")
+            session = self.state.take_model(self._loading.result)
         except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
-            if not self.switch.ended(error):
+            if other is None:
                 self._fail(error)
+            else:
+                self._offer_model_before(other, error)
         else:
-            self.switch.ended(None)
-            self.chat.opened(session)
+            self.chat.model_loaded(session)
             if self._chat_path is not None:
                 path, self._chat_path = self._chat_path, None
-                self.chat.put(lambda: self.desk.load(path))
+                self.chat.open_conversation(lambda: self.state.load(path))
             self.chat.send_next()
 
     def _fail(self, error: Exception) -> None:
+        """The first model could not be loaded."""
         self.failure = explained(error)
+        self.chat.failed = True
         self.chat.view.add_notice(self.failure, "error")
-        another = ", F4 to choose another model" if self.switch.possible else ""
+        another = ", F4 to choose another model" if self._load_by_name is not None else ""
         self.chat.view.add_notice(f"Press Enter or Ctrl+Q to leave{another}.")
         self.chat.composer.placeholder = ""
-        self.chat.update_status(phase=Phase.FAILED)
+        self.chat.footer.change(phase=Phase.FAILED)
 
-    # -- window ----------------------------------------------------------------------------------
+    def _offer_model_before(self, other: str, error: Exception) -> None:
+        """Another model could not be loaded: say why, and offer what was there."""
+        chat, name = self.chat, short_name(other)
+        chat.footer.change(phase=Phase.EMPTY, model="")
+        chat.composer.placeholder = "Write now: it is sent when a model is loaded"
+        if isinstance(error, CancelledError):
+            chat.say(f"{name} was not loaded: stopped")
+        else:
+            chat.say(f"{name} was not loaded: {explained(error)}", "error")
+        before, self._model_before = self._model_before, None
+        if before is not None and before != other:
+            question = f"{name} was not loaded. Load {short_name(before)} again?"
+            ask(chat, Confirm(question, "load it"), lambda yes: self.load_model(before))
+
+    # -- windows: imported when they are first opened, so that the prompt is there sooner ----------
+
+    def action_models(self, search: str = "") -> None:
+        """Open the models screen with a search in it."""
+        from localrt.tui.screens.models import ModelsScreen
+
+        if self._load_by_name is None:
+            self.chat.say("Models are chosen when the app starts: localrt chat MODEL", "error")
+            return
+        session = self.state.session
+        current = None if session is None else session.model.info.name
+        ask(self.chat, ModelsScreen(self.library, current, search), self.load_model)
+
+    def action_settings(self) -> None:
+        """Open the settings."""
+        from localrt.tui.screens.settings import SettingsScreen
+
+        self.push_screen(
+            SettingsScreen(
+                self.state,
+                self.preferences,
+                self.presets,
+                keys={key.does: key.shown for key in self.keys},
+                panel=self.chat.panel.is_open,
+                show_panel=self.chat.panel.show,
+            )
+        )
+
+    def action_help(self) -> None:
+        """Commands and keys, as the user chose them."""
+        self.push_screen(HelpScreen(self.keys))
+
+    def _pick_theme(self) -> None:
+        from localrt.tui.screens.settings import PickTheme
+
+        ask(self.chat, PickTheme(), lambda name: self.remember(theme=name))
 
     def on_resize(self, event: Resize) -> None:
         """A terminal that is too small says so instead of showing half of everything."""
@@ -283,13 +363,15 @@ class ChatApp(App[None]):
         elif shown and not small:
             self.pop_screen()
 
-    # -- palette and leaving ---------------------------------------------------------------------
-
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The keys' table, themes, a picture, leaving."""
+
+        def run(action: str) -> Callable[[], Any]:
+            return lambda: self.run_action(action, self.chat)
+
         for key in self.keys:
             if key.palette:
-                yield SystemCommand(key.does, key.shown, self._doing(key.action))
+                yield SystemCommand(key.does, key.shown, run(key.action))
         yield SystemCommand("Change the theme", "Colours", self._pick_theme)
         yield SystemCommand(
             "Save a picture of the screen",
@@ -298,33 +380,41 @@ class ChatApp(App[None]):
         )
         yield SystemCommand("Quit", "Ctrl+Q", self.action_quit)
 
-    def _pick_theme(self) -> None:
-        from localrt.tui.settings_dialogs import PickTheme
-
-        def chosen(name: str | None) -> None:
-            if name is not None:
-                self.remember(theme=name)
-
-        self.push_screen(PickTheme(), chosen)
-
-    def _doing(self, action: str) -> Callable[[], Any]:
-        async def do() -> None:
-            await self.run_action(action, self.chat)
-
-        return do
+    # -- leaving ---------------------------------------------------------------------------------
 
     async def action_quit(self) -> None:
         """Leave; a running answer is stopped. What cannot be kept is worth a question."""
-        talk = self.desk.talk
-        asked, self._leaving_unsaved = self._leaving_unsaved, True
-        if talk.unsaved and not asked and not self.chat.turns.answering and not talk.save():
+        conversation = self.state.conversation
+        asked, self._asked_to_leave = self._asked_to_leave, True
+        answering = self.chat.queue.answering
+        if conversation.unsaved and not asked and not answering and not conversation.save():
             self.chat.say(
                 "This conversation is not on disk yet: /export PATH saves it elsewhere, "
                 "quitting again leaves it",
                 "error",
             )
-            return
-        if self.failure is None:
+        elif self.failure is None:
             self.exit()
         else:
             self.exit(return_code=1)
+
+    async def on_unmount(self) -> None:
+        """End the threads, park the conversation, free the model."""
+        self._loading.cancel()
+        self.chat.queue.cancel()
+        await self.chat.wait_for_parking()
+        await asyncio.to_thread(self._end_work)
+
+    def _end_work(self) -> None:
+        ended = self.chat.queue.join(_GOODBYE_SECONDS)
+        loaded = self._loading.join(_GOODBYE_SECONDS)
+        self.chat.queue.close()
+        if ended and loaded and self._loading.result is not None:
+            if self.state.session is not None:
+                self.state.session.leave()
+            self._loading.result.close()
+        self.state.close()
+
+
+def _loading(load: Callable[[ProgressCallback], Model]) -> Task[Model]:
+    return Task(lambda task: load(task.show_or_stop), discard=lambda model: model.close())

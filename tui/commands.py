@@ -1,7 +1,6 @@
 """The slash commands as data: how a line is read, what would complete it, how help shows it.
 
-Pure functions, but for file names. What a command does is in ``slash.py``; ``//`` sends a message
-that begins with a slash.
+Pure functions, but for file names. ``//`` sends a message that begins with a slash.
 """
 
 from __future__ import annotations
@@ -29,11 +28,13 @@ class Entry:
     """A command's name, its argument as help shows it, and what it does.
 
     ``idle``: it has to wait while the model loads or answers. ``path``: its argument names a file.
+    ``action``: the screen's action that it stands for, where it takes no argument.
     """
 
     name: str
     argument: str
     does: str
+    action: str = ""
     idle: bool = True
     path: bool = False
 
@@ -49,27 +50,27 @@ class Entry:
 
 
 COMMANDS = (
-    Entry("help", "", "commands and keys", idle=False),
-    Entry("new", "", "new conversation, same settings"),
+    Entry("help", "", "commands and keys", "app.help", idle=False),
+    Entry("new", "", "new conversation, same settings", "new"),
     Entry("open", "[WORDS]", "list and search conversations", idle=False),
     Entry("rename", "TITLE", "name this conversation", idle=False),
-    Entry("delete", "", "delete this conversation"),
-    Entry("edit", "", "change the marked or last message, send again"),
-    Entry("retry", "", "answer the marked or last message again"),
+    Entry("delete", "", "delete this conversation", "delete"),
+    Entry("edit", "", "change the marked or last message, send again", "edit"),
+    Entry("retry", "", "answer the marked or last message again", "retry"),
     Entry("branch", "[prev]", "show the next branch, or the previous one"),
     Entry("copy", "[code]", "copy the marked or last answer, or its code", idle=False),
-    Entry("fold", "", "show or hide thinking and pasted text", idle=False),
+    Entry("fold", "", "show or hide thinking and pasted text", "fold", idle=False),
     Entry("attach", "PATH", "put a text file into the message", idle=False, path=True),
-    Entry("editor", "", "write the message in $VISUAL or $EDITOR", idle=False),
+    Entry("editor", "", "write the message in $VISUAL or $EDITOR", "editor", idle=False),
     Entry("system", "[TEXT]", "show or set the system prompt"),
     Entry("set", "[NAME VALUE]", "list or set options; none resets one"),
     Entry("preset", "[NAME]", "use a preset, or list them"),
-    Entry("config", "", "options, presets, theme, keys", idle=False),
+    Entry("config", "", "options, presets, theme, keys", "app.settings", idle=False),
     Entry("models", "[WORDS]", "list, search, download and load models", idle=False),
-    Entry("panel", "", "show or hide memory, disk, why not faster", idle=False),
+    Entry("panel", "", "show or hide memory, disk, why not faster", "panel", idle=False),
     Entry("export", "[PATH]", "save as Markdown, or JSON for a .json", idle=False, path=True),
     Entry("load", "PATH", "open an exported or saved chat (.json)", path=True),
-    Entry("quit", "", "leave", idle=False),
+    Entry("quit", "", "leave", "app.quit", idle=False),
 )
 _ALIASES = {
     "clear": "new",
@@ -79,27 +80,27 @@ _ALIASES = {
     "regenerate": "retry",
 }
 
-OPTIONS = (
-    "draft",
-    "frequency_penalty",
-    "ignore_eos",
-    "json_schema",
-    "logit_bias",
-    "max_tokens",
-    "min_p",
-    "overflow",
-    "presence_penalty",
-    "regex",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "temperature",
-    "top_k",
-    "top_p",
-    "tree_budget",
-    "tree_depth",
-    "typical_p",
-)
+OPTIONS = {
+    "temperature": "How much chance decides: 0 always takes the likeliest token, 0.8 is lively.",
+    "top_p": "Only the likeliest tokens that together have this share; 1 takes all.",
+    "top_k": "Only so many of the likeliest tokens; 0 takes all.",
+    "min_p": "Only tokens at least this likely, relative to the best one; 0 takes all.",
+    "typical_p": "Only tokens about as surprising as usual, with this share; 1 takes all.",
+    "max_tokens": "The longest answer, in tokens.",
+    "seed": "A number: the same seed and text give the same answer.",
+    "stop": 'End the answer at this text, or at one of several: ["a", "b"].',
+    "repetition_penalty": "Above 1: tokens of prompt and answer become less likely again.",
+    "frequency_penalty": "Above 0: the more often a token came, the less likely it becomes.",
+    "presence_penalty": "Above 0: a token that came at all becomes less likely.",
+    "logit_bias": 'Added to tokens\' scores, by id: {"42": -5}.',
+    "overflow": "When the context is full: error, or drop_oldest, which forgets old turns.",
+    "draft": "What guesses ahead: auto, off, ngram, or a smaller model of the same vocabulary.",
+    "tree_budget": "Guesses in one pass, 1 to 2048; unset lets it be tuned.",
+    "tree_depth": "How far ahead guesses may be, 1 to 64; unset lets it be tuned.",
+    "json_schema": 'Answers are JSON of this schema: {"type": "object"}; true is any JSON.',
+    "regex": "Answers match this regular expression as a whole.",
+    "ignore_eos": "true: go on where the model would end its answer.",
+}
 
 _MOST_FILES = 200
 
@@ -159,7 +160,7 @@ def suggestions(text: str) -> list[Suggestion]:
         return []
     found: list[Suggestion] = []
     if name == "set" and " " not in argument:
-        found = [Suggestion(f"/set {o} ", o) for o in OPTIONS if o.startswith(argument)]
+        found = [Suggestion(f"/set {o} ", o) for o in sorted(OPTIONS) if o.startswith(argument)]
     elif entry.path and argument:
         found = [Suggestion(f"/{name} {path}", path) for path in _files(argument)]
     if len(found) == 1 and found[0].line.rstrip() == text.rstrip():

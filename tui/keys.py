@@ -1,17 +1,22 @@
-"""The keys as data: what each does, its name for a config file, and how help shows it.
+"""The keys as data: what each does, how help shows it, and which keys the user chose instead.
 
-One table makes the bindings, the command palette and the help screen. Knows no widget. Every key
-has an ``id``, by which ``App.set_keymap`` gives it another key.
+One table makes the bindings, the command palette and the help screen. Every key has an ``id``, by
+which a config file and ``App.set_keymap`` give it another key. In a config file keys are written as
+people say them (``"Ctrl+L"``, ``"alt+left"``, ``"F6"``), several with commas. Knows no widget.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from textual.binding import Binding
+from textual.keys import Keys
 
-__all__ = ["KEYS", "OTHER_KEYS", "Key", "bindings", "rebound"]
+__all__ = ["KEYS", "OTHER_KEYS", "Key", "bindings", "chosen_keys", "read_key", "rebound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +48,19 @@ KEYS = (
     Key("rename", "f2", "rename", "Rename this conversation"),
     Key("mark-previous", "alt+up,ctrl+up", "mark(-1)", "Mark the turn above", palette=False),
     Key("mark-next", "alt+down,ctrl+down", "mark(1)", "Mark the turn below", palette=False),
-    Key("edit", "alt+e", "turn('edit')", "Edit the marked or last message and send it again"),
-    Key("retry", "ctrl+r,alt+r", "turn('retry')", "Answer again, beside the answer that is there"),
-    Key("branch-previous", "alt+left", "turn('previous')", "Previous branch (2/3 becomes 1/3)"),
-    Key("branch-next", "alt+right", "turn('next')", "Next branch"),
-    Key("copy", "alt+c", "turn('copy')", "Copy the marked or last answer"),
-    Key("copy-code", "alt+y", "turn('code')", "Copy its last code block; again: the one before"),
-    Key("fold", "ctrl+t,alt+t", "turn('fold')", "Show or hide thinking and pasted text"),
+    Key("edit", "alt+e", "edit", "Edit the marked or last message and send it again"),
+    Key("retry", "ctrl+r,alt+r", "retry", "Answer again, beside the answer that is there"),
+    Key("branch-previous", "alt+left", "branch(-1)", "Previous branch (2/3 becomes 1/3)"),
+    Key("branch-next", "alt+right", "branch(1)", "Next branch"),
+    Key("copy", "alt+c", "copy", "Copy the marked or last answer"),
+    Key("copy-code", "alt+y", "copy_code", "Copy its last code block; again: the one before"),
+    Key("fold", "ctrl+t,alt+t", "fold", "Show or hide thinking and pasted text"),
     Key("editor", "ctrl+g", "editor", "Write in $VISUAL or $EDITOR (also Ctrl+X Ctrl+E)"),
     Key("export", "alt+x", "export", "Export the conversation as Markdown"),
     Key("panel", "f3,ctrl+l", "panel", "Show or hide the live panel: memory, disk, why not faster"),
-    Key("models", "f4", "models", "List, search, download, delete and load models"),
-    Key("settings", "f5", "settings", "Options, presets, theme and keys"),
-    Key("help", "f1", "help", "Help", first=True),
+    Key("models", "f4", "app.models", "List, search, download, delete and load models"),
+    Key("settings", "f5", "app.settings", "Options, presets, theme and keys"),
+    Key("help", "f1", "app.help", "Help", first=True),
     Key("stop", "escape", "stop", "Stop the answer; unmark", palette=False),
     Key("interrupt", "ctrl+c", "interrupt", "Copy the selection or stop; twice quits", False, True),
 )
@@ -71,6 +76,23 @@ OTHER_KEYS = (
     ("Ctrl+Q", "Quit"),
 )
 
+_ALIASES = {
+    "esc": "escape",
+    "pgup": "pageup",
+    "pgdn": "pagedown",
+    "pgdown": "pagedown",
+    "del": "delete",
+    "ins": "insert",
+    "return": "enter",
+}
+_MODIFIERS = ("ctrl", "alt", "shift", "super", "meta", "hyper")
+_NAMED = {key.value for key in Keys} | {"space", "enter", "tab"}
+_FUNCTION = re.compile(r"f([1-9]|1\d|2[0-4])")
+# The app would not work without these where they are.
+_MOVING = ("up", "down", "left", "right", "home", "end")
+_TYPING = ("enter", "tab", "backspace", "delete", "space")
+_TAKEN = frozenset((*_MOVING, *_TYPING, "ctrl+q", "ctrl+p", "ctrl+j"))
+
 
 def bindings() -> list[Binding]:
     """The table as Textual takes it."""
@@ -83,3 +105,74 @@ def bindings() -> list[Binding]:
 def rebound(keymap: Mapping[str, str]) -> tuple[Key, ...]:
     """The table with the keys that the user chose, by id."""
     return tuple(replace(key, keys=keymap.get(key.id, key.keys)) for key in KEYS)
+
+
+def read_key(text: str) -> str | None:
+    """The key as Textual names it; None where there is no such key."""
+    *modifiers, name = [part.strip().lower() for part in text.strip().split("+")]
+    name = _ALIASES.get(name, name)
+    if any(each not in _MODIFIERS for each in modifiers):
+        return None
+    known = name in _NAMED or _FUNCTION.fullmatch(name) or (len(name) == 1 and name.isprintable())
+    if not known or name == " ":
+        return None
+    return "+".join([*(m for m in _MODIFIERS if m in modifiers), name])
+
+
+def chosen_keys(
+    chosen: Mapping[str, Any], defaults: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """The keymap, and a line for each choice that cannot be used.
+
+    ``defaults`` are the keys of all actions by their ids. An action whose choice is refused keeps
+    its own.
+    """
+    keymap: dict[str, str] = {}
+    notes: list[str] = []
+    for action, words in chosen.items():
+        if action not in defaults:
+            close = difflib.get_close_matches(action, defaults, n=1)
+            meant = (
+                f" (did you mean {close[0]}?)" if close else f" (there are {', '.join(defaults)})"
+            )
+            notes.append(f"[keys]: no action {action!r}{meant}")
+            continue
+        keys, problem = _read(words)
+        if problem:
+            notes.append(f"[keys]: {action}: {problem}; it keeps {defaults[action]}")
+        else:
+            keymap[action] = ",".join(keys)
+    while clash := _clash(keymap, defaults):
+        loser, winner, key = clash
+        notes.append(f"[keys]: {key} is {winner}'s: {loser} keeps {defaults[loser]}")
+        del keymap[loser]
+    return keymap, notes
+
+
+def _read(words: Any) -> tuple[list[str], str]:
+    """The keys, or what is wrong with them."""
+    listed = words if isinstance(words, list) else str(words).split(",")
+    if not isinstance(words, str | list) or not listed:
+        return [], f"{words!r} is not a key"
+    keys = []
+    for word in listed:
+        key = read_key(word) if isinstance(word, str) else None
+        if key is None:
+            return [], f"{word!r} is not a key: write it like ctrl+l, alt+left or f6"
+        if key in _TAKEN:
+            return [], f"{key} cannot be given away"
+        if len(key.rpartition("+")[2]) == 1 and not set(key.split("+")[:-1]) & {"ctrl", "alt"}:
+            return [], f"{key!r} is for typing: put ctrl or alt before it"
+        keys.append(key)
+    return keys, ""
+
+
+def _clash(keymap: Mapping[str, str], defaults: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """(the action that has to keep its own, whose key it is, the key) of one clash."""
+    owners: dict[str, str] = {}
+    for action in [each for each in defaults if each not in keymap] + list(keymap):
+        for key in keymap.get(action, defaults[action]).split(","):
+            owner = owners.setdefault(key, action)
+            if owner != action and action in keymap:
+                return action, owner, key
+    return None

@@ -1,7 +1,8 @@
 """The chat without a screen: a prompt, the streamed text, commands by slash.
 
 For screen readers, pipes and terminals that cannot move a cursor: nothing that was written changes
-again, and no colour or cursor sequence is sent. Ctrl+C stops an answer and keeps its text.
+again, and no colour or cursor sequence is sent. Ctrl+C stops an answer and keeps its text. Lists
+have numbers instead of windows.
 """
 
 from __future__ import annotations
@@ -10,26 +11,46 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from localrt.errors import LocalrtError
-from localrt.tui.chips import Draft
+from localrt import History, split_thinking
+from localrt.errors import LocalrtError, OptionError
 from localrt.tui.commands import Command, read_line
-from localrt.tui.desk import Desk
-from localrt.tui.plain_commands import PlainCommands
-from localrt.tui.showing import ending
-from localrt.tui.text import clean, human_seconds, one_line, short_name
-from localrt.tui.thinking import split_thinking
-from localrt.tui.turns import explained
+from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment
+from localrt.tui.conversation.export import Exporter
+from localrt.tui.conversation.open_conversation import answer_note
+from localrt.tui.conversation.session import Session
+from localrt.tui.conversation.state import ChatState
+from localrt.tui.text import clean, explained, human_seconds, human_when, one_line, short_name
 
 if TYPE_CHECKING:
-    from localrt import ChatSession, Chunk, History, Model
+    from localrt import ChatSession, Chunk, ConversationInfo, Model, Turn
     from localrt.progress import ProgressCallback
 
 __all__ = ["PlainChat", "run_plain"]
+
+_HELP = (
+    ("/new", "new conversation"),
+    ("/list [WORDS]", "conversations, with numbers"),
+    ("/open NUMBER", "go on with one of the list"),
+    ("/delete NUMBER", "delete one of the list; the same again means it"),
+    ("/rename TITLE", "name this conversation"),
+    ("/show", "read the conversation out"),
+    ("/thinking", "read the last thinking out"),
+    ("/retry", "answer the last message again, as a branch"),
+    ("/edit TEXT", "send TEXT in the place of the last message, as a branch"),
+    ("/branch [prev]", "show the next branch of the last turn that has any"),
+    ("/attach PATH", "put a text file in front of the next message"),
+    ("/system [TEXT]", "show or set the system prompt; none removes it"),
+    ("/set [NAME VALUE]", "list or set options; none resets one"),
+    ("/export [PATH]", "save as Markdown, or JSON for a .json"),
+    ("/load PATH", "open an exported or saved chat (.json)"),
+    ("/quit", "leave, as Ctrl+D"),
+    ("//TEXT", "send text that begins with a slash"),
+)
 
 
 def run_plain(
@@ -42,8 +63,6 @@ def run_plain(
     resume: bool = False,
 ) -> int:
     """Chat on stdin and stdout until the end of input; arguments as of ``run_chat``."""
-    from localrt import History
-
     chat = PlainChat(
         sys.stdin,
         sys.stdout,
@@ -70,16 +89,38 @@ class PlainChat:
     ) -> None:
         self._source, self._out = source, out
         self._asking = source.isatty()
-        self.desk = Desk(
+        self.state = ChatState(
             history,
             model=short_name(model_name),
             system=system,
             options=options,
             on_problem=self.say,
-            on_moved=lambda moved: None,
         )
-        self._commands = PlainCommands(self)
-        self.leaving = False
+        self._leaving = False
+        self._exporter = Exporter()
+        self._attachments = Attachments()
+        self._attached: list[str] = []  # labels of what goes with the next message
+        self._found: Sequence[ConversationInfo] = ()  # by the last /list
+        self._to_delete = ""  # what the same command again would delete
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": self._help,
+            "new": lambda argument: self._open(self.state.new, "New conversation."),
+            "list": self._list,
+            "open": self._open_listed,
+            "delete": self._delete,
+            "rename": lambda title: self.state.conversation.set(title=title),
+            "show": self._show,
+            "thinking": self._thinking,
+            "retry": self._retry,
+            "edit": self._edit,
+            "branch": self._branch,
+            "attach": self._attach,
+            "system": lambda text: self.say(self._session.system(text)),
+            "set": lambda text: self.say(self._session.set(text)),
+            "export": self._export,
+            "load": self._load,
+            "quit": self._quit,
+        }
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
 
@@ -91,41 +132,39 @@ class PlainChat:
         resume: bool = False,
     ) -> int:
         """Load the model, then answer until the input ends."""
-        for note in self.desk.notes:
+        for note in self.state.notes:
             self.say(note)
-        self.say(f"Loading {self.desk.model_name}.")
+        self.say(f"Loading {self.state.model_name}.")
         model = load(lambda progress: None)
         try:
             self._begin(model, chat_path, resume)
-            while not self.leaving:
+            while not self._leaving:
                 line = self._read()
                 if line is None:
                     break
                 self._take(line)
         finally:
-            if self.desk.session is not None:
-                self.desk.session.leave()
+            if self.state.session is not None:
+                self.state.session.leave()
             model.close()
-            self.desk.close()
+            self.state.close()
         return 0
 
     def say(self, text: str) -> None:
         """A line of the app."""
         print(clean(text), file=self._out, flush=True)
 
-    def answer(self, question: int, text: str) -> None:
+    def _answer(self, question: Turn) -> None:
         """Stream the answer to a user's turn."""
-        session = self.desk.session
-        assert session is not None
-        talk, chat = self.desk.talk, session.chat
-        chat.messages = talk.messages(before=question)
-        writer = talk.answer(after=question)
+        conversation, chat = self.state.conversation, self._session.chat
+        chat.messages = conversation.messages(before=question.id)
+        writer = conversation.answer(after=question.id)
         last: Chunk | None = None
         state, failure = "done", None
         printer = _Printer(self._out)
         try:
             with _interrupts(chat):
-                for last in chat.stream(text):
+                for last in chat.stream(question.content):
                     writer.write(last.text)
                     printer.write(last.text)
         except Exception as error:  # noqa: BLE001 - whatever it is, the person is told
@@ -137,24 +176,24 @@ class PlainChat:
         info: dict[str, Any] = {"finish_reason": reason}
         if printer.thought_s is not None:
             info["thinking_s"] = printer.thought_s
-        talk.finish(writer, state, info)
+        conversation.finish(writer, state, info)
         if failure is not None:
             self.say(f"Error: {explained(failure)}")
-        elif note := ending(state, reason):
+        elif note := answer_note(state, reason):
             self.say(f"({note})")
 
     # -- parts -----------------------------------------------------------------------------------
 
     def _begin(self, model: Model, chat_path: Path | None, resume: bool) -> None:
-        session = self.desk.take(model)
+        session = self.state.take_model(model)
         if chat_path is not None:
-            self.desk.load(chat_path)
-        elif resume and (found := self.desk.list()):
-            self.desk.open(found[0].id)
+            self.state.load(chat_path)
+        elif resume and (found := self.state.list()):
+            self.state.open(found[0].id)
         for line in (session.describe(), *model.info.notes):
             self.say(line)
-        if self.desk.talk.turns:
-            self.say(f"Going on with “{self.desk.talk.title}”; /show reads it out.")
+        if self.state.conversation.turns:
+            self.say(f"Going on with “{self.state.conversation.title}”; /show reads it out.")
         self.say("Type a message, /help for commands; a \\ at the end of a line goes on.")
 
     def _read(self) -> str | None:
@@ -185,17 +224,130 @@ class PlainChat:
         line = read_line(text.strip())
         try:
             if isinstance(line, Command):
-                self._commands.run(line)
-            elif line or self._commands.attached:
-                self._send(self._commands.with_attached(Draft(line)))
+                self._run(line)
+            elif line or self._attached:
+                self._send(line)
         except LocalrtError as error:
             self.say(f"Error: {one_line(error)}")
 
-    def _send(self, draft: Draft) -> None:
-        talk = self.desk.talk
-        folds = [[fold.start, fold.end, fold.label] for fold in draft.folds]
-        turn = talk.add("user", draft.text, after=talk.end, info={"folds": folds} if folds else {})
-        self.answer(turn.id, draft.text)
+    def _send(self, text: str) -> None:
+        """Send a message, behind what was attached to it."""
+        conversation, draft = self.state.conversation, Draft(text)
+        if self._attached:
+            draft = self._attachments.expanded(" ".join([*self._attached, text]).strip())
+            self._attached.clear()
+        turn = conversation.add("user", draft.text, after=conversation.end, info=draft.info)
+        self._answer(turn)
+
+    # -- commands --------------------------------------------------------------------------------
+
+    def _run(self, command: Command) -> None:
+        does = self._commands.get(command.name)
+        if does is None:
+            raise OptionError(f"no command /{command.name}: /help lists them, // sends a slash")
+        does(command.argument)
+
+    @property
+    def _session(self) -> Session:
+        assert self.state.session is not None, "commands run when the model is loaded"
+        return self.state.session
+
+    def _help(self, argument: str) -> None:
+        width = max(len(usage) for usage, _ in _HELP) + 2
+        self.say("\n".join(f"{usage:<{width}}{does}" for usage, does in _HELP))
+
+    def _quit(self, argument: str) -> None:
+        self._leaving = True
+
+    def _open(self, change: Callable[[], Session | None], done: str) -> None:
+        left = change()
+        if left is not None:
+            left.leave()
+        for note in self._session.notes:
+            self.say(note)
+        self.say(done)
+
+    def _list(self, search: str) -> None:
+        self._found = self.state.list(search)[:30]
+        if not self._found:
+            self.say("Nothing found." if search else "No conversations yet.")
+        now = time.time()
+        for number, info in enumerate(self._found, 1):
+            facts = f"{human_when(info.updated, now)}, {info.turns} turns, {short_name(info.model)}"
+            self.say(f"{number}. {info.title or 'Untitled'} ({facts})")
+
+    def _listed(self, argument: str) -> ConversationInfo:
+        if not self._found:
+            self._found = self.state.list()[:30]
+        if not argument.isdigit() or not 1 <= int(argument) <= len(self._found):
+            raise OptionError("give a number of /list")
+        return self._found[int(argument) - 1]
+
+    def _open_listed(self, argument: str) -> None:
+        info = self._listed(argument)
+        self._open(lambda: self.state.open(info.id), f"Opened “{info.title}”; /show reads it out.")
+
+    def _delete(self, argument: str) -> None:
+        info = self._listed(argument)
+        if self._to_delete != info.id:
+            self._to_delete = info.id
+            self.say(f"Enter the same again to delete “{info.title}” for good.")
+            return
+        self._to_delete = ""
+        left = self.state.delete(info.id)
+        if left is not None:
+            left.leave()
+        self._found = ()
+        self.say("Deleted.")
+
+    def _show(self, argument: str) -> None:
+        for turn in self.state.conversation.turns:
+            who = "You" if turn.role == "user" else "Model"
+            branch = f" ({turn.branch} of {turn.branches})" if turn.branches > 1 else ""
+            self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")
+
+    def _thinking(self, argument: str) -> None:
+        turns = self.state.conversation.turns
+        thoughts = [split_thinking(turn.content).thinking for turn in reversed(turns)]
+        self.say(next(filter(None, thoughts), "There was no thinking."))
+
+    def _question(self) -> Turn:
+        question = self.state.conversation.question()
+        if question is None:
+            raise OptionError("there is no message yet")
+        return question
+
+    def _retry(self, argument: str) -> None:
+        self._answer(self._question())
+
+    def _edit(self, text: str) -> None:
+        if not text:
+            raise OptionError("/edit needs the text to send instead of the last message")
+        conversation = self.state.conversation
+        before = conversation.before(self._question().id)
+        self._answer(conversation.add("user", text, after=before))
+
+    def _branch(self, argument: str) -> None:
+        conversation = self.state.conversation
+        turn = next((turn for turn in reversed(conversation.turns) if turn.branches > 1), None)
+        if turn is None:
+            raise OptionError("there are no branches: /retry or /edit begins one")
+        conversation.show_sibling(turn.id, -1 if argument == "prev" else 1)
+        self._show("")
+
+    def _attach(self, argument: str) -> None:
+        name, text = read_attachment(argument)
+        self._attached.append(self._attachments.add(name, text))
+        self.say(f"{name} goes with the next message.")
+
+    def _export(self, argument: str) -> None:
+        self.say(f"Saved to {self._exporter.export(self.state.conversation, argument)}")
+
+    def _load(self, argument: str) -> None:
+        if not argument:
+            raise OptionError("/load needs the path of a saved conversation (.json)")
+        path = Path(argument).expanduser()
+        self._open(lambda: self.state.load(path), f"Opened {path}")
 
 
 class _Printer:

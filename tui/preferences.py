@@ -1,6 +1,6 @@
-"""What the user prefers: theme, keys, the open panel, options and system prompt of new chats.
+"""What the user prefers, in two TOML files of the config folder. People may write them themselves.
 
-Read at the start from ``config.toml`` in the config folder, whose notation is TOML:
+``config.toml`` has theme, keys, the open panel, options and system prompt of new chats:
 
     theme = "localrt-dark"
     panel = true
@@ -12,7 +12,13 @@ Read at the start from ``config.toml`` in the config folder, whose notation is T
     [keys]
     new = "ctrl+l"
 
-What cannot be used is told once and its default kept; the file stays as it is. Knows no widget.
+``presets.toml`` has system prompts and options under names:
+
+    ["Code review"]
+    system = "You review code. Be brief."
+    temperature = 0.2
+
+What cannot be used is told once and left out; the files stay as they are. Knows no widget.
 """
 
 from __future__ import annotations
@@ -25,12 +31,14 @@ from typing import Any
 
 from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.tui.text import one_line
-from localrt.tui.toml_file import MemoryFile, TomlFile
+from localrt.tui.toml_file import TomlFile
 
-__all__ = ["Preferences", "PreferencesFile", "check_options", "config_folder"]
+__all__ = ["Preferences", "PreferencesFile", "Preset", "PresetsFile", "config_folder"]
 
 _NAMES = ("generation", "keys", "panel", "system", "theme")
 _FILE = "config.toml"
+_PRESETS_FILE = "presets.toml"
+_LONGEST_NAME = 60
 
 
 def config_folder() -> Path:
@@ -58,11 +66,11 @@ class PreferencesFile:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = MemoryFile() if folder is None else TomlFile(folder / _FILE)
+        self._file = TomlFile(None if folder is None else folder / _FILE)
         self.notes: tuple[str, ...] = ()
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Path | None:
         """Where it is."""
         return self._file.path
 
@@ -96,8 +104,10 @@ class PreferencesFile:
         """These options, and no others, are those of new chats.
 
         Raises:
+            OptionError: there are no such options.
             StorageError: the file cannot be read or written.
         """
+        _check_options(options)
         self._file.replace_table("generation", options or None)
 
     def _note(self, line: str) -> None:
@@ -115,7 +125,7 @@ class PreferencesFile:
         good: dict[str, Any] = {}
         for name, value in values.items():
             try:
-                check_options({name: value})
+                _check_options({name: value})
             except LocalrtError as error:
                 self._note(f"{_FILE}, [generation]: {one_line(error)}: left out")
             else:
@@ -123,12 +133,96 @@ class PreferencesFile:
         return good
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Whether a generation would take these.
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """``system`` None: the conversation's own stays; ``options`` are exactly these."""
 
-    Raises:
-        OptionError: an unknown name or an impossible value.
+    name: str
+    system: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """``temperature 0.2, “You review code. …”``."""
+        parts = [f"{name} {value}" for name, value in self.options.items()]
+        if self.system:
+            first = " ".join(self.system.split())
+            parts.append(f"“{first if len(first) <= 40 else first[:39] + '…'}”")
+        return ", ".join(parts) or "the model's defaults"
+
+
+class PresetsFile:
+    """In ``folder``, or with None nowhere.
+
+    ``notes`` are lines that the user should see, about what the last ``list`` left out.
     """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = TomlFile(None if folder is None else folder / _PRESETS_FILE)
+        self.notes: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path | None:
+        """Where they are."""
+        return self._file.path
+
+    def list(self) -> list[Preset]:
+        """Those that can be used, by name."""
+        self.notes = ()
+        try:
+            values = self._file.read()
+        except StorageError as error:
+            self.notes = (f"{one_line(error)}: the file stays as it is",)
+            return []
+        found = []
+        for name, entry in values.items():
+            try:
+                found.append(_preset(name, entry))
+            except LocalrtError as error:
+                self.notes += (f"{_PRESETS_FILE}, {name}: {one_line(error)}: left out",)
+        return sorted(found, key=lambda preset: preset.name.lower())
+
+    def find(self, name: str) -> Preset:
+        """The one of this name, in any case.
+
+        Raises:
+            OptionError: there is none.
+        """
+        presets = self.list()
+        for preset in presets:
+            if preset.name.lower() == name.strip().lower():
+                return preset
+        there = ", ".join(preset.name for preset in presets) or "none yet"
+        raise OptionError(f"no preset {name!r} (there: {there})")
+
+    def save(self, preset: Preset) -> None:
+        """Write it, in the place of one of the same name.
+
+        Raises:
+            OptionError: a name or an option that cannot be.
+            StorageError: the file cannot be read or written.
+        """
+        name = preset.name.strip()
+        if not name or len(name) > _LONGEST_NAME or not name.isprintable():
+            raise OptionError(f"a preset's name has 1 to {_LONGEST_NAME} characters")
+        _check_options(preset.options)
+        values = dict(preset.options)
+        if preset.system is not None:
+            values = {"system": preset.system, **values}
+        if not values:
+            raise OptionError("there is nothing to save: set an option or a system prompt first")
+        self._file.replace_table(name, values)
+
+    def delete(self, name: str) -> None:
+        """Remove it.
+
+        Raises:
+            StorageError: the file cannot be read or written.
+        """
+        self._file.replace_table(name, None)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
     from localrt.engine.options import read_options
 
     read_options(options)
@@ -139,3 +233,14 @@ def check_options(options: Mapping[str, Any]) -> None:
 def _meant(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _preset(name: str, entry: Any) -> Preset:
+    if not isinstance(entry, dict):
+        raise OptionError("it must be a table")
+    options = {key: value for key, value in entry.items() if key != "system"}
+    system = entry.get("system")
+    if system is not None and not isinstance(system, str):
+        raise OptionError("system must be a text")
+    _check_options(options)
+    return Preset(name, system, options)

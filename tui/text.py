@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from localrt.errors import LocalrtError
+
 __all__ = [
     "clean",
+    "explained",
     "human_bytes",
     "human_count",
     "human_rate",
@@ -37,6 +40,13 @@ def one_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's type when it has none."""
     lines = clean(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def explained(error: Exception) -> str:
+    """One line for the user; anything but localrt's own errors is a bug, and says so."""
+    if isinstance(error, LocalrtError):
+        return one_line(error)
+    return f"{type(error).__name__}: {one_line(error)} (a bug in localrt: please report it)"
 
 
 def short_name(model: str) -> str:

@@ -1,8 +1,9 @@
-"""The SQLite file behind the history: opening, schema versions, damage, errors in words.
+"""The SQLite database behind the history: opening, schema versions, damage, errors in words.
 
 Write-ahead logging lets several apps use one file. What was committed survives a killed process. A
 file that cannot be used is kept, never overwritten: a damaged one is put aside, a newer one stays
-where it is and another is begun beside it. It does not know what a conversation is.
+where it is and another is begun beside it. Without a file the same tables are in memory. It does
+not know what a conversation is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 
 from localrt.errors import StorageError
 
-__all__ = ["Database"]
+__all__ = ["MEMORY_FIRST", "Database"]
+
+MEMORY_FIRST = 1 << 40  # turns of a database in memory count from here: no file's have such numbers
 
 # One script per version, run in order; a released one is never changed.
 _MIGRATIONS = (
@@ -72,17 +75,25 @@ _CHECKED_WHOLE = 32 << 20  # bytes; a larger file is checked as it is used
 
 
 class Database:
-    """One connection, for any thread. ``notes`` are lines that the user should see.
+    """One connection, for any thread; ``path`` None keeps all in memory.
+
+    ``notes`` are lines that the user should see.
 
     Raises:
         StorageError: the folder cannot be written to.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.notes: tuple[str, ...] = ()
         self._lock = threading.RLock()
         self._depth = 0
+        if path is None:
+            self._connection = _in_memory()
+        else:
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
@@ -157,18 +168,32 @@ class _NewerError(Exception):
         self.version = version
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _connected(path: Path | str) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
     )
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _in_memory() -> sqlite3.Connection:
+    connection = _connected(":memory:")
+    _migrate(connection)
+    connection.execute(
+        "INSERT INTO sqlite_sequence (name, seq) VALUES ('turn', ?)", (MEMORY_FIRST - 1,)
+    )
+    return connection
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    connection = _connected(path)
     try:
-        connection.row_factory = sqlite3.Row
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
             raise _NewerError(version)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA foreign_keys = ON")
         if path.stat().st_size <= _CHECKED_WHOLE:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":

@@ -19,6 +19,7 @@ from localrt.history.database import Database
 __all__ = ["ConversationInfo", "History"]
 
 _FILE = "history.db"
+_MEMORY = ":memory:"
 _LIST = """
     SELECT c.id, c.title, c.model, c.created, c.updated,
         (SELECT count(*) FROM turn t WHERE t.conversation = c.id) AS turns, '' AS snippet
@@ -62,7 +63,8 @@ class ConversationInfo:
 class History(Closing):
     """Conversations in one file, by default in the user's data folder. Thread-safe.
 
-    Several apps may use one file at the same time. ``notes`` are lines that a user should see.
+    Several apps may use one file at the same time. ``":memory:"`` keeps them without a file until
+    ``close``. ``notes`` are lines that a user should see.
 
     Raises:
         StorageError: the file cannot be used; one that is damaged is put aside and told in
@@ -74,13 +76,13 @@ class History(Closing):
             from localrt.settings import Settings
 
             path = Settings.from_environment().data_dir / _FILE
-        self._database = Database(Path(path).expanduser())
+        self._database = Database(None if path == _MEMORY else Path(path).expanduser())
         with self._database.transaction() as connection:
             connection.execute(_DELETE_EMPTY, (time.time() - _EMPTY_KEPT,))
 
     @property
-    def path(self) -> Path:
-        """The file."""
+    def path(self) -> Path | None:
+        """The file; None in memory."""
         return self._database.path
 
     @property

@@ -1,7 +1,13 @@
-"""Where a model's thinking ends and its answer begins.
+"""Where a model's thinking ends and its answer begins: the one rule of library, server and app.
 
 ``chunk.text`` has a model's thinking as ``<think>...</think>``, whatever the model itself writes
-around it; this splits a whole text, or one that still grows. Pure functions on text.
+around it. The rule, for a whole text as for one that still grows:
+
+- Every ``<think>...</think>`` at the beginning is thinking, one or several with only space between.
+- A span that is not closed is thinking to its end, and so far there is no answer.
+- Servers that keep the opening tag in the prompt send the closing one alone: what is before it is
+  thinking, unless a backtick or an opening tag is there too.
+- All other tags belong to the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +31,8 @@ class Thinking:
 def split_thinking(text: str) -> Thinking:
     """The thinking that ``text`` begins with, and what follows it, both without space around.
 
-    ``text`` may be what a stream has brought so far. Tags further down belong to the answer.
+    ``text`` may be what a stream has brought so far. Several spans at the beginning are all
+    thinking; tags further down belong to the answer.
 
     >>> split_thinking("<think>Hm, two and two.</think>Four.")
     Thinking(thinking='Hm, two and two.', answer='Four.', open=False)
@@ -41,9 +48,14 @@ def split_thinking(text: str) -> Thinking:
             return Thinking(_joined(thoughts), "", open=True)
         thoughts.append(inside)
         rest = after.lstrip()
-    if rest and OPEN.startswith(rest):  # what becomes of it is known with the next piece
+    if rest and OPEN.startswith(rest):  # the start of a tag: the next piece tells
         return Thinking(_joined(thoughts), "", open=True)
-    return Thinking(_joined(thoughts), rest if thoughts else text)
+    if thoughts:
+        return Thinking(_joined(thoughts), rest)
+    before, closed, after = text.partition(CLOSE)
+    if closed and OPEN not in before and "`" not in before:
+        return Thinking(before.strip(), after.lstrip())
+    return Thinking("", text)
 
 
 def _joined(thoughts: list[str]) -> str:

@@ -27,8 +27,8 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line goes, and no thread is given up, before a slow machine has come to look."""
-    monkeypatch.setattr("localrt.tui.hints._CONFIRM_SECONDS", 60.0)
-    monkeypatch.setattr("localrt.tui.hints._FLASH_SECONDS", 60.0)
+    monkeypatch.setattr("localrt.tui.chat.hints._CONFIRM_SECONDS", 60.0)
+    monkeypatch.setattr("localrt.tui.chat.hints._FLASH_SECONDS", 60.0)
     monkeypatch.setattr("localrt.tui.app._GOODBYE_SECONDS", 60.0)
     monkeypatch.setattr("textual.app.wait_for_idle", _settled)
     monkeypatch.setattr("textual.pilot.wait_for_idle", _settled)

@@ -8,10 +8,10 @@ from typing import Any
 from localrt import Change, Outlook, Status
 from localrt.answering.status import LaneUse, MemoryUse, PassTrace
 from localrt.engine.types import Metrics
-from localrt.tui.panel_parts import View
+from localrt.tui.chat.panel_lines import PanelData
 from tests.tui.fakes import FakeModel
 
-__all__ = ["BEFORE", "OUTLOOK", "STREAMED", "VIEW", "WatchedModel"]
+__all__ = ["BEFORE", "OUTSTYLES", "STREAMED", "VIEW", "WatchedModel"]
 
 PASS = PassTrace(
     seconds=0.02,
@@ -45,7 +45,7 @@ STREAMED = Status(
 BEFORE = replace(
     STREAMED, clock_s=9.0, tokens=0, passes=0, ssd_read_bytes=0, busy_s={"ssd": 0.0, "cpu": 0.0}
 )
-OUTLOOK = Outlook(
+OUTSTYLES = Outlook(
     66.0,
     96_000_000,
     (
@@ -54,11 +54,11 @@ OUTLOOK = Outlook(
         Change("a disk twice as fast", 80.0, 2.0),
     ),
 )
-VIEW = View(
+VIEW = PanelData(
     status=STREAMED,
     flow=STREAMED.since(BEFORE),
     rates=(30.0, 38.0, 41.0, 40.0),
-    outlook=OUTLOOK,
+    outlook=OUTSTYLES,
     hide="F3",
 )
 
@@ -79,7 +79,7 @@ class WatchedModel(FakeModel):
 
     def advise(self) -> Outlook:
         self.advised += 1
-        return OUTLOOK
+        return OUTSTYLES
 
     def unload(self) -> None:
         self.unloaded = self.closed = True

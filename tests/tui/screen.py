@@ -6,20 +6,20 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from localrt.tui import ChatApp
-from localrt.tui.answer import Answer
-from localrt.tui.blocks import GUTTER, Block, Notice, UserTurn
-from localrt.tui.composer import Composer
-from localrt.tui.conversation import Conversation
-from localrt.tui.footer import Footer, Phase
-from localrt.tui.menu import CommandMenu
+from localrt.tui.chat.answer import Answer
+from localrt.tui.chat.blocks import GUTTER, Block, Notice, UserTurn
+from localrt.tui.chat.composer import Composer
+from localrt.tui.chat.footer import Footer, Phase
+from localrt.tui.chat.menu import CommandMenu
+from localrt.tui.chat.view import ConversationView
 
 
 def composer(app: ChatApp) -> Composer:
     return app.query_one(Composer)
 
 
-def conversation(app: ChatApp) -> Conversation:
-    return app.query_one(Conversation)
+def conversation(app: ChatApp) -> ConversationView:
+    return app.query_one(ConversationView)
 
 
 def blocks(app: ChatApp) -> list[Block]:

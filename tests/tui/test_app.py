@@ -9,8 +9,8 @@ import pytest
 from localrt.errors import ContextOverflowError, ModelNotFoundError
 from localrt.progress import Progress
 from localrt.tui import ChatApp
-from localrt.tui.footer import Phase
-from localrt.tui.loading import LoadingLine
+from localrt.tui.chat.footer import Phase
+from localrt.tui.loading_line import LoadingLine
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel

@@ -9,6 +9,7 @@ import pytest
 
 from localrt.engine.options import OPTION_NAMES
 from localrt.tui import ChatApp
+from localrt.tui.chat.footer import Phase
 from localrt.tui.commands import (
     COMMANDS,
     OPTIONS,
@@ -17,8 +18,7 @@ from localrt.tui.commands import (
     read_line,
     suggestions,
 )
-from localrt.tui.footer import Phase
-from localrt.tui.help_screen import HelpScreen, help_text
+from localrt.tui.screens.help import HelpScreen, help_text
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -171,7 +171,7 @@ async def test_export_and_load(model: FakeModel, tmp_path: Path) -> None:
         await screen.say(pilot, f"/load {path}")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."])
         assert screen.users(app) == ["Hi"]
-        assert app.desk.talk.system == "Be brief."
+        assert app.state.conversation.system == "Be brief."
         await screen.say(pilot, "again")
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
         await screen.say(pilot, f"/export {path}")  # its own file: no question

@@ -6,8 +6,8 @@ import pytest
 from textual.events import MouseScrollUp, Paste
 
 from localrt.tui import ChatApp
-from localrt.tui.conversation import Conversation
-from localrt.tui.footer import Phase
+from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.view import ConversationView
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -165,9 +165,9 @@ async def test_the_mouse_selects_and_ctrl_c_copies() -> None:
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.answers(app) and idle(app))
         # Columns count from the edge of the view, three left of the text; lines from its top.
-        await pilot.mouse_down(Conversation, offset=(8, 5))
-        await pilot.hover(Conversation, offset=(7, 7))
-        await pilot.mouse_up(Conversation, offset=(7, 7))
+        await pilot.mouse_down(ConversationView, offset=(8, 5))
+        await pilot.hover(ConversationView, offset=(7, 7))
+        await pilot.mouse_up(ConversationView, offset=(7, 7))
         await pilot.press("ctrl+c")
         assert app.clipboard == "bold words\n\n雨 ra"
         assert screen.composer(app).has_focus
@@ -202,7 +202,9 @@ async def test_answers_wrap_again_when_the_window_changes() -> None:
 async def test_a_line_typed_before_the_start_is_sent(
     model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localrt.tui.composer._TYPE_AHEAD_SECONDS", 60)  # keys come slowly here
+    monkeypatch.setattr(
+        "localrt.tui.chat.composer._TYPE_AHEAD_SECONDS", 60
+    )  # keys come slowly here
     app = app_for(FakeLoader(model), type_ahead=True)
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press("h", "i", "ctrl+j")  # how the terminal hands over that Enter

@@ -18,9 +18,9 @@ from textual.widgets import Input, OptionList
 from localrt import History
 from localrt.errors import StorageError
 from localrt.tui import ChatApp
-from localrt.tui.conversations_screen import ConversationsScreen
-from localrt.tui.dialogs import Ask, Confirm
-from localrt.tui.footer import Phase
+from localrt.tui.chat.footer import Phase
+from localrt.tui.screens.conversations import ConversationsScreen
+from localrt.tui.screens.dialogs import Ask, Confirm
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -261,7 +261,7 @@ async def test_a_full_disk_loses_nothing(model: FakeModel, opening: Opening) -> 
     app = app_for(FakeLoader(model), history=opening)
     async with app.run_test(size=SIZE) as pilot:
         await asked(pilot, "One")
-        history = app.desk.history
+        history = app.state.history
         assert history is not None
         connection = history._database._connection
         (pages,) = connection.execute("PRAGMA page_count").fetchone()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rich.color import Color
 from rich.style import Style
 
-from localrt.tui.markdown import Look, MarkdownLines
+from localrt.tui.chat.markdown import MarkdownLines, MarkdownStyles
 
-LOOK = Look(
+STYLES = MarkdownStyles(
     dark=True,
     heading=Style(bold=True),
     code=Style(bold=True),
@@ -89,7 +89,7 @@ def drawn(lines: MarkdownLines) -> str:
 
 
 def whole(source: str, width: int = 40) -> str:
-    lines = MarkdownLines(LOOK, width)
+    lines = MarkdownLines(STYLES, width)
     lines.append(source)
     lines.finish()
     return drawn(lines)
@@ -102,7 +102,7 @@ def test_every_kind_of_block() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
     chance = random.Random(seed)
-    lines = MarkdownLines(LOOK, 40)
+    lines = MarkdownLines(STYLES, 40)
     place = 0
     while place < len(DOCUMENT):
         size = chance.randint(1, 7)
@@ -139,7 +139,7 @@ def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
     )
 )
 def test_any_text_can_be_streamed(pieces: list[str]) -> None:
-    lines = MarkdownLines(LOOK, 40)
+    lines = MarkdownLines(STYLES, 40)
     for piece in pieces:
         before = [line.text for line in lines.lines]
         first = lines.append(piece)
@@ -153,7 +153,7 @@ def test_any_text_can_be_streamed(pieces: list[str]) -> None:
     [("```python\n", "x = 1\n"), ("", "- an item\n"), ("", "7. an item\n")],
 )
 def test_long_blocks_are_closed_in_slices(opening: str, line: str) -> None:
-    lines = MarkdownLines(LOOK, 40)
+    lines = MarkdownLines(STYLES, 40)
     lines.append(opening)
     changed = [lines.append(line) for _ in range(200)]
     assert changed[-1] > 100  # the first lines are no longer touched
@@ -172,7 +172,7 @@ def test_lines_wrap_at_the_width() -> None:
 
 
 def test_code_has_its_background_to_the_edge() -> None:
-    lines = MarkdownLines(LOOK, 40)
+    lines = MarkdownLines(STYLES, 40)
     lines.append("```\na\n```")
     [row] = lines.lines
     assert row.cell_length == 40

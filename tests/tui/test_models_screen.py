@@ -15,10 +15,10 @@ from textual.widgets import Input, OptionList, Static
 from localrt import FoundModel, LocalModel, Preview, Variant
 from localrt.errors import CancelledError, LocalrtError, OfflineError, StorageError
 from localrt.progress import Progress, ProgressCallback
-from localrt.tui.dialogs import Choose, Confirm
-from localrt.tui.loading import LoadingLine
-from localrt.tui.models_library import Library, Room
-from localrt.tui.models_screen import ModelsScreen
+from localrt.tui.loading_line import LoadingLine
+from localrt.tui.screens.dialogs import Choose, Confirm
+from localrt.tui.screens.library import Library
+from localrt.tui.screens.models import ModelsScreen
 from tests.tui.conftest import until
 
 NOW = time.time()
@@ -55,8 +55,8 @@ class FakeLibrary(Library):
     def uses(self) -> dict[str, float]:
         return {"org/chat:Q4_K_M": time.time() - 7200}
 
-    def room(self, models: list[LocalModel]) -> Room:
-        return Room(sum(model.bytes for model in models), 81_000_000_000)
+    def free_bytes(self, models: list[LocalModel]) -> int | None:
+        return 81_000_000_000
 
     def preview(self, name: str) -> Preview:
         self.planned.append(name)
@@ -151,7 +151,7 @@ async def test_a_preview_before_loading() -> None:
 
 
 async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.models_screen._PAUSE", 2.0)  # quicker than that is easy
+    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 2.0)  # quicker than that is easy
     app = Bare(FakeLibrary())
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)

@@ -8,9 +8,9 @@ from typing import Any
 from localrt.errors import CancelledError, CheckpointError
 from localrt.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
-from localrt.tui.dialogs import Confirm
-from localrt.tui.footer import Phase
-from localrt.tui.models_screen import ModelsScreen
+from localrt.tui.chat.footer import Phase
+from localrt.tui.screens.dialogs import Confirm
+from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader
@@ -79,7 +79,7 @@ async def test_what_is_written_meanwhile_is_sent_to_the_new_one() -> None:
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: ready(app))
-        app.switch.to("org/chat:Q4_K_M")
+        app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: shelf.asked)
         await screen.say(pilot, "Hi")
         assert screen.waiting(app) == ["Hi"]
@@ -94,7 +94,7 @@ async def test_a_failure_says_why_and_offers_the_old_one() -> None:
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: ready(app))
-        app.switch.to("broken")
+        app.load_model("broken")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert screen.notices(app, "error") == ["broken was not loaded: broken.gguf is truncated"]
         assert screen.phase(app) is Phase.EMPTY
@@ -110,12 +110,12 @@ async def test_a_failure_without_the_old_one_leaves_an_app_that_works() -> None:
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: ready(app))
-        app.switch.to("broken")
+        app.load_model("broken")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("n")
         await screen.say(pilot, "Hi")  # waits in line
         assert screen.waiting(app) == ["Hi"]
-        app.switch.to("org/chat:Q4_K_M")
+        app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."])
 
 
@@ -125,12 +125,12 @@ async def test_esc_stops_loading() -> None:
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: ready(app))
-        app.switch.to("org/chat:Q4_K_M")
+        app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: shelf.asked)
         await pilot.press("escape")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert any("stopped" in line for line in screen.notices(app))
-        assert not app.switch.cancel()  # nothing is left to stop
+        assert not app.stop_loading()  # nothing is left to stop
 
 
 async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
@@ -139,14 +139,13 @@ async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
     app = shelf.app()
 
     def load(name: str, progress: ProgressCallback) -> Any:
-        assert app.switch._running is not None
-        app.switch._running.abandon()  # no progress is made after it
+        app._loading.cancel()  # no progress is made after it
         return late
 
-    app.switch._load = load
+    app._load_by_name = load
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: ready(app))
-        app.switch.to("org/chat:Q4_K_M")
+        app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert late.closed
 
@@ -158,7 +157,7 @@ async def test_an_answer_is_not_interrupted() -> None:
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: ready(app))
         await screen.say(pilot, "Hi")
-        app.switch.to("org/chat:Q4_K_M")
+        app.load_model("org/chat:Q4_K_M")
         await pilot.pause()
         assert shelf.asked == []
         assert "is answering" in screen.notices(app, "error")[0]
@@ -172,7 +171,7 @@ async def test_after_a_failed_start_another_can_be_chosen() -> None:
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
         assert "F4" in screen.notices(app)[-1]
-        app.switch.to("org/chat:Q4_K_M")
+        app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: ready(app))
         assert app.failure is None
     assert app.return_code in (0, None)

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from textual.app import App, ComposeResult
 
 from localrt.answering.status import LaneUse, MemoryUse
-from localrt.tui.panel import LivePanel
-from localrt.tui.panel_parts import View, lane, of, spark
-from localrt.tui.panel_text import side_lines, strip_lines
+from localrt.tui.chat.panel import LivePanel
+from localrt.tui.chat.panel_lines import (
+    PanelData,
+    lane_text,
+    memory_text,
+    side_lines,
+    sparkline,
+    strip_lines,
+)
 from tests.tui.conftest import until
 from tests.tui.panel_fakes import BEFORE, STREAMED, VIEW, WatchedModel
 
@@ -32,8 +38,8 @@ class Bare(App[None]):
         self.panel.fit(event.size)
 
 
-def text(view: View, width: int = 38, height: int = 30) -> str:
-    return "\n".join(line.plain for line in side_lines(view, width, height))
+def text(data: PanelData, width: int = 38, height: int = 30) -> str:
+    return "\n".join(line.plain for line in side_lines(data, width, height))
 
 
 def test_everything_that_was_asked_for_is_there() -> None:
@@ -62,7 +68,7 @@ def test_a_resident_model_has_no_lanes() -> None:
     resident = replace(STREAMED, streamed=False, last_pass=None, passes=None, ssd_read_bytes=None)
     resident = replace(resident, token_bytes=97_000_000)
     before = replace(resident, clock_s=9.0, tokens=0)
-    shown = text(View(status=resident, flow=resident.since(before)))
+    shown = text(PanelData(status=resident, flow=resident.since(before)))
     assert "Last pass" not in shown
     assert "SSD" not in shown
     assert "a pass reads 97 MB of them, 2.2 GB/s" in shown.replace("\n", " ")
@@ -70,10 +76,10 @@ def test_a_resident_model_has_no_lanes() -> None:
 
 def test_before_the_first_answer_and_while_loading() -> None:
     idle = replace(BEFORE, generating=False, metrics=None, last_pass=None)
-    assert "Nothing generated yet" in text(View(status=idle))
-    assert "At most 66.0 tok/s" in text(View(status=idle))
-    assert "loading" in text(View())
-    assert "loading" in strip_lines(View(), 60)[0].plain
+    assert "Nothing generated yet" in text(PanelData(status=idle))
+    assert "At most 66.0 tok/s" in text(PanelData(status=idle))
+    assert "loading" in text(PanelData())
+    assert "loading" in strip_lines(PanelData(), 60)[0].plain
 
 
 @given(st.integers(20, 60), st.integers(3, 40))
@@ -98,14 +104,14 @@ def test_the_narrow_one_says_the_most_important() -> None:
 
 
 def test_small_drawings() -> None:
-    assert spark([0, 1, 2, 4], 3) == "▃▅█"
-    assert spark([], 5) == ""
-    assert spark([0, 0], 5) == "▁▁"
-    assert spark([1], 0) == ""
-    assert lane(LaneUse("cpu", ((0.0, 0.5),)), 1.0, 4) == "██  "
-    assert lane(LaneUse("cpu", ()), 0.0, 3) == "   "
-    assert of(MemoryUse(170_000_000, 18_000_000_000)) == "0.2/18 GB"
-    assert of(MemoryUse(5)) == "5 B"
+    assert sparkline([0, 1, 2, 4], 3) == "▃▅█"
+    assert sparkline([], 5) == ""
+    assert sparkline([0, 0], 5) == "▁▁"
+    assert sparkline([1], 0) == ""
+    assert lane_text(LaneUse("cpu", ((0.0, 0.5),)), 1.0, 4) == "██  "
+    assert lane_text(LaneUse("cpu", ()), 0.0, 3) == "   "
+    assert memory_text(MemoryUse(170_000_000, 18_000_000_000)) == "0.2/18 GB"
+    assert memory_text(MemoryUse(5)) == "5 B"
 
 
 async def test_it_looks_only_while_open_and_generating() -> None:
@@ -141,7 +147,7 @@ async def test_advice_is_asked_for_once_and_never_beside_an_answer() -> None:
         assert model.advised == 0
         model.now = STREAMED
         panel.end()
-        await until(pilot, lambda: panel.view.outlook is not None)
+        await until(pilot, lambda: panel.data.outlook is not None)
         panel.begin()
         panel.end()
         await pilot.pause(0.1)
@@ -161,9 +167,9 @@ async def test_rates_come_from_two_looks() -> None:
         assert "tok/s  " not in str(panel.render())
         model.now = STREAMED
         panel._look()
-        assert panel.view.flow is not None
-        assert panel.view.flow.tok_s == 40
-        assert list(panel.view.rates) == [40]
+        assert panel.data.flow is not None
+        assert panel.data.flow.tok_s == 40
+        assert list(panel.data.rates) == [40]
         assert "1.8 GB/s" in str(panel.render())
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from textual.widgets import Static
 
 from localrt.tui import ChatApp
-from localrt.tui.footer import Phase
-from localrt.tui.help_screen import HelpScreen
-from localrt.tui.panel import LivePanel
-from localrt.tui.settings_dialogs import Edit
-from localrt.tui.settings_screen import SettingsScreen
+from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.panel import LivePanel
+from localrt.tui.screens.dialogs import Ask
+from localrt.tui.screens.help import HelpScreen
+from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, until
 from tests.tui.fakes import FakeLoader
@@ -136,7 +136,7 @@ async def test_settings_change_the_conversation(tmp_path: Path) -> None:
         await screen.say(pilot, "/settings")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.press("down", "down", "down", "down", "enter")
-        await until(pilot, lambda: isinstance(app.screen, Edit))
+        await until(pilot, lambda: isinstance(app.screen, Ask))
         await pilot.press(*"0.7", "enter")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.press("escape")

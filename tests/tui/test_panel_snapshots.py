@@ -10,10 +10,11 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
 from localrt.tui import ChatApp
-from localrt.tui.footer import Phase
-from localrt.tui.models_screen import ModelsScreen
-from localrt.tui.panel import LivePanel
-from localrt.tui.settings_screen import SettingsScreen
+from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.panel import LivePanel
+from localrt.tui.preferences import Preset
+from localrt.tui.screens.models import ModelsScreen
+from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, until
 from tests.tui.fakes import FakeLoader
@@ -43,7 +44,7 @@ async def streaming(pilot: Pilot[Any]) -> None:
     assert panel._timer is not None
     panel._timer.pause()
     panel._model = None  # a look that is on its way already finds nothing
-    panel._view = VIEW
+    panel._data = VIEW
     panel._draw()
     await pilot.pause()
 
@@ -70,7 +71,7 @@ def test_panel_on_a_narrow_terminal(snap_compare: Compare) -> None:
 
 def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     # The row that is left at once is not planned for, however late the key comes.
-    monkeypatch.setattr("localrt.tui.models_screen._PAUSE", 60.0)
+    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 60.0)
 
     async def before(pilot: Pilot[Any]) -> None:
         app = await ready(pilot)
@@ -79,7 +80,7 @@ def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.Monkey
         models = app.screen
         models.query_one(Input).cursor_blink = False
         await until(pilot, lambda: models.query_one(OptionList).option_count == 3)
-        monkeypatch.setattr("localrt.tui.models_screen._PAUSE", 0.1)
+        monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 0.1)
         await pilot.press("up")
         about = models.query_one("#about", Static)
         await until(pilot, lambda: "about 6 tok/s" in str(about.render()))
@@ -92,9 +93,11 @@ def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.Monkey
 def test_settings(snap_compare: Compare) -> None:
     async def before(pilot: Pilot[Any]) -> None:
         app = await ready(pilot)
-        app.settings.set("temperature", "0.3")
-        app.settings.set_system("You review code. Be brief.")
-        app.settings.save("Review")
+        session = app.state.session
+        assert session is not None
+        session.set("temperature 0.3")
+        session.system("You review code. Be brief.")
+        app.presets.save(Preset("Review", "You review code. Be brief.", {"temperature": 0.3}))
         await pilot.press("f5")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.press("down", "down", "down", "down")

@@ -9,11 +9,11 @@ import pytest
 
 from localrt.errors import CancelledError
 from localrt.progress import Progress
-from localrt.tui.footer import Phase, Status, footer_line
-from localrt.tui.loading import loading_line
-from localrt.tui.pace import Pace
+from localrt.tui.chat.answering import RedrawLimit
+from localrt.tui.chat.footer import Phase, Status, footer_line
+from localrt.tui.conversation.background import Generation, Task
+from localrt.tui.loading_line import loading_line
 from localrt.tui.text import clean, human_bytes, human_count, human_rate, one_line
-from localrt.tui.work import Generation, Loading
 from tests.tui.fakes import FakeLoader, FakeModel
 
 STATUS = Status(
@@ -94,7 +94,7 @@ def test_safe_text() -> None:
 
 def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
     wall = cpu = 0.0
-    pace = Pace(wall=lambda: wall, cpu=lambda: cpu, cores=2)
+    pace = RedrawLimit(wall=lambda: wall, cpu=lambda: cpu, cores=2)
     assert pace.due()
     cpu += 0.005  # a drawing that took 5 ms ...
     wall += 0.2
@@ -106,21 +106,21 @@ def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
     assert pace.due()
 
 
-def test_an_abandoned_load_ends_and_frees_the_model() -> None:
+def test_a_cancelled_load_ends_and_frees_the_model() -> None:
     model = FakeModel()
     loader = FakeLoader(model, held=True)
-    loading = Loading(loader)
+    loading = Task(lambda task: loader(task.show_or_stop))
     loading.start()
-    loading.abandon()
+    loading.cancel()
     assert loading.join(60)
     assert isinstance(loading.error, CancelledError)
 
-    late = Loading(lambda progress: model)  # type: ignore[arg-type, return-value]
-    late.abandon()
+    late = Task(lambda task: model, discard=lambda model: model.close())
+    late.cancel()
     late.start()
     assert late.join(60)
     assert model.closed
-    assert late.model is None
+    assert late.result is None
 
 
 def test_a_cancel_before_the_first_token_is_not_lost() -> None:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.errors import OptionError, StorageError
-from localrt.tui.key_choices import chosen_keys, read_key
-from localrt.tui.preferences import PreferencesFile
-from localrt.tui.presets import Preset, Presets
+from localrt.tui.keys import chosen_keys, read_key
+from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 from localrt.tui.toml_file import TomlFile
 
 DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
@@ -131,7 +130,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, value
 
 
 def test_presets_come_and_go(tmp_path: Path) -> None:
-    presets = Presets(tmp_path)
+    presets = PresetsFile(tmp_path)
     assert presets.list() == []
     presets.save(Preset("Review", "You review code.\nBe brief.", {"temperature": 0.2}))
     presets.save(Preset("Ähnlich", None, {"seed": 3}))
@@ -145,7 +144,7 @@ def test_presets_come_and_go(tmp_path: Path) -> None:
 
 
 def test_a_preset_of_several_lines_reads_well(tmp_path: Path) -> None:
-    presets = Presets(tmp_path)
+    presets = PresetsFile(tmp_path)
     presets.save(Preset("Review", 'Be "brief".\nSay \\ why.', {"temperature": 0.2}))
     assert '"""' in presets.path.read_text()
     assert presets.find("Review").system == 'Be "brief".\nSay \\ why.'
@@ -153,7 +152,7 @@ def test_a_preset_of_several_lines_reads_well(tmp_path: Path) -> None:
 
 def test_presets_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "presets.toml").write_text("good = {seed = 1}\nbad = {sed = 1}\nworse = 3\n")
-    presets = Presets(tmp_path)
+    presets = PresetsFile(tmp_path)
     assert [preset.name for preset in presets.list()] == ["good"]
     assert len(presets.notes) == 2
     presets.save(Preset("new", "x"))
@@ -172,7 +171,7 @@ def test_presets_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 )
 def test_presets_that_cannot_be_saved(tmp_path: Path, preset: Preset) -> None:
     with pytest.raises(OptionError):
-        Presets(tmp_path).save(preset)
+        PresetsFile(tmp_path).save(preset)
     assert not (tmp_path / "presets.toml").exists()
 
 

@@ -10,12 +10,11 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
-from localrt.tui.desk import Desk, Usual
-from localrt.tui.preferences import PreferencesFile
-from localrt.tui.presets import Preset, Presets
-from localrt.tui.settings_dialogs import Edit, PickTheme
-from localrt.tui.settings_screen import SettingsScreen
-from localrt.tui.settings_work import OPTION_HELP, SettingsWork
+from localrt.tui.commands import OPTIONS
+from localrt.tui.conversation.state import ChatState, Defaults
+from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from localrt.tui.screens.dialogs import Ask
+from localrt.tui.screens.settings import PickTheme, SettingsScreen
 from localrt.tui.themes import offered, register
 from tests.tui.conftest import until
 from tests.tui.fakes import FakeModel
@@ -26,21 +25,33 @@ class Bare(App[None]):
 
     def __init__(self, folder: Path, *, model: bool = True) -> None:
         super().__init__()
-        self.desk = Desk(
-            None,
-            model="tiny",
-            system=None,
-            options={},
-            on_problem=print,
-            on_moved=lambda numbers: None,
-        )
+        self.state = ChatState(None, model="tiny", system=None, options={}, on_problem=print)
         if model:
-            self.desk.take(FakeModel())  # type: ignore[arg-type]
-        self.work = SettingsWork(self.desk, PreferencesFile(folder), Presets(folder))
+            self.state.take_model(FakeModel())  # type: ignore[arg-type]
+        self.preferences, self.presets = PreferencesFile(folder), PresetsFile(folder)
         self.panel: list[bool] = []
         self.settings = SettingsScreen(
-            self.work, keys={"New conversation": "Ctrl+N"}, show_panel=self.panel.append
+            self.state,
+            self.preferences,
+            self.presets,
+            keys={"New conversation": "Ctrl+N"},
+            show_panel=self.panel.append,
         )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        assert self.state.session is not None
+        return self.state.session.chat.options
+
+    def set(self, option: str, system: str = "") -> None:
+        """Options and system prompt of the conversation, as slash commands would."""
+        assert self.state.session is not None
+        self.state.session.set(option)
+        if system:
+            self.state.session.system(system)
+
+    def on_unmount(self) -> None:
+        self.state.close()
 
     def on_mount(self) -> None:
         register(self)
@@ -82,12 +93,9 @@ def app(tmp_path: Path) -> Bare:
 
 
 async def test_every_option_is_there_with_its_help(app: Bare) -> None:
-    from localrt.tui.commands import OPTIONS
-
-    assert set(OPTION_HELP) == set(OPTIONS)
     async with app.run_test(size=(100, 40)) as pilot:
         await pilot.pause()
-        for name in OPTION_HELP:
+        for name in OPTIONS:
             assert row(app, name)
         assert "0.2 (default)" in row(app, "temperature")
         assert "40 (default)" in row(app, "top_k")  # the library's own
@@ -98,13 +106,13 @@ async def test_every_option_is_there_with_its_help(app: Bare) -> None:
 async def test_an_option_is_changed_and_taken_back(app: Bare) -> None:
     async with app.run_test(size=(100, 40)) as pilot:
         await choose(pilot, app, "temperature")
-        assert isinstance(app.screen, Edit)
+        assert isinstance(app.screen, Ask)
         await typed(pilot, "0.7")
-        assert app.work.options == {"temperature": 0.7}
+        assert app.options == {"temperature": 0.7}
         assert "0.7" in row(app, "temperature")
         assert "default" not in row(app, "temperature")
         await choose(pilot, app, "temperature", "delete")
-        assert app.work.options == {}
+        assert app.options == {}
         assert "0.2 (default)" in row(app, "temperature")
 
 
@@ -115,9 +123,9 @@ async def test_what_is_wrong_is_said_where_it_was_typed(app: Bare, name: str, va
     async with app.run_test(size=(100, 40)) as pilot:
         await choose(pilot, app, name)
         await typed(pilot, value)
-        assert isinstance(app.screen, Edit)  # asked again
+        assert isinstance(app.screen, Ask)  # asked again
         assert name in str(app.screen.query_one("#problem", Static).render())
-        assert app.work.options == {}
+        assert app.options == {}
         await pilot.press("escape")
         assert app.screen is app.settings
 
@@ -128,53 +136,51 @@ async def test_system_prompt_of_several_lines(app: Bare) -> None:
         app.screen.query_one(TextArea).text = "Be brief.\nBe kind."
         await pilot.press("ctrl+s")
         await pilot.pause()
-        assert app.work.system == "Be brief.\nBe kind."
+        assert app.state.conversation.system == "Be brief.\nBe kind."
         assert "Be brief. Be kind." in row(app, "System prompt")
         await choose(pilot, app, "System prompt", "delete")
-        assert app.work.system == ""
+        assert app.state.conversation.system is None
 
 
 async def test_presets_are_saved_used_and_deleted(app: Bare) -> None:
     async with app.run_test(size=(100, 44)) as pilot:
         await pilot.pause()
-        app.work.set("temperature", "0.3")
-        app.work.set_system("You review code.")
+        app.set("temperature 0.3", "You review code.")
         await choose(pilot, app, "Save as a preset")
         await typed(pilot, "")
         assert "1 to 60 characters" in str(app.screen.query_one("#problem", Static).render())
         await typed(pilot, "Review")
-        assert app.work.presets.find("Review") == Preset(
+        assert app.presets.find("Review") == Preset(
             "Review", "You review code.", {"temperature": 0.3}
         )
-        app.work.set("temperature", "0.9")
-        app.work.set("seed", "3")
+        app.set("temperature 0.9")
+        app.set("seed 3")
         await choose(pilot, app, "Review")
         await pilot.press("enter")  # use it
         await pilot.pause()
-        assert app.work.options == {"temperature": 0.3}
+        assert app.options == {"temperature": 0.3}
         await choose(pilot, app, "Review")
         await pilot.press("down", "down", "enter")
         await pilot.pause()
         await pilot.press("y")
         await pilot.pause()
-        assert app.work.presets.list() == []
+        assert app.presets.list() == []
 
 
 async def test_new_conversations_begin_with_these(app: Bare) -> None:
     async with app.run_test(size=(100, 44)) as pilot:
         await pilot.pause()
-        app.work.set("temperature", "0.3")
-        app.work.set_system("Be brief.")
+        app.set("temperature 0.3", "Be brief.")
         await choose(pilot, app, "Begin with these")
-        loaded = app.work.file.load()
+        loaded = app.preferences.load()
         assert (dict(loaded.options), loaded.system) == ({"temperature": 0.3}, "Be brief.")
-        assert app.desk.usual == Usual("Be brief.", {"temperature": 0.3})
-        app.desk.new()
-        assert app.desk.talk.system == "Be brief."
-        assert dict(app.desk.talk.options) == {"temperature": 0.3}
+        assert app.state.defaults == Defaults("Be brief.", {"temperature": 0.3})
+        app.state.new()
+        assert app.state.conversation.system == "Be brief."
+        assert dict(app.state.conversation.options) == {"temperature": 0.3}
         await choose(pilot, app, "Begin plainly")
-        assert dict(app.work.file.load().options) == {}
-        assert app.desk.usual == Usual()
+        assert dict(app.preferences.load().options) == {}
+        assert app.state.defaults == Defaults()
 
 
 async def test_a_theme_is_shown_while_walking_and_kept_with_enter(app: Bare) -> None:
@@ -192,7 +198,7 @@ async def test_a_theme_is_shown_while_walking_and_kept_with_enter(app: Bare) -> 
         await choose(pilot, app, "Theme")
         await pilot.press("home", "down", "enter")
         await pilot.pause()
-        assert app.theme == app.work.file.load().theme == "localrt-light"
+        assert app.theme == app.preferences.load().theme == "localrt-light"
 
 
 async def test_the_panel_and_the_keys(app: Bare) -> None:

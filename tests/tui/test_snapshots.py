@@ -15,11 +15,11 @@ from localrt import History
 from localrt.errors import ModelNotFoundError
 from localrt.progress import Progress
 from localrt.tui import ChatApp
-from localrt.tui.answer import Answer
-from localrt.tui.conversations_screen import ConversationsScreen
-from localrt.tui.dialogs import TooSmall
-from localrt.tui.footer import Phase
-from localrt.tui.loading import LoadingLine
+from localrt.tui.chat.answer import Answer
+from localrt.tui.chat.footer import Phase
+from localrt.tui.loading_line import LoadingLine
+from localrt.tui.screens.conversations import ConversationsScreen
+from localrt.tui.screens.dialogs import TooSmall
 from tests.tui import screen
 from tests.tui.conftest import app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel

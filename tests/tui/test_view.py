@@ -6,14 +6,14 @@ import re
 
 import pytest
 
+from localrt import split_thinking
 from localrt.tui import ChatApp
-from localrt.tui.answer import Answer
-from localrt.tui.blocks import Block, UserTurn
-from localrt.tui.conversation import Conversation
-from localrt.tui.dialogs import Choose, TooSmall
-from localrt.tui.footer import Phase
-from localrt.tui.markdown import code_blocks
-from localrt.tui.thinking import split_thinking
+from localrt.tui.chat.answer import Answer
+from localrt.tui.chat.blocks import Block, UserTurn
+from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.markdown import code_blocks
+from localrt.tui.chat.view import ConversationView
+from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -106,7 +106,7 @@ async def test_a_click_marks_and_enter_opens_the_menu(model: FakeModel) -> None:
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.answers(app) and idle(app))
-        await pilot.click(Conversation, offset=(6, 5))
+        await pilot.click(ConversationView, offset=(6, 5))
         view = screen.conversation(app)
         assert isinstance(view.marked, Answer)
         assert screen.composer(app).has_focus

@@ -14,10 +14,17 @@ from textual.events import Key, Paste
 
 from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.tui import ChatApp
-from localrt.tui.blocks import Fold, UserTurn, read_folds
-from localrt.tui.chips import LARGEST_FILE, Chips, Draft, read_attachment
-from localrt.tui.editor import edited
-from localrt.tui.footer import Phase
+from localrt.tui.chat.blocks import UserTurn
+from localrt.tui.chat.editor import edited
+from localrt.tui.chat.footer import Phase
+from localrt.tui.conversation.attachments import (
+    LARGEST_FILE,
+    Attachments,
+    Draft,
+    Fold,
+    read_attachment,
+    read_folds,
+)
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -34,7 +41,7 @@ def idle(app: ChatApp) -> bool:
 
 @given(st.lists(st.tuples(st.text(max_size=20), st.text(min_size=1, max_size=40)), max_size=4))
 def test_chips_expand_and_fold_again(parts: list[tuple[str, str]]) -> None:
-    chips = Chips()
+    chips = Attachments()
     typed = sent = ""
     for written, pasted in parts:
         written = written.replace("[", "(")
@@ -43,7 +50,7 @@ def test_chips_expand_and_fold_again(parts: list[tuple[str, str]]) -> None:
     draft = chips.expanded(typed)
     assert draft.text == sent
     assert [sent[fold.start : fold.end] for fold in draft.folds] == [text for _, text in parts]
-    again = Chips()
+    again = Attachments()
     assert again.expanded(again.folded(draft)).text == sent
 
 
@@ -167,7 +174,7 @@ async def test_the_editor_gets_the_terminal(
         yield
 
     monkeypatch.setattr(ChatApp, "suspend", suspend)
-    monkeypatch.setattr("localrt.tui.chat_keys.edited", lambda text: text + " and more")
+    monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: text + " and more")
     app = app_for(FakeLoader(model))
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))

@@ -1,0 +1,99 @@
+"""A conversation goes on in memory while its file cannot be written, and is brought back later.
+
+Turns keep the numbers that they have in the file; those added to the copy have numbers that no file
+uses, so the two cannot be mixed up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from localrt.errors import StorageError
+from localrt.history.conversation import Conversation, Turn
+from localrt.history.database import MEMORY_FIRST
+from localrt.history.history import History
+from localrt.history.writer import own_name, settle
+
+__all__ = ["copy_to_memory", "end_answer", "merge"]
+
+_FACTS = ("title", "model", "system", "options", "updated")
+
+
+def copy_to_memory(
+    memory: History, id: str, turns: Iterable[Turn], facts: Mapping[str, Any]
+) -> Conversation:
+    """A branch of a conversation as one of ``memory``, under the same id.
+
+    ``facts`` are ``title``, ``model``, ``system`` and ``options``. Nothing is read from the file:
+    it may be locked, damaged or gone.
+    """
+    now, parent = time.time(), None
+    options = json.dumps(facts["options"])
+    with memory._database.transaction() as connection:
+        connection.execute(
+            "INSERT INTO conversation (id, title, model, system, options, created, updated) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (id, facts["title"], facts["model"], facts["system"], options, now, now),
+        )
+        copy = Conversation(memory._database, id)
+        for turn in turns:
+            writer = own_name() if turn.state == "writing" else None
+            values = (turn.role, turn.content, turn.state, json.dumps(dict(turn.info)))
+            connection.execute(
+                "INSERT INTO turn (id, conversation, parent, created, writer, role, content, "
+                "state, info) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (turn.id, id, parent, turn.created, writer, *values),
+            )
+            parent = turn.id
+        if parent is not None:
+            copy._show(connection, parent)
+    return copy
+
+
+def end_answer(
+    copy: Conversation, number: int, state: str, content: str, info: Mapping[str, Any]
+) -> None:
+    """End an answer in the copy whose writer began it in the file."""
+    with copy._database.transaction() as connection:
+        settle(connection, number, state, content, info)
+
+
+def merge(file: Conversation, copy: Conversation) -> dict[int, int]:
+    """Write what was added to the copy, and the answers that ended there, into the file.
+
+    Returns:
+        The numbers in the file of the turns that came, by their numbers in the copy.
+
+    Raises:
+        StorageError: an answer is still being written, or the file cannot be; nothing is changed.
+    """
+    rows = copy._database.rows("SELECT * FROM turn WHERE conversation = ? ORDER BY id", (copy.id,))
+    if any(row["state"] == "writing" and row["id"] >= MEMORY_FIRST for row in rows):
+        raise StorageError("an answer is still being written")
+    facts, shown = copy._row(), copy.turns
+    numbers: dict[int, int] = {}
+    with file._database.transaction() as connection:
+        for row in rows:
+            values = (row["role"], row["content"], row["state"], row["info"], row["created"])
+            if row["id"] >= MEMORY_FIRST:
+                parent = numbers.get(row["parent"], row["parent"])
+                number = connection.execute(
+                    "INSERT INTO turn (conversation, parent, role, content, state, info, created) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (file.id, parent, *values),
+                ).lastrowid
+                assert number is not None, "an insert has a row"
+                numbers[row["id"]] = number
+            elif row["state"] != "writing" and file.turn(row["id"]).state == "writing":
+                info = json.loads(row["info"])
+                settle(connection, row["id"], row["state"], row["content"], info)
+        connection.execute(
+            f"UPDATE conversation SET {', '.join(f'{name} = ?' for name in _FACTS)} WHERE id = ?",
+            (*(facts[name] for name in _FACTS), file.id),
+        )
+        if shown:
+            file._show(connection, numbers.get(shown[-1].id, shown[-1].id))
+    return numbers

@@ -1,0 +1,322 @@
+"""Messages in line, and the answer to the one that is being answered.
+
+Puts turns on screen and into the history as they move on: waiting, sent, answered, stopped,
+refused. Knows the view, one conversation and one generation at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from localrt.tui.chat.answer import Answer
+from localrt.tui.chat.blocks import Block, Notice, UserTurn
+from localrt.tui.chat.view import ConversationView
+from localrt.tui.conversation.attachments import Draft, draft_of
+from localrt.tui.conversation.background import AnswerUpdate, Generation
+from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
+from localrt.tui.text import explained, one_line
+
+if TYPE_CHECKING:
+    from localrt import AnswerWriter, ChatSession, Turn
+
+__all__ = ["FRAME_SECONDS", "MessageQueue", "RedrawLimit"]
+
+
+FRAME_SECONDS = 0.05
+_SHARE = 0.01  # of the processor, for drawing: decoding waits for that and as much again
+_CORES = 8  # at most, that are counted: drawing needs no more
+_LONGEST = 0.5  # seconds between two drawings, whatever they cost
+
+
+class RedrawLimit:
+    """New text is shown 20 times a second, at 1 % of the processor.
+
+    The engine computes on the same machine: when drawing gets dear (a slow terminal, a huge
+    paragraph), the app draws less often instead of slowing the model.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
+        *,
+        cores: int | None = None,
+    ) -> None:
+        self._share = _SHARE * min(cores or os.cpu_count() or 1, _CORES)  # of one core
+        self._wall = wall
+        self._cpu = cpu
+        self._began = wall() - _LONGEST
+        self._spent = cpu()
+
+    def due(self) -> bool:
+        """Whether the pause since the last drawing is long enough for what that one cost."""
+        now, spent = self._wall(), self._cpu()
+        pause = min((spent - self._spent) / self._share, _LONGEST)
+        if now - self._began < pause:
+            return False
+        self._began, self._spent = now, spent
+        return True
+
+
+@dataclass(slots=True)
+class _Waiting:
+    block: UserTurn
+    draft: Draft
+    after: int | None  # the turn that it follows; None: whatever is last by then
+
+
+@dataclass(slots=True)
+class _Running:
+    before: int | None  # the answer that was shown, when it is answered again
+    block: UserTurn | None  # of a new message, None when an old one is answered again
+    draft: Draft
+    answer: Answer
+    writer: AnswerWriter
+    work: Generation
+    began: float
+    thought_s: float | None = None
+
+
+class MessageQueue:
+    """A queue of messages over a view and the open conversation."""
+
+    def __init__(self, view: ConversationView, conversation: OpenConversation) -> None:
+        self.conversation = conversation
+        self._view = view
+        self._waiting: deque[_Waiting] = deque()
+        self._now: _Running | None = None
+        self._redraws = RedrawLimit()
+        self._memory_note: str | None = None
+
+    @property
+    def answering(self) -> bool:
+        """Whether a message is being answered."""
+        return self._now is not None
+
+    @property
+    def waiting(self) -> int:
+        """How many messages wait."""
+        return len(self._waiting)
+
+    def add(self, draft: Draft, *, waiting: bool, after: int | None = None) -> None:
+        """Put a message at the end of the line; ``waiting`` shows it as not sent yet.
+
+        ``after`` is the turn that it follows, when it is not the last: it begins a branch there.
+        """
+        if after is not None:
+            self._show_until(after)
+        block = self._view.add_user(draft.text, waiting=waiting, folds=draft.folds)
+        self._waiting.append(_Waiting(block, draft, after))
+
+    def add_waiting(self, drafts: Iterable[Draft]) -> None:
+        """Put messages at the end of the line that wait for the model."""
+        for draft in drafts:
+            self.add(draft, waiting=True)
+
+    def send_next(self, chat: ChatSession) -> bool:
+        """Send the first in line, unless there is none or one is being answered."""
+        if self.answering or not self._waiting:
+            return False
+        first = self._waiting.popleft()
+        after = self.conversation.end if first.after is None else first.after
+        self._show_until(after)
+        draft = first.draft
+        turn = self.conversation.add("user", draft.text, after=after, info=draft.info)
+        block = first.block
+        block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
+        block.sent()
+        self._view.changed(block)
+        self._start(chat, turn.id, draft, block)
+        return True
+
+    def answer_again(self, chat: ChatSession, question: int) -> None:
+        """Answer a user's turn once more: a branch beside its answers."""
+        turns = self.conversation.turns
+        place = next(place for place, turn in enumerate(turns) if turn.id == question)
+        before = turns[place + 1].id if place + 1 < len(turns) else None
+        self._show_until(question)
+        self._start(chat, question, Draft(turns[place].content), None, before=before)
+
+    def look(self) -> AnswerUpdate | None:
+        """What came since the last look, drawn; None when there is nothing to do yet."""
+        now = self._now
+        if now is None or not (now.work.done or self._redraws.due()):
+            return None
+        update = now.work.take()
+        if update.text:
+            now.answer.write(update.text)
+            self._time_thinking(now)
+            self._view.changed(now.answer)
+        return update
+
+    def end(self, update: AnswerUpdate, *, full: bool) -> list[Draft]:
+        """Close the answer that ``update`` is the last of.
+
+        Args:
+            update: with ``done`` set.
+            full: whether the context is.
+
+        Returns:
+            Messages that were not answered: the refused one, and those behind it.
+        """
+        now, self._now = self._now, None
+        assert now is not None
+        answer = now.answer
+        text = bool(answer.source)
+        self._tell_memory(update)
+        state = "failed" if update.error is not None else "done"
+        if update.finish_reason == "cancelled":
+            state = "cancelled"
+        self.conversation.finish(now.writer, state, _info(update, now.thought_s))
+        if update.error is not None and not text:
+            self._view.drop(answer)
+            self._view.add_notice(explained(update.error), "error")
+            if now.block is None:
+                if now.before is not None:
+                    self.conversation.show(now.before)
+                self.sync()
+                return self.take_back()
+            self._view.drop(now.block)
+            return [now.draft, *self.take_back()]
+        answer.mark = answer_note(state, update.finish_reason, full=full)
+        if not text and not answer.mark:
+            answer.mark = "no answer"
+        answer.finish()
+        self._view.changed(answer)
+        if update.error is not None:
+            self._view.add_notice(explained(update.error), "error", after=answer)
+        return []
+
+    def _tell_memory(self, update: AnswerUpdate) -> None:
+        """Weights had to leave memory, or came back: why it is slower now, once."""
+        note = update.metrics.memory if update.metrics is not None else None
+        if note != self._memory_note:
+            self._memory_note = note
+            if note:
+                self._view.add_notice(note)
+
+    def take_back(self) -> list[Draft]:
+        """Remove the messages that wait, and return them."""
+        drafts = [waiting.draft for waiting in self._waiting]
+        for waiting in self._waiting:
+            self._view.drop(waiting.block)
+        self._waiting.clear()
+        return drafts
+
+    def cancel(self) -> None:
+        """Stop the answer; its text so far is kept."""
+        if self._now is not None:
+            self._now.work.cancel()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the answering thread; whether it ended."""
+        return self._now is None or self._now.work.join(seconds)
+
+    def close(self) -> None:
+        """The app ends: what is written so far is the answer."""
+        now, self._now = self._now, None
+        if now is not None:
+            update = now.work.take()
+            self.conversation.finish(now.writer, "cancelled", _info(update, now.thought_s))
+
+    def show(self, conversation: OpenConversation) -> None:
+        """Show a conversation; no message waits."""
+        if conversation is not self.conversation:
+            self.conversation = conversation
+            self._view.clear()
+        self.sync()
+
+    def sync(self) -> None:
+        """Show the branch that the conversation shows."""
+        view, turns = self._view, self.conversation.turns
+        shown = {block.turn: block for block in view.blocks if block.turn is not None}
+        numbers = {turn.id for turn in turns}
+        view.drop(*(block for number, block in shown.items() if number not in numbers))
+        for turn in turns:
+            block = shown.get(turn.id)
+            if block is not None and block.branches != turn.branches:
+                block.branch, block.branches = turn.branch, turn.branches
+                block.changed()
+                view.changed(block)
+        view.add(*(_block_of(turn) for turn in turns if turn.id not in shown))
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Turns have other numbers now."""
+        for block in self._view.blocks:
+            if block.turn is not None:
+                block.turn = numbers.get(block.turn, block.turn)
+
+    def _start(
+        self,
+        chat: ChatSession,
+        question: int,
+        draft: Draft,
+        block: UserTurn | None,
+        *,
+        before: int | None = None,
+    ) -> None:
+        chat.messages = self.conversation.messages(before=question)
+        writer = self.conversation.answer(after=question)
+        answer = self._view.add_answer(after=block or self._view.turn(question))
+        answer.turn = writer.turn
+        siblings = self.conversation.siblings(writer.turn)
+        answer.branch = answer.branches = max(len(siblings), 1)
+        self._redraws = RedrawLimit()
+        work = Generation(chat, draft.text, writer)
+        self._now = _Running(before, block, draft, answer, writer, work, time.monotonic())
+        work.start()
+
+    def _show_until(self, last: int) -> None:
+        """Take turns off the screen that do not lead to turn ``last``: they are another branch."""
+        kept = set[int]()
+        for turn in self.conversation.turns:
+            if last == 0:
+                break
+            kept.add(turn.id)
+            if turn.id == last:
+                break
+        view = self._view
+        view.drop(*(b for b in view.blocks if b.turn is not None and b.turn not in kept))
+
+    def _time_thinking(self, now: _Running) -> None:
+        if now.thought_s is None and now.answer.foldable:
+            seconds = time.monotonic() - now.began
+            now.answer.thinking_s = seconds
+            if not now.answer.thinking:
+                now.thought_s = seconds
+
+
+def _info(update: AnswerUpdate, thought_s: float | None) -> dict[str, Any]:
+    info: dict[str, Any] = {"finish_reason": update.finish_reason}
+    if update.metrics is not None:
+        info["tokens"] = update.metrics.completion_tokens
+        info["tok_s"] = update.metrics.decode_tok_s
+    if thought_s is not None:
+        info["thinking_s"] = thought_s
+    if update.error is not None:
+        info["error"] = one_line(update.error)
+    return info
+
+
+def _block_of(turn: Turn) -> Block:
+    """The block that shows a turn."""
+    block: Block
+    if turn.role == "user":
+        draft = draft_of(turn)
+        block = UserTurn(draft.text, folds=draft.folds)
+    elif turn.role == "assistant":
+        seconds = turn.info.get("thinking_s")
+        block = Answer(turn.content, thinking_s=seconds if isinstance(seconds, float) else None)
+        block.mark = answer_note(turn.state, turn.info.get("finish_reason"))
+        if not turn.content:
+            block.mark = block.mark or "no answer"
+            block.finish()
+    else:
+        block = Notice(f"{turn.role}: {turn.content}")
+    block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
+    return block

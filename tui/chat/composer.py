@@ -1,0 +1,219 @@
+"""Where the person writes: Enter sends, Ctrl+J breaks the line, Up and Down walk the history.
+
+Knows keys, text and the menu of commands. What a message means, and whether it can be sent now, is
+the app's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.events import Key, Paste
+from textual.message import Message
+from textual.widgets import TextArea
+
+from localrt.tui.chat.menu import CommandMenu
+from localrt.tui.commands import as_typed, completion, read_line
+from localrt.tui.conversation.attachments import Attachments, Draft
+
+__all__ = ["Composer"]
+
+_NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
+_TYPE_AHEAD_SECONDS = 0.3
+
+
+class Composer(TextArea):
+    """A text area that grows to eight lines and remembers what was sent."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("pageup", "screen.scroll_conversation('page_up')", show=False, id="page-up"),
+        Binding("pagedown", "screen.scroll_conversation('page_down')", show=False, id="page-down"),
+        Binding("ctrl+home", "screen.scroll_conversation('home')", show=False, id="to-top"),
+        Binding("ctrl+end", "screen.scroll_conversation('end')", show=False, id="to-end"),
+    ]
+
+    @dataclass
+    class Submitted(Message):
+        """Enter was pressed on ``line``, which is not blank; its attachments are labels still."""
+
+        line: str
+
+    class EnterOnEmpty(Message):
+        """Enter was pressed with nothing written."""
+
+    def __init__(self, menu: CommandMenu, *, type_ahead: bool = False) -> None:
+        super().__init__(soft_wrap=True, tab_behavior="focus", highlight_cursor_line=False)
+        self.attachments = Attachments()
+        self._menu = menu
+        self._sent: list[str] = []
+        self._place = 0  # index into the history; its length means "what is being written"
+        self._draft = ""
+        self._type_ahead = type_ahead
+        self._chord = False  # Ctrl+X was pressed
+
+    def on_mount(self) -> None:
+        """Lines typed before the app had the terminal come at once, their Enter as Ctrl+J."""
+        self.set_timer(_TYPE_AHEAD_SECONDS, self._end_type_ahead)
+
+    def _end_type_ahead(self) -> None:
+        self._type_ahead = False
+
+    # -- text ------------------------------------------------------------------------------------
+
+    def put(self, text: str) -> None:
+        """Replace the text, with the cursor at its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    def put_draft(self, draft: Draft) -> None:
+        """Replace the text by a message that was sent before."""
+        self.put(as_typed(self.attachments.folded(draft)))
+
+    def put_back(self, drafts: Iterable[Draft]) -> None:
+        """Give unsent messages back, before whatever has been written meanwhile."""
+        texts = [as_typed(self.attachments.folded(draft)) for draft in drafts]
+        if self.text.strip():
+            texts.append(self.text)
+        self.put("\n\n".join(texts))
+
+    def attach(self, name: str, text: str) -> None:
+        """Put a long text at the cursor, under a label."""
+        label = self.attachments.add(name, text)
+        line = self.document.get_line(self.cursor_location[0])[: self.cursor_location[1]]
+        self.insert(("" if not line or line.endswith(" ") else " ") + label + " ")
+
+    def remember(self, drafts: Iterable[Draft]) -> None:
+        """Start the history of prompts with what was sent earlier."""
+        self._sent = [as_typed(self.attachments.folded(draft)) for draft in drafts]
+        self._place = len(self._sent)
+
+    # -- keys ------------------------------------------------------------------------------------
+
+    async def on_key(self, event: Key) -> None:
+        """Keys that differ from a plain text area's."""
+        chord, self._chord = self._chord, False
+        if chord and event.key == "ctrl+e":
+            await self.run_action("screen.editor")
+        elif event.key == "ctrl+x" and self.selection.is_empty:
+            self._chord = True  # Ctrl+E may follow, as in shells
+        elif event.key == "enter" or (event.key == "ctrl+j" and self._type_ahead):
+            self._enter()
+        elif event.key in _NEWLINE_KEYS:
+            self.insert("\n")
+        elif event.key == "tab":
+            self._complete()
+        elif event.key == "escape" and self._menu.is_open:
+            self._menu.close()
+        elif event.key.startswith("alt+"):
+            event.prevent_default()  # it carries the letter, and is not meant as one
+            return
+        else:
+            return
+        event.stop()
+        event.prevent_default()
+
+    async def _on_paste(self, event: Paste) -> None:
+        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
+        if Attachments.is_long(text):
+            event.prevent_default()
+            event.stop()
+            self.attach("pasted", text)
+
+    def update_suggestion(self) -> None:
+        """Show the rest of a command in grey; Tab and Right take it."""
+        self.suggestion = completion(self.text) if self._at_end else ""
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        """Up; in a menu the row above, on the first line the message sent before."""
+        if self._choosing and not select:
+            self._menu.move(-1)
+        elif not select and self.navigator.is_first_wrapped_line(self.cursor_location):
+            self._walk(-1)
+        else:
+            super().action_cursor_up(select)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        """Down; in a menu the row below, on the last line the message sent after."""
+        if self._choosing and not select:
+            self._menu.move(+1)
+        elif not select and self.navigator.is_last_wrapped_line(self.cursor_location):
+            self._walk(+1)
+        else:
+            super().action_cursor_down(select)
+
+    def action_delete_left(self) -> None:
+        """Backspace; behind a label it takes the whole label."""
+        row, column = self.cursor_location
+        line = self.document.get_line(row)
+        label = self.attachments.before(line, column) if self.selection.is_empty else ""
+        if label and line[:column].endswith(label):
+            self.delete((row, column - len(label)), (row, column))
+        else:
+            super().action_delete_left()
+
+    def choose(self) -> None:
+        """Take the menu's highlighted row."""
+        if (chosen := self._menu.chosen) is not None:
+            self.put(chosen.line)
+
+    @property
+    def _at_end(self) -> bool:
+        return self.selection.is_empty and self.cursor_location == self.document.end
+
+    @property
+    def _choosing(self) -> bool:
+        # Walking the history may pass a command: the arrows go on walking then.
+        return self._menu.is_open and len(self._menu.items) > 1 and self._place == len(self._sent)
+
+    def _complete(self) -> None:
+        self._menu.show_for(self.text)  # keys may come faster than it is told of them
+        row, column = self.cursor_location
+        line = self.document.get_line(row)
+        label = self.attachments.before(line, column)
+        if label:
+            start = line.rindex(label, 0, column + len(label))
+            self.replace(self.attachments.text_of(label), (row, start), (row, start + len(label)))
+        elif self._menu.is_open and self._at_end and len(self.text) > 1:
+            self.choose()
+        elif self._at_end:
+            self.insert(completion(self.text))
+
+    def _enter(self) -> None:
+        self._menu.show_for(self.text)
+        chosen = self._menu.chosen
+        line = read_line(self.text)
+        if chosen is not None and not isinstance(line, str) and " " not in self.text.strip():
+            entry = line.entry
+            if entry is None or self._menu.index:  # the name is not whole, or another was chosen
+                self.put(chosen.line)
+                line = read_line(self.text)
+                entry = None if isinstance(line, str) else line.entry
+                if entry is not None and entry.needs_argument:
+                    return
+        self._submit()
+
+    def _submit(self) -> None:
+        text = self.text.strip()
+        if not text:
+            self.post_message(self.EnterOnEmpty())
+            return
+        if not self._sent or self._sent[-1] != text:
+            self._sent.append(text)
+        self._place = len(self._sent)
+        self._draft = ""
+        self.clear()
+        self.post_message(self.Submitted(text))
+
+    def _walk(self, step: int) -> None:
+        place = self._place + step
+        if not 0 <= place <= len(self._sent):
+            return
+        if self._place == len(self._sent):
+            self._draft = self.text
+        self._place = place
+        self.put(self._draft if place == len(self._sent) else self._sent[place])
+        if step < 0:
+            self.move_cursor((0, 0))

@@ -1,0 +1,176 @@
+"""The last line of the screen: model, state, speed, context, keys.
+
+On a narrow terminal the less important parts go first. Knows numbers, not where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from localrt.tui.conversation.background import AnswerUpdate
+from localrt.tui.text import human_count, human_rate
+from localrt.tui.themes import FAINT
+
+__all__ = ["Footer", "Phase", "Status", "footer_line"]
+
+_GAP = " · "
+
+
+class Phase(StrEnum):
+    """What the model is doing."""
+
+    LOADING = "loading"
+    READY = "ready"
+    PREFILL = "prefill"
+    GENERATING = "generating"
+    FAILED = "failed"
+    EMPTY = "no model"
+
+
+_KEYS = {
+    Phase.LOADING: "Ctrl+Q quit",
+    Phase.READY: "/help",
+    Phase.PREFILL: "Esc stop",
+    Phase.GENERATING: "Esc stop",
+    Phase.FAILED: "Enter quit",
+    Phase.EMPTY: "F4 models",
+}
+_COLORS = {
+    Phase.LOADING: "$text-warning",
+    Phase.READY: "$text-success",
+    Phase.PREFILL: "$text-accent",
+    Phase.GENERATING: "$text-accent",
+    Phase.FAILED: "$text-error",
+    Phase.EMPTY: "$text-warning",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the footer shows. Percent of the prefill, tokens per second, tokens of the context.
+
+    ``per_pass`` are tokens of a target pass, ``sources`` the share that each source guessed.
+    """
+
+    model: str = ""
+    engine: str = ""
+    phase: Phase = Phase.LOADING
+    percent: int | None = None
+    rate: float | None = None
+    used: int = 0
+    ctx: int | None = None
+    per_pass: float | None = None
+    sources: Mapping[str, float] | None = None
+
+    @property
+    def guesses(self) -> str:
+        """``2.4 a pass, ngram 58 %``; empty where no guess came true."""
+        found = {name: share for name, share in (self.sources or {}).items() if share >= 0.005}
+        if self.per_pass is None or not found:
+            return ""
+        shares = (f"{name} {share:.0%}".replace("%", " %") for name, share in found.items())
+        return f"{self.per_pass:.1f} a pass, {', '.join(shares)}"
+
+    @property
+    def state(self) -> str:
+        """``prefill 43 %``, ``generating``."""
+        return self.phase if self.percent is None else f"{self.phase} {self.percent} %"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    text: str
+    style: str
+    rank: int  # the highest goes first when there is no room
+
+
+class Footer(Widget):
+    """One line; assign ``status`` to change it."""
+
+    status: reactive[Status] = reactive(Status())
+
+    def change(self, **changes: Any) -> None:
+        """Change parts of the status."""
+        self.status = replace(self.status, **changes)
+
+    def show(self, update: AnswerUpdate) -> None:
+        """How far an answer is, and how fast."""
+        metrics, prefill = update.metrics, update.prefill
+        if metrics is not None and metrics.completion_tokens:
+            self.change(
+                phase=Phase.GENERATING,
+                percent=None,
+                rate=metrics.decode_tok_s,
+                per_pass=metrics.accepted_per_pass,
+                sources=metrics.accepted_by_source,
+                used=metrics.prompt_tokens + metrics.completion_tokens,
+            )
+        elif prefill is not None and prefill.total:
+            percent = min(100 * prefill.done // prefill.total, 100)
+            self.change(phase=Phase.PREFILL, percent=percent)
+
+    @property
+    def full(self) -> bool:
+        """Whether the context is."""
+        return self.status.ctx is not None and self.status.used >= self.status.ctx - 1
+
+    def render(self) -> Content:
+        """The line at the present width."""
+        return footer_line(self.status, self.size.width)
+
+
+def footer_line(status: Status, width: int) -> Content:
+    """The status in ``width`` columns."""
+    rate = "" if status.rate is None else f"{human_rate(status.rate)} tok/s"
+    context = ""
+    if status.ctx is not None:
+        context = f"{human_count(status.used)}/{human_count(status.ctx)}"
+    left, right = _fitting(
+        [
+            _Part(status.model, "bold", 1),
+            _Part(status.engine, FAINT, 4),
+            _Part(status.state, _COLORS[status.phase], 0),
+        ],
+        [
+            _Part(status.guesses, FAINT, 6),
+            _Part(rate, "$foreground", 2),
+            _Part(context, FAINT, 3),
+            _Part(_KEYS[status.phase], FAINT, 5),
+        ],
+        width - 2,
+    )
+    line_left, line_right = _joined(left), _joined(right)
+    gap = max(width - 2 - line_left.cell_length - line_right.cell_length, 0)
+    return Content.assemble(" ", line_left, " " * gap, line_right, " ")
+
+
+def _joined(parts: Sequence[_Part]) -> Content:
+    pieces: list[Content | tuple[str, str]] = []
+    for part in parts:
+        if pieces:
+            pieces.append((_GAP, FAINT))
+        pieces.append((part.text, part.style))
+    return Content.assemble(*pieces)
+
+
+def _fitting(left: Sequence[_Part], right: Sequence[_Part], width: int) -> tuple[list[_Part], ...]:
+    """The parts of both sides that fit ``width`` columns, least important ones dropped."""
+    sides = ([part for part in left if part.text], [part for part in right if part.text])
+    while True:
+        parts = [*sides[0], *sides[1]]
+        need = sum(Content(part.text).cell_length for part in parts)
+        need += len(_GAP) * sum(max(len(side) - 1, 0) for side in sides) + 2 * bool(sides[1])
+        if need <= width or len(parts) <= 1:
+            return sides
+        last = max(parts, key=lambda part: part.rank)
+        for side in sides:
+            if last in side:
+                side.remove(last)
+                break

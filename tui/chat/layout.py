@@ -1,0 +1,197 @@
+"""The lines of a conversation: where each block is, and how a line goes to the terminal.
+
+A block's height is a guess until it has been laid out. While an answer streams nearly every line in
+sight is as it was, and finishing a line costs more than looking whether it still is the same: lines
+are kept while they are good. Knows blocks, columns and styles, no widget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
+from textual.selection import Selection
+from textual.strip import Strip
+
+from localrt.tui.chat.blocks import GUTTER, Block
+from localrt.tui.chat.styles import Styles
+
+__all__ = ["BlockColumn", "LinePainter"]
+
+# Laid out and out of sight, for scrolling back and forth. A line is a dozen objects, which the
+# garbage collector styles at again and again.
+_KEPT_LINES = 500
+_PAINTED_LINES = 400  # finished lines that are kept
+
+
+class BlockColumn:
+    """Blocks under one another in ``width`` columns; lines count from 0 at the top."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.width = 8
+        self._tops = [0]  # the first line of each block, its gap included; then the end
+
+    @property
+    def height(self) -> int:
+        """All lines."""
+        return self._tops[-1]
+
+    def measure(self, first: int = 0) -> None:
+        """Heights from block ``first`` on may have changed."""
+        first = min(first, len(self._tops) - 1)  # blocks may have come before the first measuring
+        del self._tops[first + 1 :]
+        top = self._tops[first]
+        for block in self.blocks[first:]:
+            top += block.gap + block.height(self.width)[0]
+            self._tops.append(top)
+
+    def span(self, place: int) -> tuple[int, int]:
+        """First line of a block, its gap included, and the first below it."""
+        if place >= len(self.blocks):
+            return self.height, self.height
+        return self._tops[place], self._tops[place + 1]
+
+    def at(self, line: int) -> int:
+        """The block at a line, by place; the last for lines below the end."""
+        return max(min(bisect_right(self._tops, line), len(self.blocks)) - 1, 0)
+
+    def row(self, line: int) -> tuple[Block | None, int]:
+        """The block at a line and the row in it; None in a gap."""
+        block = self.blocks[self.at(line)]
+        row = line - self._tops[self.at(line)] - block.gap
+        return (block, row) if row >= 0 else (None, 0)
+
+    def between(self, first: int, end: int) -> Iterator[int]:
+        """The places of blocks that have lines from ``first`` to before ``end``."""
+        place = self.at(first)
+        while place < len(self.blocks) and self._tops[place] < end:
+            yield place
+            place += 1
+
+    def counted(self, place: int) -> bool:
+        """Whether a block's height is more than a guess."""
+        return self.blocks[place].height(self.width)[1]
+
+    def lay_out(self, places: Iterable[int], styles: Styles) -> None:
+        """Count the heights of some blocks."""
+        places = list(places)
+        for place in places:
+            self.blocks[place].lines(self.width, styles)
+        if places:
+            self.measure(min(places))
+
+    def forget(self, first: int, end: int) -> None:
+        """Let lines go that are far from lines ``first`` to ``end``, when many are kept."""
+        kept = [place for place, block in enumerate(self.blocks) if block.laid_out]
+        lines = sum(self.blocks[place].height(self.width)[0] for place in kept)
+        if lines <= 2 * _KEPT_LINES:
+            return
+        seen = set(self.between(first, end))
+        for place in sorted(kept, key=lambda place: -abs(place - min(seen, default=0))):
+            if lines <= _KEPT_LINES or place in seen:
+                break
+            lines -= self.blocks[place].height(self.width)[0]
+            self.blocks[place].forget()
+
+
+class _Kept(NamedTuple):
+    """A finished line, and what it was made of: it is good while that is the same."""
+
+    text: Strip | None
+    gutter: Segment | None
+    background: Style
+    line: Strip
+
+
+class LinePainter:
+    """Paints lines of ``column``."""
+
+    def __init__(self, column: BlockColumn) -> None:
+        self._column = column
+        self._kept: dict[int, _Kept] = {}
+
+    def paint(
+        self,
+        line: int,
+        width: int,
+        styles: Styles,
+        marked: Block | None,
+        selected: tuple[int, int] | None,
+        selection: Style | None,
+    ) -> Strip:
+        """A line ``width`` columns wide, characters ``selected`` in the style ``selection``."""
+        if line >= self._column.height:
+            return Strip.blank(width, styles.base)
+        text, gutter, background = self._parts(line, styles, marked)
+        if selected is not None and selection is not None:
+            strip = _highlighted(_joined(text, gutter), selected, selection)
+            return _finished(strip, background, line, width)
+        kept = self._kept.get(line)
+        if (
+            kept is None
+            or kept.text is not text
+            or kept.gutter != gutter
+            or kept.background is not background
+            or kept.line.cell_length != width
+        ):
+            if len(self._kept) > _PAINTED_LINES:
+                self._kept.clear()
+            finished = _finished(_joined(text, gutter), background, line, width)
+            kept = self._kept[line] = _Kept(text, gutter, background, finished)
+        return kept.line
+
+    def selected_text(self, selection: Selection, styles: Styles) -> str:
+        """The characters of a selection; only the lines in it are asked for."""
+        lines = self._column.height
+        first = 0 if selection.start is None else max(selection.start.y, 0)
+        last = lines - 1 if selection.end is None else min(selection.end.y, lines - 1)
+        parts = []
+        for y in range(first, last + 1):
+            span = selection.get_span(y)
+            if span is None:
+                continue
+            start, end = max(span[0], GUTTER), span[1]
+            text, gutter, _ = self._parts(y, styles, None)
+            line = _joined(text, gutter).text
+            parts.append(line[start:] if end < 0 else line[start:end])
+        return "\n".join(part.rstrip() for part in parts)
+
+    def _parts(
+        self, line: int, styles: Styles, marked: Block | None
+    ) -> tuple[Strip | None, Segment | None, Style]:
+        """A line's text, its gutter and what lies behind; neither text nor gutter in a gap."""
+        block, row = self._column.row(line)
+        if block is None:
+            return None, None, styles.base
+        lines = block.lines(self._column.width, styles)
+        text = lines[row] if row < len(lines) else None
+        return text, block.gutter(styles, block is marked), block.background(styles)
+
+
+def _joined(text: Strip | None, gutter: Segment | None) -> Strip:
+    """A line behind its margin and gutter."""
+    parts = [Segment(" "), gutter or Segment("  ")]
+    return Strip([*parts, *text] if text is not None else parts)
+
+
+def _finished(strip: Strip, background: Style, line: int, width: int) -> Strip:
+    strip = strip.apply_style(background).adjust_cell_length(width, background)
+    return strip.apply_offsets(0, line)
+
+
+def _highlighted(strip: Strip, span: tuple[int, int], style: Style) -> Strip:
+    """The strip with characters ``span`` in ``style``; an end of -1 is the line's end."""
+    text = strip.text
+    start, end = max(span[0], GUTTER), span[1]
+    left = cell_len(text[:start])
+    right = strip.cell_length if end < 0 else cell_len(text[:end])
+    if right <= left:
+        return strip
+    before, inside, after = strip.crop(0, left), strip.crop(left, right), strip.crop(right)
+    marked = [Segment(part.text, (part.style or Style.null()) + style) for part in inside]
+    return Strip.join([before, Strip(marked), after])

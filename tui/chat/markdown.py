@@ -1,0 +1,301 @@
+"""Markdown laid out as terminal lines while it still grows.
+
+A long answer arrives in thousands of pieces. Blocks before the one being written are laid out once
+and kept; each piece lays out the open block alone, and a long code block or list is closed in
+slices. When the text is complete it is laid out once more as a whole, so what remains on screen
+never depends on how the text was cut.
+
+Knows Rich and markdown-it, no widget. HTML is shown as text, a single newline stays a newline.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from markdown_it.token import Token
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import CodeBlock, Heading, HorizontalRule, Markdown
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.segment import Segment
+from rich.style import Style
+from rich.syntax import Syntax
+from rich.theme import Theme
+from textual.strip import Strip
+
+__all__ = ["MarkdownLines", "MarkdownStyles", "code_blocks"]
+
+_SLICE = 20  # lines of an open code block, or items of an open list, that are closed at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkdownStyles:
+    """The styles of Markdown's parts, and whether code is coloured for a dark background."""
+
+    dark: bool
+    heading: Style
+    code: Style
+    code_block: Style
+    quote: Style
+    link: Style
+    muted: Style
+
+    def console(self) -> Console:
+        """A console that renders with these styles and touches no terminal."""
+        bold = Style(bold=True)
+        styles = {
+            "markdown.h1": self.heading + Style(bold=True, underline=True),
+            "markdown.h2": self.heading + bold,
+            "markdown.h3": self.heading + bold,
+            "markdown.h4": self.heading + Style(italic=True),
+            "markdown.h5": self.heading + Style(italic=True),
+            "markdown.h6": self.heading,
+            "markdown.code": self.code,
+            "markdown.code_block": self.code_block,
+            "markdown.block_quote": self.quote,
+            "markdown.link": self.link,
+            "markdown.link_url": self.link,
+            "markdown.hr": self.muted,
+            "markdown.item.bullet": self.muted,
+            "markdown.item.number": self.muted,
+            "markdown.table.border": self.muted,
+            "markdown.table.header": bold,
+        }
+        return Console(
+            file=io.StringIO(),
+            color_system="truecolor",
+            force_terminal=True,
+            legacy_windows=False,
+            no_color=False,
+            highlight=False,
+            theme=Theme(styles),
+            _environ={},
+        )
+
+
+class MarkdownLines:
+    """The lines of one Markdown text at one width; ``append`` as it grows, ``finish`` once."""
+
+    def __init__(self, styles: MarkdownStyles, width: int) -> None:
+        self.width = width
+        self.styles = styles
+        self.lines: list[Strip] = []
+        self._console = styles.console()
+        self._options = self._console.options.update(width=max(width, 8))
+        self._parser = _parser()
+        self._source: list[str] = []
+        self._open = ""  # source from the open block on
+        self._closed = 0  # lines of the blocks that are closed
+        self._sliced = False  # the open block goes on after a closed slice
+        self._number = 1  # of its first item then, in an ordered list
+
+    def append(self, text: str) -> int:
+        """Add a piece of source; returns the first line that changed."""
+        self._source.append(text)
+        self._open += text
+        changed = self._closed
+        del self.lines[changed:]
+        blocks = self._open_blocks()
+        keep = _first_open(blocks, self._open)
+        for block in blocks[:keep]:
+            self._add(block)
+        if keep:
+            self._open = _from_line(self._open, _start(blocks[keep]))
+        still_open = blocks[keep:]
+        if self._slice(still_open):
+            still_open = self._open_blocks()
+        self._closed, sliced = len(self.lines), self._sliced
+        for block in still_open:
+            self._add(block)
+        self._sliced = sliced
+        return changed
+
+    def finish(self) -> None:
+        """Lay the whole text out again in one pass: nothing more will come."""
+        source = "".join(self._source)
+        self.lines.clear()
+        self._sliced = False
+        for block in _blocks(self._parser.parse(source)):
+            self._add(block)
+
+    def _open_blocks(self) -> list[list[Token]]:
+        blocks = _blocks(self._parser.parse(self._open))
+        if self._sliced and blocks and blocks[0][0].type == "ordered_list_open":
+            blocks[0][0].attrs["start"] = self._number
+        return blocks
+
+    def _slice(self, blocks: Sequence[Sequence[Token]]) -> bool:
+        """Close the first part of a long open code block or list, so that it is laid out once."""
+        if len(blocks) != 1:
+            return False
+        tokens = blocks[0]
+        first = tokens[0]
+        closed: list[Token]
+        if first.type == "fence":
+            code = first.content.splitlines(keepends=True)
+            if not (ready := _ready(len(code))):
+                return False
+            opening, *rest = self._open.splitlines(keepends=True)
+            closed = [first.copy(content="".join(code[:ready]))]
+            source = opening + "".join(rest[ready:])
+        elif first.type in ("bullet_list_open", "ordered_list_open"):
+            starts = [
+                i for i, t in enumerate(tokens) if t.type == "list_item_open" and t.level == 1
+            ]
+            if not (ready := _ready(len(starts))):
+                return False
+            following = starts[ready]
+            closed = [*tokens[:following], tokens[-1]]
+            self._number = int(first.attrs.get("start", 1)) + ready
+            source = _from_line(self._open, _start(tokens[following:]))
+        else:
+            return False
+        self._add(closed)
+        self._sliced = True
+        self._open = source
+        return True
+
+    def _add(self, block: Sequence[Token]) -> None:
+        if self.lines and not self._sliced:
+            self.lines.append(Strip([]))
+        renderable = _Block(block, self.styles)
+        rows = self._console.render_lines(renderable, self._options, pad=False)
+        self.lines.extend(Strip(segments) for segments in _trimmed(rows))
+        self._sliced = False
+
+
+def code_blocks(source: str) -> list[tuple[str, str]]:
+    """Language and text of the code blocks in Markdown, those inside lists and quotes included."""
+    return [
+        (token.info.split()[0] if token.info.split() else "", token.content)
+        for token in _parser().parse(source)
+        if token.type in ("fence", "code_block")
+    ]
+
+
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    parser.core.ruler.push("for_terminal", _for_terminal)
+    return parser
+
+
+def _for_terminal(state: StateCore) -> None:
+    """Keep single newlines, since verses are written so; name pictures, which we never fetch."""
+    for token in state.tokens:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+            elif child.type == "image":
+                child.type, child.tag, child.children = "text", "", None
+                child.content = f"[image: {child.content or child.attrs.get('src', '')}]"
+
+
+def _blocks(tokens: Sequence[Token]) -> list[list[Token]]:
+    """The tokens grouped by top-level block."""
+    blocks: list[list[Token]] = []
+    depth = 0
+    for token in tokens:
+        if depth == 0:
+            blocks.append([])
+        blocks[-1].append(token)
+        depth += token.nesting
+    return blocks
+
+
+def _ready(count: int) -> int:
+    """How many of an open block's parts can be closed, the last slice excepted."""
+    return max(count // _SLICE - 1, 0) * _SLICE
+
+
+def _start(block: Sequence[Token]) -> int:
+    lines = block[0].map
+    return lines[0] if lines else 0
+
+
+def _first_open(blocks: Sequence[Sequence[Token]], source: str) -> int:
+    """How many leading blocks no later text can change.
+
+    The last block is open. So is the one before it while the last is a line still being written:
+    ``2`` after a list may yet become its item ``2.``.
+    """
+    keep = max(len(blocks) - 1, 0)
+    if keep and _start(blocks[keep]) >= source.count("\n"):
+        keep -= 1
+    return keep
+
+
+def _from_line(source: str, line: int) -> str:
+    position = 0
+    for _ in range(line):
+        position = source.index("\n", position) + 1
+    return source[position:]
+
+
+def _trimmed(rows: list[list[Segment]]) -> list[list[Segment]]:
+    """Rows without blank ones at either end, unless these carry a background."""
+
+    def blank(row: list[Segment]) -> bool:
+        return all(not s.text.strip() and not (s.style and s.style.bgcolor) for s in row)
+
+    first, last = 0, len(rows)
+    while first < last and blank(rows[first]):
+        first += 1
+    while last > first and blank(rows[last - 1]):
+        last -= 1
+    return rows[first:last]
+
+
+class _LeftHeading(Heading):
+    """A heading at the left edge: centred titles read badly in a conversation."""
+
+    LEVEL_ALIGN: ClassVar = {}
+
+
+class _Code(CodeBlock):
+    """A code block on its own background, wrapped so that no character is out of reach."""
+
+    @classmethod
+    def create(cls, markdown: Markdown, token: Token) -> _Code:
+        return cls((token.info.split() or ["text"])[0], markdown.code_theme)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        color = console.get_style("markdown.code_block").bgcolor
+        background = color.name if color else "default"
+        lexer = Syntax("", self.lexer_name, theme=self.theme, background_color=background)
+        code = lexer.highlight(str(self.text))
+        code.rstrip()
+        code.no_wrap, code.tab_size = False, 4
+        yield Padding(code, (0, 1), style="markdown.code_block")
+
+
+class _Line(HorizontalRule):
+    """A thin rule."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Rule(style="markdown.hr", characters="─")
+
+
+class _Block(Markdown):
+    """Rich's Markdown renderer over tokens that are parsed already."""
+
+    elements: ClassVar = {
+        **Markdown.elements,
+        "heading_open": _LeftHeading,
+        "fence": _Code,
+        "code_block": _Code,
+        "hr": _Line,
+    }
+
+    def __init__(self, tokens: Sequence[Token], styles: MarkdownStyles) -> None:
+        # Not the base's: that makes a parser, which costs more than drawing a paragraph.
+        self.markup = ""
+        self.parsed = list(tokens)
+        self.code_theme = "ansi_dark" if styles.dark else "ansi_light"
+        self.justify, self.style, self.hyperlinks = None, "none", True
+        self.inline_code_lexer, self.inline_code_theme = None, self.code_theme
+        self.styles = styles

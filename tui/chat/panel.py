@@ -1,0 +1,268 @@
+"""The live panel: what the model is doing, beside the conversation or above it.
+
+It looks at the model twice a second while an answer is generated and the panel is open, else
+not at all. What it says is ``panel_lines.py``'s; where numbers come from, ``Model.status``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.timer import Timer
+from textual.widget import Widget
+
+from localrt.errors import LocalrtError
+from localrt.tui.chat.panel_lines import PanelData, side_lines, strip_lines
+
+if TYPE_CHECKING:
+    from localrt import Flow, Model, Outlook, Status
+
+__all__ = ["LivePanel"]
+
+_SECONDS = 0.5  # between two looks: one costs some milliseconds of a core
+_SIDE = 90  # columns of a terminal that has room for the panel beside the conversation
+_SIDE_ROWS = 16
+_WINDOW_S = 1.0  # rates are those of the last second, or of the last two tokens
+_LONGEST_S = 30.0
+_RATES = 128
+_QUIET_S = 0.4
+
+
+class LivePanel(Widget):
+    """Hidden until ``show``. Give it the ``model``, say when an answer begins and ends."""
+
+    DEFAULT_CSS = """
+    LivePanel {
+        display: none;
+        width: 100%;
+        height: 1;
+        padding: 0 2;
+        border-bottom: solid $panel;
+    }
+    LivePanel.-open { display: block; }
+    LivePanel.-side {
+        dock: right;
+        width: 42;
+        height: 100%;
+        padding: 0 1;
+        border-bottom: none;
+        border-left: solid $panel;
+    }
+    """
+
+    class Shown(Message):
+        """The panel was opened or hidden."""
+
+        def __init__(self, open: bool) -> None:
+            super().__init__()
+            self.open = open
+
+    def __init__(self, *, hide: str = "") -> None:
+        super().__init__(id="live-panel")
+        self._model: Model | None = None
+        self._data = PanelData(hide=hide)
+        self._seen: deque[Status] = deque()
+        self._rates: deque[float] = deque(maxlen=_RATES)
+        self._timer: Timer | None = None
+        self._running = False
+        self._advising = False
+        self._lines: list[Content] = []
+
+    def on_mount(self) -> None:
+        """Nothing ticks yet."""
+        self._timer = self.set_interval(_SECONDS, self._look, pause=True)
+        if self._running and self.is_open:
+            self._timer.resume()
+
+    # -- what others say -------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is shown."""
+        return self.has_class("-open")
+
+    @property
+    def data(self) -> PanelData:
+        """What is shown."""
+        return self._data
+
+    def show(self, open: bool) -> None:
+        """Open or hide it."""
+        if open == self.is_open:
+            return
+        self.set_class(open, "-open")
+        if open:
+            self._seen.clear()
+            self._look()
+            self._advise_soon()
+        elif self._model is not None:
+            self._status(lanes=False)  # nothing is recorded for nobody
+        self._tick()
+        self.post_message(self.Shown(open))
+
+    def take(self, model: Model | None) -> None:
+        """Another model, or none."""
+        self._model = model
+        self._seen.clear()
+        self._rates.clear()
+        self._data = PanelData(hide=self._data.hide)
+        if self.is_open:
+            self._look()
+            self._advise_soon()
+        self._draw()
+
+    def hide_key(self, key: str) -> None:
+        """The key that hides it is this one."""
+        self._data = replace(self._data, hide=key)
+
+    def begin(self) -> None:
+        """An answer begins."""
+        self._running = True
+        self._seen.clear()
+        self._rates.clear()
+        self._data = replace(self._data, flow=None, rates=())
+        if self.is_open:
+            self._look()  # what rates are reckoned from, should the answer be short
+        self._tick()
+
+    def end(self) -> None:
+        """It has ended: one more look, for its last numbers."""
+        self._running = False
+        self._tick()
+        if self.is_open:
+            self._look()
+            self._advise_soon()
+
+    def fit(self, size: Size) -> None:
+        """The terminal has this size."""
+        self.set_class(size.width >= _SIDE and size.height >= _SIDE_ROWS, "-side")
+        self._draw()
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if self._timer is None:
+            return
+        if self._running and self.is_open:
+            self._timer.resume()
+        else:
+            self._timer.pause()
+
+    def _status(self, *, lanes: bool) -> Status | None:
+        status = getattr(self._model, "status", None)
+        try:
+            return None if status is None else status(lanes=lanes)
+        except LocalrtError:  # it is being closed
+            return None
+
+    def _look(self) -> None:
+        now = self._status(lanes=True)
+        if now is None:
+            return
+        self._data = PanelData(
+            status=now,
+            flow=self._flow(now),
+            rates=tuple(self._rates),
+            outlook=self._data.outlook,
+            hide=self._data.hide,
+        )
+        self._draw()
+
+    def _flow(self, now: Status) -> Flow | None:
+        """The rates of late; while nothing is generated those of the last answer stay."""
+        seen = self._seen
+        if not seen or now.clock_s < seen[-1].clock_s:
+            seen.clear()
+            seen.append(now)
+            return self._data.flow
+        if not now.generating and not self._running:
+            return now.since(seen[0]) if now.tokens > seen[0].tokens else self._data.flow
+        first = seen[-1].tokens == seen[0].tokens == now.tokens
+        flow = now.since(seen[0])
+        if first:  # the prompt is read: nothing to tell a rate by
+            seen.clear()
+            seen.append(now)
+            return None if not self._rates else self._data.flow
+        seen.append(now)
+        while len(seen) > 2 and self._enough(now, seen[1]):
+            seen.popleft()
+        if flow.tok_s is not None:
+            self._rates.append(flow.tok_s)
+        return flow
+
+    @staticmethod
+    def _enough(now: Status, since: Status) -> bool:
+        seconds = now.clock_s - since.clock_s
+        return seconds >= _LONGEST_S or (seconds >= _WINDOW_S and now.tokens - since.tokens >= 2)
+
+    def _advise_soon(self) -> None:
+        """Once it is quiet: a message may be in line."""
+        self.set_timer(_QUIET_S, self._advise)
+
+    def _advise(self) -> None:
+        """Ask what would help: once for each model, while nothing is generated, in a thread."""
+        model = self._model
+        if model is None or self._running or self._advising or self._data.outlook is not None:
+            return
+        advise = getattr(model, "advise", None)
+        if advise is None:
+            return
+        self._advising = True
+
+        async def ask() -> None:
+            found: Outlook | None = None
+            try:
+                found = await asyncio.to_thread(advise)
+            except LocalrtError:
+                pass
+            finally:
+                self._advising = False
+            if found is not None and model is self._model:
+                self._data = PanelData(
+                    status=self._status(lanes=self.is_open) or self._data.status,
+                    flow=self._data.flow,
+                    rates=self._data.rates,
+                    outlook=found,
+                    hide=self._data.hide,
+                )
+                self._draw()
+
+        self.run_worker(ask(), group="advise", exit_on_error=False)
+
+    # -- drawing ---------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        if not self.is_open:
+            return
+        if not self.has_class("-side"):
+            rows = len(strip_lines(self._data, 80)) + 1  # with its border
+            if self.styles.height is None or self.styles.height.cells != rows:
+                self.styles.height = rows
+        elif self.styles.has_rule("height"):
+            self.styles.clear_rule("height")
+        before, self._lines = self._lines, self._text()
+        if len(before) != len(self._lines):
+            self.refresh()
+            return
+        pairs = enumerate(zip(before, self._lines, strict=True))
+        changed = [y for y, (old, new) in pairs if not old.is_same(new)]
+        if changed:  # drawing costs by the line
+            self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
+
+    def _text(self) -> list[Content]:
+        """The lines at the present size."""
+        width, height = self.content_size
+        if self.has_class("-side"):
+            return side_lines(self._data, width, height)
+        return strip_lines(self._data, width)
+
+    def render(self) -> Content:
+        """All lines."""
+        self._lines = self._text()
+        return Content("\n").join(self._lines)

@@ -1,0 +1,361 @@
+"""The live panel as lines of text: memory, flows, the last pass, and why it is not faster.
+
+Pure functions of a ``PanelData`` and a size. Beside the conversation there is room for all of it;
+above it, on a narrow terminal, for the most important.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+
+from localrt.tui.text import human_bytes, human_rate
+from localrt.tui.themes import FAINT
+
+if TYPE_CHECKING:
+    from localrt import Change, Flow, LaneUse, MemoryUse, Outlook, PassTrace, Status
+
+__all__ = ["PanelData", "lane_text", "memory_text", "side_lines", "sparkline", "strip_lines"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_CHANGES = 3
+_HEADING = "$text-primary bold"
+_COLORS = {"ssd": "$warning", "link": "$secondary", "cpu": "$primary", "gpu": "$success"}
+_NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "Card"}
+_NO_NUMBERS = "The model is loading, or runs elsewhere"
+_FULL = 0.9  # of a budget: said in another colour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelData:
+    """What is shown. ``rates`` are tokens per second, oldest first; None: nothing is known yet."""
+
+    status: Status | None = None
+    flow: Flow | None = None
+    rates: Sequence[float] = ()
+    outlook: Outlook | None = None
+    hide: str = ""  # the key that hides the panel
+
+    @property
+    def tok_s(self) -> float | None:
+        """While generating what is reached now, later the answer's."""
+        status, flow = self.status, self.flow
+        if status is not None and not status.generating and status.metrics is not None:
+            return status.metrics.decode_tok_s
+        return None if flow is None else flow.tok_s
+
+    @property
+    def changes(self) -> list[Change]:
+        """What would help. Guesses are tried all the time: nobody needs to be told of them."""
+        if self.outlook is None:
+            return []
+        guessing = self.status is not None and self.status.metrics is not None
+        guessing = guessing and self.status.metrics.speculation is not None  # type: ignore[union-attr]
+        return [
+            change
+            for change in self.outlook.changes
+            if not (guessing and change.what.startswith("speculation"))
+        ][:_MOST_CHANGES]
+
+
+# -- beside the conversation ---------------------------------------------------------------------
+
+
+def side_lines(data: PanelData, width: int, height: int) -> list[Content]:
+    """The panel as a column of at most ``height`` lines."""
+    status = data.status
+    sections = [[_title(data, width)]]
+    if status is None:
+        sections.append([Content.styled(_NO_NUMBERS, FAINT)])
+    else:
+        sections += [
+            _rate(data, width),
+            list(_memory(status, width)),
+            list(_flows(data, width)),
+            list(_pass(status.last_pass, width)),
+            list(_why(data, width)),
+            list(_help(data, width)),
+        ]
+    sections = [section for section in sections if section]
+    while len(sections) > 2 and sum(map(len, sections)) > height:
+        sections.pop()
+    gap = sum(map(len, sections)) + len(sections) - 1 <= height
+    lines: list[Content] = []
+    for section in sections:
+        if lines and gap:
+            lines.append(Content(""))
+        lines += section
+    return [line.truncate(width, ellipsis=True) for line in lines[:height]]
+
+
+def _title(data: PanelData, width: int) -> Content:
+    status = data.status
+    text = "Live" if status is None or status.generating else "Idle"
+    if status is not None and not status.generating and status.metrics is not None:
+        text = "Last answer"
+    if status is not None and status.simulated:
+        text += ", simulated"
+    return _ends(Content.styled(text, _HEADING), f"{data.hide} hides" if data.hide else "", width)
+
+
+def _rate(data: PanelData, width: int) -> list[Content]:
+    status, tok_s = data.status, data.tok_s
+    assert status is not None
+    if tok_s is None:
+        ceiling = status.ceiling_tok_s
+        text = "Nothing generated yet" if not status.generating else "Reading the prompt"
+        more = f"At most {human_rate(ceiling)} tok/s here" if ceiling else ""
+        return [Content(text), *([Content.styled(more, FAINT)] if more else [])]
+    text = f"{human_rate(tok_s)} tok/s"
+    line = Content.assemble(
+        (text, "bold"), "  ", (sparkline(data.rates, width - len(text) - 2), "$success")
+    )
+    share = status.share_of_ceiling(tok_s)
+    lines = [line]
+    if share is not None and status.ceiling_tok_s:
+        most = human_rate(status.ceiling_tok_s * status.per_pass)
+        lines.append(Content.styled(f"{_percent(share)} of the {most} possible here", FAINT))
+    return lines
+
+
+def _memory(status: Status, width: int) -> Iterator[Content]:
+    for name, memory in (("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv)):
+        if memory is not None:
+            yield _labelled(name, memory, width)
+
+
+def _labelled(name: str, memory: MemoryUse, width: int) -> Content:
+    text, share = memory_text(memory), memory.share
+    room = width - 5 - 14
+    drawn = Content("")
+    if share is not None and room > 0:
+        color = "$warning" if share > _FULL and name != "KV" else "$accent"
+        drawn = _bar(share, room, color)
+    return Content.assemble((f"{name:<5}", FAINT), drawn, f"{text:>14}")
+
+
+def _flows(data: PanelData, width: int) -> Iterator[Content]:
+    status, flow = data.status, data.flow
+    assert status is not None
+    if status.streamed and flow is not None:
+        for name, rate in (("SSD", flow.ssd_bytes_s), ("Link", flow.link_bytes_s)):
+            if rate is None or (name == "Link" and status.vram is None):
+                continue
+            more = ""
+            if name == "SSD" and flow.pass_bytes:
+                more = f"{human_bytes(round(flow.pass_bytes))} a pass"
+            yield _row(name, f"{rate / 1e9:.1f} GB/s", more, width)
+    hits = _hits(data)
+    if hits is not None:
+        yield _row("Experts", f"{_percent(hits)} in memory", "", width)
+    guesses, sources = _guesses(status)
+    if guesses:
+        yield _row("Guesses", guesses, sources, width)
+
+
+def _hits(data: PanelData) -> float | None:
+    status, flow = data.status, data.flow
+    now = None if flow is None else flow.expert_hit_rate
+    if now is None and status is not None and status.metrics is not None:
+        return status.metrics.expert_hit_rate
+    return now
+
+
+def _guesses(status: Status) -> tuple[str, str]:
+    """``1.8 a pass``, and ``ngram 41 %`` by source."""
+    metrics = status.metrics
+    if metrics is None or metrics.accepted_per_pass is None:
+        return "", ""
+    shares = metrics.accepted_by_source or {}
+    said = (f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.005)
+    return f"{metrics.accepted_per_pass:.2f} tokens a pass", ", ".join(said)
+
+
+def _pass(last: PassTrace | None, width: int) -> Iterator[Content]:
+    if last is None or last.seconds <= 0:
+        return
+    waited = last.waited_s / last.seconds
+    yield _ends(
+        Content.assemble("Last pass ", (_milliseconds(last.seconds), "bold")),
+        f"waited {_milliseconds(last.waited_s)}, {_percent(waited)}",
+        width,
+    )
+    for use in last.lanes:
+        yield _lane_line(use, last.seconds, width)
+
+
+def _lane_line(use: LaneUse, seconds: float, width: int) -> Content:
+    share = f"{_percent(use.busy_s / seconds):>5}"
+    room = max(width - 5 - len(share) - 1, 4)
+    return Content.assemble(
+        (f"{_NAMES.get(use.resource, use.resource):<5}", FAINT),
+        (lane_text(use, seconds, room), _COLORS.get(use.resource, "$foreground")),
+        " ",
+        share,
+    )
+
+
+def _why(data: PanelData, width: int) -> Iterator[Content]:
+    if data.flow is None or not data.flow.why or data.tok_s is None:
+        return
+    yield Content.styled("Why not faster", _HEADING)
+    yield from map(Content, textwrap.wrap(data.flow.why, max(width, 8)))
+
+
+def _help(data: PanelData, width: int) -> Iterator[Content]:
+    changes = data.changes
+    if not changes:
+        return
+    yield Content.styled("What would help", _HEADING)
+    for change in changes:
+        yield _row(change.what, "", f"{change.gain:.1f}x", width)
+
+
+# -- above the conversation ----------------------------------------------------------------------
+
+
+def strip_lines(data: PanelData, width: int) -> list[Content]:
+    """The panel as three to five lines over the whole width."""
+    status = data.status
+    if status is None:
+        return [_ends(Content.styled(_NO_NUMBERS, FAINT), "", width)]
+    tok_s, share = data.tok_s, status.share_of_ceiling(data.tok_s)
+    possible = ""
+    if share is not None and status.ceiling_tok_s:
+        ceiling = human_rate(status.ceiling_tok_s * status.per_pass)
+        possible = f"{_percent(share)} of {ceiling} possible"
+    text = "No tokens yet" if tok_s is None else f"{human_rate(tok_s)} tok/s"
+    room = width - len(text) - len(possible) - 4
+    lines = [
+        _ends(
+            Content.assemble((text, "bold"), "  ", (sparkline(data.rates, room), "$success")),
+            possible,
+            width,
+        ),
+        _memory_strip(status, width),
+    ]
+    lines += _lanes_strip(data, width)
+    guesses, sources = _guesses(status)
+    if sources:
+        lines.append(_row("Guesses", guesses, sources, width))
+    lines.append(_why_strip(data, width))
+    return [line.truncate(width, ellipsis=True) for line in lines]
+
+
+def _memory_strip(status: Status, width: int) -> Content:
+    found = [("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv)]
+    shown = [(name, memory) for name, memory in found if memory is not None]
+    each = (width - 2 * (len(shown) - 1)) // max(len(shown), 1)
+    pieces: list[Content | str] = []
+    for name, memory in shown:
+        text, share = memory_text(memory), memory.share
+        room = each - len(name) - len(text) - 2
+        drawn = _bar(share, room) if share is not None and room >= 3 else Content("")
+        gap = " " if drawn.plain else ""
+        pieces += ["  " if pieces else "", Content.assemble((f"{name} ", FAINT), drawn, gap, text)]
+    return Content.assemble(*pieces)
+
+
+def _lanes_strip(data: PanelData, width: int) -> list[Content]:
+    status, flow = data.status, data.flow
+    last = status.last_pass if status is not None else None
+    if last is None or last.seconds <= 0:
+        return []
+    rates = {"ssd": flow.ssd_bytes_s, "link": flow.link_bytes_s} if flow is not None else {}
+    lines = []
+    for use in last.lanes:
+        rate = rates.get(use.resource)
+        tail = f"  {rate / 1e9:.1f} GB/s" if rate is not None else ""
+        if use.resource in ("cpu", "gpu") and not tail:
+            tail = f"  waited {_percent(last.waited_s / last.seconds)}"
+        drawn = _lane_line(use, last.seconds, width - 13)
+        lines.append(Content.assemble(drawn, (f"{tail:<13}", FAINT)))
+    return lines
+
+
+def _why_strip(data: PanelData, width: int) -> Content:
+    why = data.flow.why if data.flow is not None and data.tok_s is not None else ""
+    best = data.changes[:1]
+    tail = f"{best[0].what}: {best[0].gain:.1f}x" if best else ""
+    short = why.partition(",")[0].partition(":")[0].rstrip(".")
+    if not why:
+        return _ends(Content.styled(tail and f"Would help: {tail}", FAINT), "", width)
+    if tail and len(short) + len(tail) + 3 > width:
+        return Content(short)
+    return _ends(Content(short), tail, width)
+
+
+# -- small drawings --------------------------------------------------------------------------------
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last ``width`` values as bars from zero; as long as there are values."""
+    shown = [max(value, 0.0) for value in values[-width:]] if width > 0 else []
+    top = max(shown, default=0.0)
+    return "".join(_level(value / top if top else 0.0) for value in shown)
+
+
+def _bar(share: float, width: int, color: str = "$accent") -> Content:
+    """``━━━━────`` for a half."""
+    filled = min(width, max(round(share * width), 1 if share > 0 else 0))
+    return Content.assemble(("━" * filled, color), ("─" * (width - filled), FAINT))
+
+
+def lane_text(use: LaneUse, seconds: float, width: int) -> str:
+    """When it was busy, from left to right: the higher, the more of that part of the pass."""
+    busy = [0.0] * width
+    step = seconds / width if width else 0.0
+    for start, end in use.spans if step > 0 else ():
+        for cell in range(int(start / step), min(width - 1, int(end / step)) + 1):
+            low, high = max(start, cell * step), min(end, (cell + 1) * step)
+            busy[cell] += max(0.0, high - low)
+    return "".join(_level(part / step) if part > 0.01 * step else " " for part in busy)
+
+
+def memory_text(memory: MemoryUse) -> str:
+    """``127/145 MB``, in the budget's unit."""
+    if memory.budget is None:
+        return human_bytes(memory.used)
+    number, unit = human_bytes(memory.budget).split()
+    scale = 1000 ** ("B", "kB", "MB", "GB", "TB").index(unit)
+    used = memory.used / scale
+    return f"{used:.{1 if used < 9.95 and unit != 'B' else 0}f}/{number} {unit}"
+
+
+def _level(share: float) -> str:
+    return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+
+def _row(name: str, text: str, right: str, width: int) -> Content:
+    """A name, what it is, and more at the right end if there is room."""
+    label = f"{name:<5}" if len(name) <= 5 else f"{name} " if text else name
+    room = width - len(label) - len(text) - len(right) - 2
+    if room < 0 and text:
+        right = ""
+    elif room < 0:
+        label = f"{name[: width - len(right) - 3]}…"
+    return _ends(Content.assemble((label, FAINT if text else "$foreground"), text), right, width)
+
+
+def _ends(left: Content, right: str, width: int) -> Content:
+    """``left`` and ``right`` at the two ends of a line."""
+    gap = max(width - left.cell_length - len(right), 1)
+    return Content.assemble(left, " " * gap, (right, FAINT)) if right else left
+
+
+def _percent(share: float) -> str:
+    """``34 %``."""
+    return f"{100 * share:.0f} %"
+
+
+def _milliseconds(seconds: float) -> str:
+    """``9.4 ms``, ``24 ms``, ``1.2 s``."""
+    return f"{seconds * 1e3:.0f} ms" if 0.0095 <= seconds < 1 else _other(seconds)
+
+
+def _other(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,507 @@
+"""The chat screen: conversation, composer, live panel, footer, and what keys and commands do.
+
+It looks at the answering thread on a timer and computes nothing itself. Models, settings and help
+are windows of the app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+from textual.app import ComposeResult, SuspendNotSupported
+from textual.binding import BindingType
+from textual.events import Key
+from textual.screen import Screen
+from textual.timer import Timer
+from textual.widgets import TextArea
+
+from localrt.errors import LocalrtError, OptionError
+from localrt.tui.chat.answering import FRAME_SECONDS, MessageQueue
+from localrt.tui.chat.blocks import Kind
+from localrt.tui.chat.composer import Composer
+from localrt.tui.chat.editor import edited
+from localrt.tui.chat.footer import Footer, Phase, Status
+from localrt.tui.chat.hints import HintLine, turn_hint, turn_menu, waiting_hint
+from localrt.tui.chat.menu import CommandMenu
+from localrt.tui.chat.panel import LivePanel
+from localrt.tui.chat.view import ConversationView
+from localrt.tui.commands import Command, read_line
+from localrt.tui.conversation.attachments import draft_of, read_attachment
+from localrt.tui.conversation.export import Exporter
+from localrt.tui.conversation.session import Session
+from localrt.tui.conversation.state import ChatState
+from localrt.tui.keys import bindings
+from localrt.tui.loading_line import LoadingLine
+from localrt.tui.preferences import PresetsFile
+from localrt.tui.screens.conversations import NEW, ConversationsScreen
+from localrt.tui.screens.dialogs import Ask, Choose, Confirm, ask
+from localrt.tui.text import one_line, short_name
+
+__all__ = ["ChatScreen"]
+
+_STARTING_SECONDS = 0.3  # in which keys may still come that were meant for the composer
+_WAITS_FOR_MODEL = "Write now: it is sent when the model is ready"
+
+
+class ChatScreen(Screen[None]):
+    """Shows the open conversation of ``state``.
+
+    ``stop_loading`` stops loading another model, and says whether there was something to stop.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
+
+    def __init__(
+        self,
+        state: ChatState,
+        presets: PresetsFile,
+        stop_loading: Callable[[], bool],
+        *,
+        model: str,
+        type_ahead: bool = False,
+    ) -> None:
+        super().__init__(id="chat")
+        self.state = state
+        self.failed = False  # the first model could not be loaded: Enter leaves
+        self.view = ConversationView()
+        self.queue = MessageQueue(self.view, state.conversation)
+        self.loading_line = LoadingLine()
+        self.menu = CommandMenu()
+        self.composer = Composer(self.menu, type_ahead=type_ahead)
+        self.composer.placeholder = _WAITS_FOR_MODEL
+        self.panel = LivePanel()
+        self.hint = HintLine()
+        self.footer = Footer()
+        self.footer.status = Status(model=model)
+        self._presets = presets
+        self._stop_loading = stop_loading
+        self.action_exporter = Exporter()
+        self._editing: int | None = None  # the user's turn that the composer holds
+        self._ticker: Timer | None = None  # while an answer is generated
+        self._starting = True
+        self._parking: set[asyncio.Task[None]] = set()
+        self._commands: dict[str, Callable[[str], Awaitable[object] | None]] = {
+            "open": self.action_conversations,
+            "rename": self._rename,
+            "branch": lambda argument: self.action_branch(-1 if argument == "prev" else 1),
+            "copy": self._copy,
+            "attach": self._attach_file,
+            "system": lambda text: self.say(self._session.system(text)),
+            "set": lambda text: self.say(self._session.set(text)),
+            "preset": lambda name: self.say(self._session.preset(self._presets, name)),
+            "models": lambda words: self.run_action(f"app.models({words!r})"),
+            "export": self.action_export,
+            "load": self._load,
+        }
+
+    def compose(self) -> ComposeResult:
+        """From top to bottom; a wide terminal has the panel on the right."""
+        yield from (self.panel, self.view, self.loading_line, self.menu)
+        yield from (self.hint, self.composer, self.footer)
+
+    def on_mount(self) -> None:
+        """The composer is ready at once."""
+        self.composer.focus()
+        self.set_timer(_STARTING_SECONDS, lambda: setattr(self, "_starting", False))
+        self._ticker = self.set_interval(FRAME_SECONDS, self._watch_answer, pause=True)
+        self._show_conversation()
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def model_loaded(self, session: Session) -> None:
+        """Say what the model is; what waits comes below that."""
+        info = session.model.info
+        waiting = self.queue.take_back()
+        self.view.add_notices(session.describe(), *info.notes, *session.notes)
+        self.queue.add_waiting(waiting)
+        self.footer.change(
+            model=short_name(info.name),
+            engine=f"{info.engine} {info.format}".strip(),
+            phase=Phase.READY,
+            ctx=info.ctx or None,  # a server may not tell
+        )
+        self.composer.placeholder = "Message (/ for commands, F1 for help)"
+        self.panel.take(session.model)
+        self._count_tokens()
+
+    def model_leaves(self, name: str) -> None:
+        """The model goes, and another one of this name is on its way."""
+        self.failed = False
+        self.panel.take(None)
+        self.loading_line.progress, self.loading_line.display = None, True
+        self.footer.status = Status(model=name)
+        self.composer.placeholder = _WAITS_FOR_MODEL
+
+    def idle(self, what: str, *, loading: bool = False) -> bool:
+        """Whether nothing is being answered, nor (unless ``loading``) loaded; says so if not."""
+        if self.queue.answering:
+            reason = "answering: Esc stops it"
+        elif self.state.session is None and not loading:
+            reason = "still loading"
+        else:
+            return True
+        self.say(f"/{what} has to wait: the model is {reason}", "error")
+        return False
+
+    @property
+    def _session(self) -> Session:
+        assert self.state.session is not None, "commands that need it wait for the model"
+        return self.state.session
+
+    def _count_tokens(self) -> None:
+        """Show how much of the context the conversation takes, when that is known."""
+        session = self.state.session
+        if session is None or not self.state.conversation.turns:
+            return
+
+        async def count() -> None:
+            with suppress(LocalrtError):
+                used = await asyncio.to_thread(session.tokens)
+                if session is self.state.session and not self.queue.answering:
+                    self.footer.change(used=used, rate=None)
+
+        self.run_worker(count(), exclusive=True, group="tokens")
+
+    # -- answering -------------------------------------------------------------------------------
+
+    async def on_composer_submitted(self, event: Composer.Submitted) -> None:
+        """A command runs now, a message when the model is free."""
+        if self.failed:
+            await self.app.action_quit()
+            return
+        line = read_line(event.line)
+        if isinstance(line, Command):
+            await self._run(line)
+        elif self._editing is None or self.idle("edit"):
+            editing, self._editing = self._editing, None
+            after = None if editing is None else self.state.conversation.before(editing)
+            self.view.mark(None)
+            busy = self.state.session is None or self.queue.answering
+            self.queue.add(self.composer.attachments.expanded(line), waiting=busy, after=after)
+            self.send_next()
+        else:
+            self.composer.put(event.line)
+        self._show_hint()
+
+    def send_next(self) -> None:
+        """Send the first message in line, if the model is free."""
+        session = self.state.session
+        if session is not None and self.queue.send_next(session.chat):
+            self._begin_watching()
+
+    def _begin_watching(self) -> None:
+        self.footer.change(phase=Phase.PREFILL, percent=None, rate=None, sources=None)
+        self.panel.begin()
+        if self._ticker is not None:
+            self._ticker.resume()
+
+    def _watch_answer(self) -> None:
+        update = self.queue.look()
+        if update is None:
+            return
+        self.footer.show(update)
+        if update.done:
+            self.footer.change(phase=Phase.READY, percent=None)
+            if unanswered := self.queue.end(update, full=self.footer.full):
+                self.composer.put_back(unanswered)
+            self.send_next()
+            if not self.queue.answering and self._ticker is not None:
+                self._ticker.pause()
+                self.panel.end()
+        self._show_hint()
+
+    def action_stop(self) -> None:
+        """Esc: stop loading another model, or the answer; else unmark, stop editing."""
+        if self._stop_loading():
+            return
+        waiting = self.queue.take_back()
+        if waiting:
+            self.composer.put_back(waiting)
+        if self.queue.answering:
+            self.queue.cancel()
+        else:
+            self.view.mark(None)
+            if self._editing is not None:
+                self._editing = None
+                self.composer.put("")
+        self._show_hint()
+
+    async def action_interrupt(self) -> None:
+        """Ctrl+C: copy what is selected, else stop; the second one in a row quits."""
+        selected = self.composer.selected_text or self.get_selected_text()
+        if self.hint.confirming:
+            await self.app.action_quit()
+        elif selected:
+            self.app.copy_to_clipboard(selected)
+            self.clear_selection()
+        else:
+            self.queue.cancel()
+            self.hint.confirm("Ctrl+C again quits")
+
+    # -- conversations ---------------------------------------------------------------------------
+
+    def open_conversation(self, change: Callable[[], Session | None], done: str = "") -> None:
+        """Show another conversation; the session that is left is parked in a thread."""
+        if not self.idle("open", loading=True):
+            return
+        try:
+            left = change()
+        except LocalrtError as error:
+            self.say(one_line(error), "error")
+            return
+        if left is not None:
+            task = asyncio.create_task(asyncio.to_thread(left.leave))
+            self._parking.add(task)
+            task.add_done_callback(self._parking.discard)
+        if self.state.conversation is not self.queue.conversation:
+            self._editing = None
+            waiting = self.queue.take_back()
+            self._show_conversation()
+            self.queue.add_waiting(waiting)
+            self.view.add_notices(*(self.state.session.notes if self.state.session else ()))
+            self.footer.change(rate=None, used=0)
+            self._count_tokens()
+        if done:
+            self.say(done)
+
+    async def wait_for_parking(self) -> None:
+        """Until sessions that were left are parked."""
+        if self._parking:
+            await asyncio.wait(self._parking)
+
+    def _show_conversation(self) -> None:
+        self.queue.show(self.state.conversation)
+        turns = self.state.conversation.turns
+        self.composer.remember(draft_of(turn) for turn in turns if turn.role == "user")
+        if turns and turns[-1].role == "user":
+            self.view.add_notice("Not answered: Ctrl+R (or /retry) answers it", "mark")
+        self.view.follow()
+
+    def action_conversations(self, search: str = "") -> None:
+        """Open the list with a search in it."""
+
+        def chosen(id: str) -> None:
+            if id == NEW:
+                self.action_new()
+            elif id != self.state.conversation.id:
+                self.open_conversation(lambda: self.state.open(id))
+
+        ask(self, ConversationsScreen(self.state, search), chosen)
+
+    def action_new(self) -> None:
+        """Begin another conversation."""
+        if self.state.conversation.turns or self.view.blocks:
+            self.open_conversation(self.state.new, "New conversation")
+
+    def action_rename(self) -> None:
+        """Ask for the conversation's name."""
+        conversation = self.state.conversation
+        dialog = Ask("Name of this conversation", conversation.title)
+        ask(self, dialog, lambda title: conversation.set(title=title.strip()))
+
+    # -- turns: the marked one, or the last that it makes sense for --------------------------------
+
+    def action_mark(self, step: int) -> None:
+        """Mark the turn above or below."""
+        self.view.mark_next(step)
+        self._show_hint()
+
+    def action_edit(self) -> None:
+        """Put a user's turn into the composer; sending it begins a branch there."""
+        if not self.idle("edit"):
+            return
+        if (turn := self.state.conversation.question(self.view.marked_turn)) is None:
+            self.hint.flash("There is no message to edit")
+            return
+        self._editing = turn.id
+        self.composer.put_draft(draft_of(turn))
+        self.view.mark(self.view.turn(turn.id))
+        self._show_hint()
+
+    def action_retry(self) -> None:
+        """Answer a user's turn once more."""
+        if not self.idle("retry"):
+            return
+        if (turn := self.state.conversation.question(self.view.marked_turn)) is None:
+            self.hint.flash("There is no message to answer again")
+            return
+        self.view.mark(None)
+        self.queue.answer_again(self._session.chat, turn.id)
+        self.view.follow()
+        self._begin_watching()
+        self._show_hint()
+
+    def action_branch(self, step: int) -> None:
+        """Show the next or previous turn in the place of the marked one, or of the last branch."""
+        if not self.idle("branch"):
+            return
+        block = self.view.marked
+        if block is None or block.branches < 2:
+            block = next((b for b in reversed(self.view.blocks) if b.branches > 1), None)
+        if block is None or block.turn is None:
+            self.hint.flash("There are no other branches: Alt+E or Ctrl+R begins one")
+            return
+        number = self.state.conversation.show_sibling(block.turn, step)
+        self.queue.sync()
+        self.view.mark(self.view.turn(number))
+        self._count_tokens()
+        self._show_hint()
+
+    def action_fold(self) -> None:
+        """Show or hide what is folded in a turn."""
+        if not self.view.toggle_fold():
+            self.hint.flash("Nothing is folded here")
+        self._show_hint()
+
+    def action_copy(self) -> None:
+        """Copy a turn: as written, an answer without its thinking."""
+        found = self.view.text_to_copy()
+        if found is not None:
+            self.app.copy_to_clipboard(found[1])
+        self.hint.flash("There is nothing to copy yet" if found is None else found[0])
+
+    def action_copy_code(self) -> None:
+        """Copy an answer's last code block; again, the one before it."""
+        found = self.view.code_to_copy()
+        if found is not None:
+            self.app.copy_to_clipboard(found[1])
+        self.hint.flash("There is no code block to copy" if found is None else found[0])
+
+    async def on_composer_enter_on_empty(self) -> None:
+        """On a marked turn: what can be done with it. After a failure Enter leaves."""
+        if self.failed:
+            await self.app.action_quit()
+        elif self.view.marked is not None:
+            dialog = Choose("This turn", turn_menu(self.view.marked))
+            ask(self, dialog, lambda action: self.call_later(self.run_action, action))
+
+    # -- commands --------------------------------------------------------------------------------
+
+    async def _run(self, command: Command) -> None:
+        """Do a slash command, or say why not."""
+        entry = command.entry
+        if entry is None:
+            self.say(f"No command /{command.name}: /help lists them, // sends a slash", "error")
+        elif not entry.idle or self.idle(command.name):
+            try:
+                if entry.action:
+                    await self.run_action(entry.action)
+                elif (waiting := self._commands[command.name](command.argument)) is not None:
+                    await waiting
+            except LocalrtError as error:
+                self.say(one_line(error), "error")
+
+    def _rename(self, title: str) -> None:
+        if not title:
+            self.action_rename()
+            return
+        self.state.conversation.set(title=title)
+        self.hint.flash(f"Named “{title}”")
+
+    def action_delete(self) -> None:
+        """Ask, then delete the conversation."""
+        state, conversation = self.state, self.state.conversation
+        question = f"Delete “{conversation.title or 'this conversation'}”? This cannot be undone."
+
+        def delete(yes: bool) -> None:
+            done = "Deleted; a new conversation"
+            self.open_conversation(lambda: state.delete(conversation.id), done)
+
+        ask(self, Confirm(question, "delete"), delete)
+
+    def _copy(self, argument: str) -> None:
+        if argument == "code":
+            self.action_copy_code()
+        elif argument:
+            raise OptionError("/copy copies the answer, /copy code its last code block")
+        else:
+            self.action_copy()
+
+    async def _attach_file(self, argument: str) -> None:
+        name, text = await asyncio.to_thread(read_attachment, argument)
+        self.composer.attach(name, text)
+        self.hint.flash(f"{name} goes with the message; Tab behind it unfolds it")
+
+    async def action_export(self, argument: str = "") -> None:
+        """Write the conversation as Markdown, or as JSON by its name."""
+        conversation = self.state.conversation
+        try:
+            path = await asyncio.to_thread(self.action_exporter.export, conversation, argument)
+        except LocalrtError as error:
+            self.say(one_line(error), "error")
+        else:
+            self.say(f"Saved to {path}")
+
+    def _load(self, argument: str) -> None:
+        if not argument:
+            raise OptionError("/load needs the path of a saved conversation (.json)")
+        path = Path(argument).expanduser()
+        self.open_conversation(lambda: self.state.load(path), f"Opened {path}")
+
+    # -- composer, panel, mouse ------------------------------------------------------------------
+
+    def action_editor(self) -> None:
+        """Write the message in another program; an answer goes on meanwhile."""
+        try:
+            with self.app.suspend():
+                text = edited(self.composer.text)
+        except SuspendNotSupported:
+            self.say("An editor needs a terminal of its own, which this is not", "error")
+        except LocalrtError as error:
+            self.say(one_line(error), "error")
+        else:
+            self.composer.put(text)
+        self.refresh(layout=True)
+
+    def action_panel(self) -> None:
+        """Show or hide the live panel; the next time it is as it was."""
+        self.panel.show(not self.panel.is_open)
+
+    def action_scroll_conversation(self, where: str) -> None:
+        """Scroll by ``page_up`` or ``page_down``, or to ``home`` or ``end``."""
+        getattr(self.view, f"scroll_{where}")(animate=False)
+        self.call_after_refresh(self._show_hint)
+
+    def on_command_menu_chosen(self) -> None:
+        """A row was clicked."""
+        self.composer.choose()
+
+    def on_text_area_changed(self, event: TextArea.Changed) -> None:
+        """Show the commands that fit what is being written."""
+        self.menu.show_for(self.composer.text)
+        self._show_hint()
+
+    def on_conversation_view_clicked(self, event: ConversationView.Clicked) -> None:
+        """A click marks a turn, or unmarks it."""
+        if not self.get_selected_text():
+            self.view.mark(None if event.block is self.view.marked else event.block)
+            self._show_hint()
+
+    def on_key(self, event: Key) -> None:
+        """Text that was typed before there was a composer is for it: it would have taken it."""
+        if self._starting and (event.is_printable or event.key in ("enter", "ctrl+j")):
+            event.stop()
+            self.composer.post_message(Key(event.key, event.character))
+
+    # -- small lines -----------------------------------------------------------------------------
+
+    def say(self, text: str, kind: Kind = "info") -> None:
+        """A line of the app, at the end of the conversation."""
+        self.view.add_notice(text, kind)
+        self.view.follow()
+
+    def _show_hint(self) -> None:
+        hint = ""
+        if self._editing is not None:
+            hint = "Editing: Enter sends it as a new branch, Esc leaves it as it was"
+        elif self.queue.waiting:
+            hint = waiting_hint(self.queue.waiting)
+        elif self.view.marked is not None:
+            hint = turn_hint(self.view.marked)
+        elif self.queue.answering and not self.view.follows:
+            hint = "More below: Ctrl+End"
+        self.hint.show(hint)

@@ -1,0 +1,342 @@
+"""The scrolling conversation: one widget that draws the blocks in sight and guesses the others.
+
+A block is laid out when it comes into view; until then its height is an estimate, and when the two
+differ, what the reader sees stays where it is. So a conversation of any length opens, scrolls and
+types alike. The view follows new text while it is at the bottom. Knows blocks, not where they come
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.events import Click, Resize
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.widget import Widget
+
+from localrt.tui.chat.answer import Answer
+from localrt.tui.chat.blocks import GUTTER, Block, Kind, Notice, UserTurn
+from localrt.tui.chat.layout import BlockColumn, LinePainter
+from localrt.tui.chat.styles import COMPONENTS, Styles, styles_of
+from localrt.tui.conversation.attachments import Fold
+
+__all__ = ["ConversationView"]
+
+_WIDEST = 110  # columns of text
+_BAR_STEPS = 2  # of the scroll bar in a line
+
+
+class ConversationView(ScrollView, can_focus=False):
+    """Blocks, oldest first; one of them may be ``marked`` by keys or a click."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = set(COMPONENTS)
+
+    @dataclass
+    class Clicked(Message):
+        """A click on a block."""
+
+        block: Block
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.marked: Block | None = None
+        self._copied: tuple[Answer | None, int] | None = None  # the code block copied last
+        self._column = BlockColumn()
+        self._painter = LinePainter(self._column)
+        self._follows = True
+        self._settling = False
+        self._styles_now: Styles | None = None
+        self._bar_place = (0, 0)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """What is shown, oldest first; not to be changed."""
+        return self._column.blocks
+
+    # -- content ---------------------------------------------------------------------------------
+
+    def add_user(self, text: str, *, waiting: bool = False, folds: Iterable[Fold] = ()) -> UserTurn:
+        """A message of the person; the view goes to it."""
+        turn = UserTurn(text, waiting=waiting, folds=tuple(folds))
+        self.add(turn)
+        self.follow()
+        return turn
+
+    def add_answer(self, text: str = "", *, after: Block | None = None) -> Answer:
+        """An answer, empty while it is still to come; below ``after`` or at the end."""
+        answer = Answer(text)
+        self.add(answer, after=after)
+        return answer
+
+    def add_notice(self, text: str, kind: Kind = "info", *, after: Block | None = None) -> None:
+        """A line of the app, at the end unless a place is given."""
+        self.add(Notice(text, kind), after=after)
+
+    def add_notices(self, *lines: str) -> None:
+        """Lines of the app, at the end."""
+        self.add(*(Notice(line) for line in lines))
+
+    def add(self, *blocks: Block, after: Block | None = None) -> None:
+        """Put blocks at the end, or below ``after``."""
+        place = len(self.blocks) if after is None else self.blocks.index(after) + 1
+        self.blocks[place:place] = blocks
+        self._refit(place)
+
+    def drop(self, *blocks: Block) -> None:
+        """Take blocks away, those that are there."""
+        gone = {id(block) for block in blocks}
+        places = [place for place, block in enumerate(self.blocks) if id(block) in gone]
+        if places:
+            self.blocks[:] = [block for block in self.blocks if id(block) not in gone]
+            if id(self.marked) in gone:
+                self.marked = None
+            self._refit(places[0])
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self.blocks.clear()
+        self.marked = None
+        self._refit(0)
+        self.follow()
+
+    def changed(self, block: Block) -> None:
+        """A block's content has changed."""
+        if block in self.blocks:
+            # New blocks and growing answers are at the end: look there first.
+            self._refit(len(self.blocks) - 1 - self.blocks[::-1].index(block))
+
+    def turn(self, number: int) -> Block | None:
+        """The block of a turn of the history."""
+        return next((block for block in self.blocks if block.turn == number), None)
+
+    @property
+    def marked_turn(self) -> int | None:
+        """The number of the marked turn."""
+        return None if self.marked is None else self.marked.turn
+
+    def toggle_fold(self) -> bool:
+        """Fold or unfold the marked turn, or the last that can be; whether there is any."""
+        marked = self.marked if self.marked is not None and self.marked.foldable else None
+        block = marked or next((b for b in reversed(self.blocks) if b.foldable), None)
+        if block is not None:
+            block.toggle()
+            self.changed(block)
+        return block is not None
+
+    def text_to_copy(self) -> tuple[str, str] | None:
+        """What to say, and the marked turn or last answer as text, without its thinking."""
+        block = self.marked or self._last_answer()
+        if block is None:
+            return None
+        text = block.spoken if isinstance(block, Answer) else block.source
+        what = "answer" if isinstance(block, Answer) else "message"
+        return f"Copied the {what}: {len(text):,} characters", text
+
+    def code_to_copy(self) -> tuple[str, str] | None:
+        """The last code block of the marked or last answer, at the next call the one before it."""
+        marked = self.marked if isinstance(self.marked, Answer) else None
+        block = marked or self._last_answer(with_code=True)
+        code = block.code if block is not None else []
+        if not code:
+            return None
+        before = self._copied[1] if self._copied and self._copied[0] is block else len(code)
+        place = (before - 1) % len(code)
+        self._copied = (block, place)
+        language, text = code[place]
+        of = f" {place + 1} of {len(code)}" if len(code) > 1 else ""
+        lines = text.count("\n")
+        return f"Copied code block{of}: {language or 'text'}, {lines} lines", text
+
+    def _last_answer(self, *, with_code: bool = False) -> Answer | None:
+        answers = (block for block in reversed(self.blocks) if isinstance(block, Answer))
+        return next((answer for answer in answers if not with_code or answer.code), None)
+
+    # -- places ----------------------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether the view is at the bottom, and stays there as text arrives."""
+        return self._follows
+
+    def follow(self) -> None:
+        """Go to the newest text and stay with it."""
+        self._follows = True
+        self._to_end()
+
+    def mark(self, block: Block | None) -> None:
+        """Mark a block, bring it into view."""
+        self.marked = block
+        if block is not None and block in self.blocks:
+            top, end = self._column.span(self.blocks.index(block))
+            height = self.size.height
+            if top < self.scroll_y or end - top >= height:
+                self._go(top)
+            elif end > self.scroll_y + height:
+                self._go(end - height)
+        self.refresh()
+
+    def mark_next(self, step: int) -> None:
+        """Mark the turn above (-1) or below (+1) the marked one; below the last, none."""
+        turns = [block for block in self.blocks if block.role]
+        if self.marked in turns:
+            place = turns.index(self.marked) + step
+        else:
+            place = len(turns) - 1 if step < 0 else len(turns)
+        if 0 <= place < len(turns):
+            self.mark(turns[place])
+        elif place >= len(turns):
+            self.mark(None)
+            self.follow()
+
+    # -- layout ----------------------------------------------------------------------------------
+
+    def _refit(self, first: int) -> None:
+        """Heights from block ``first`` on may have changed."""
+        if not self.is_mounted:
+            return
+        self._column.measure(first)
+        self._fit_height()
+        self._settle()
+        if self._follows:
+            self._to_end()
+        self.refresh()
+
+    def _fit_height(self) -> None:
+        """Take the column's height, without a new layout of the screen where only the bar moves."""
+        size = Size(self.scrollable_content_region.width, self._column.height)
+        overflows = size.height > self.size.height
+        if self.virtual_size != size and overflows != self.show_vertical_scrollbar:
+            self.virtual_size = size
+        else:
+            self.set_reactive(Widget.virtual_size, size)
+            self._move_bar()
+
+    def _move_bar(self) -> None:
+        """Move the scroll bar once that is to be seen: painting it costs as much as the text."""
+        if not self.show_vertical_scrollbar:
+            return
+        steps = _BAR_STEPS * self.size.height / max(self.virtual_size.height, 1)
+        place = (round(self.scroll_y * steps), round(self.size.height * steps))
+        if place != self._bar_place:
+            self._bar_place = place
+            self.vertical_scrollbar.window_virtual_size = self.virtual_size.height
+            self.vertical_scrollbar.position = self.scroll_y
+
+    def _settle(self) -> None:
+        """Lay out what is in sight; blocks that turn out longer or shorter move nothing in it."""
+        if self._settling or not self.blocks or not self.size:
+            return
+        self._settling = True
+        try:
+            rounds = 0
+            while rounds < 8:  # each may bring others into sight
+                if self._follows:
+                    self._to_end()
+                if not self._settle_once():
+                    break
+                rounds += 1
+            if rounds:
+                scroll = self.scroll_offset.y
+                self._column.forget(scroll, scroll + self.size.height)
+        finally:
+            self._settling = False
+
+    def _settle_once(self) -> bool:
+        column, scroll = self._column, self.scroll_offset.y
+        places = list(column.between(scroll, scroll + self.size.height))
+        guessed = [place for place in places if not column.counted(place)]
+        if not guessed:
+            return False
+        anchor = next((place for place in places if place not in guessed), guessed[0])
+        offset = column.span(anchor)[0] - scroll
+        column.lay_out(guessed, self._style())
+        self._fit_height()
+        if not self._follows:
+            self._go(column.span(anchor)[0] - offset)
+        return True
+
+    def _go(self, line: int) -> None:
+        self.scroll_to(y=line, animate=False, force=True)
+
+    def _to_end(self) -> None:
+        if round(self.scroll_y) != self.max_scroll_y:
+            self._go(self.max_scroll_y)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """The view was moved: by the reader, or to keep up."""
+        self._move_bar()
+        if round(old_value) != round(new_value):
+            self.refresh()
+        if not self._settling:
+            self._follows = self.max_scroll_y - new_value < 1
+            self._settle()
+
+    def on_resize(self, event: Resize) -> None:
+        """Everything wraps anew; the block on top stays there."""
+        top = self._column.at(self.scroll_offset.y)
+        # The gutter on the left, a column free on the right; longer lines are hard to read.
+        width = self.scrollable_content_region.width - GUTTER - 1
+        self._column.width = max(min(width, _WIDEST), 8)
+        self._column.measure()
+        self._fit_height()
+        if not self._follows:
+            self._go(self._column.span(top)[0])
+        self._settle()
+        if self._follows:
+            self._to_end()
+
+    def notify_style_update(self) -> None:
+        """Lay out again when the theme changes."""
+        super().notify_style_update()
+        self._styles_now = None
+
+    def _style(self) -> Styles:
+        if self._styles_now is None:
+            self._styles_now = styles_of(self)
+        return self._styles_now
+
+    # -- drawing ---------------------------------------------------------------------------------
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The lines of a part of the view; without a border there is nothing to add to them."""
+        filters, background = self.get_line_filters(), self.background_colors[1]
+        strips = []
+        for y in crop.line_range:
+            strip = self.render_line(y)
+            for line_filter in filters:
+                strip = strip.apply_filter(line_filter, background)
+            strips.append(strip)
+        if crop.column_span != (0, self.size.width):
+            return [strip.crop(*crop.column_span) for strip in strips]
+        return strips
+
+    def render_line(self, y: int) -> Strip:
+        """A line of the view, with the mouse's selection on it."""
+        line = self.scroll_offset.y + y
+        span = style = None
+        if (selection := self.text_selection) is not None:
+            span = selection.get_span(line)
+            style = self.screen.get_component_rich_style("screen--selection")
+        return self._painter.paint(line, self.size.width, self._style(), self.marked, span, style)
+
+    # -- mouse -----------------------------------------------------------------------------------
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """The selected text, for the clipboard."""
+        if selection.start is None and selection.end is None:
+            return "\n\n".join(block.source for block in self.blocks if block.role), "\n"
+        return self._painter.selected_text(selection, self._style()), "\n"
+
+    async def _on_click(self, event: Click) -> None:
+        event.prevent_default()  # a second click would select the whole conversation
+        line = self.scroll_offset.y + event.y
+        if event.chain == 1 and line < self._column.height:
+            block = self._column.row(line)[0]
+            if block is not None and block.role:
+                self.post_message(self.Clicked(block))

@@ -1,0 +1,1 @@
+"""The open conversation and its model: what the screens show, without any widget."""

@@ -1,0 +1,104 @@
+"""A conversation as a file to read (Markdown) or to load again (JSON).
+
+The JSON is what ``ChatSession.load`` takes, with title and times beside. Knows turns, no widget.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt import split_thinking
+from localrt.errors import StorageError
+from localrt.files import write_text
+from localrt.tui.conversation.open_conversation import OpenConversation
+from localrt.tui.text import short_name
+
+if TYPE_CHECKING:
+    from localrt import Turn
+
+__all__ = ["Exporter", "as_json", "as_markdown"]
+
+
+class Exporter:
+    """``/export``: asks before it replaces a file that it did not write."""
+
+    def __init__(self) -> None:
+        self._asked: Path | None = None
+        self._written: Path | None = None
+
+    def export(self, conversation: OpenConversation, argument: str) -> Path:
+        """Write the shown branch to a file: Markdown, or JSON by its name.
+
+        Raises:
+            StorageError: it cannot be written, or is there: the same again replaces it.
+        """
+        path = Path(argument).expanduser() if argument else _default_path(conversation.title)
+        if path.is_dir():
+            path = path / _default_path(conversation.title)
+        if path.exists() and path not in (self._written, self._asked):
+            self._asked = path
+            raise StorageError(f"{path} exists: enter the same command again to replace it")
+        json_file = path.suffix.lower() == ".json"
+        text = as_json(conversation) if json_file else as_markdown(conversation)
+        write_text(path, text, mode=0o600)
+        self._written, self._asked = path, None
+        return path
+
+
+def as_markdown(conversation: OpenConversation) -> str:
+    """Title, model, system prompt, and every turn of the shown branch under a heading."""
+    turns = conversation.turns
+    title = conversation.title or _first_line(turns) or "Conversation"
+    begun = f", {datetime.fromtimestamp(turns[0].created):%Y-%m-%d %H:%M}" if turns else ""
+    parts = [f"# {title}", f"*{short_name(conversation.model) or 'localrt'}{begun}*"]
+    if conversation.system:
+        parts += ["## System prompt", conversation.system]
+    for turn in turns:
+        if turn.role == "user":
+            parts += ["## You", turn.content]
+            continue
+        parts.append("## Model" if turn.role == "assistant" else f"## {turn.role.capitalize()}")
+        thought = split_thinking(turn.content)
+        if thought.thinking:
+            # The empty lines let Markdown inside be Markdown.
+            parts += ["<details><summary>Thinking</summary>", thought.thinking, "</details>"]
+        parts.append(thought.answer or "*no answer*")
+        if turn.state in ("cut", "cancelled", "failed"):
+            parts.append(f"*{'stopped' if turn.state == 'cancelled' else turn.state}*")
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def as_json(conversation: OpenConversation) -> str:
+    """A saved chat: version, model, options, messages; title and turns' times beside."""
+    messages: list[dict[str, Any]] = []
+    if conversation.system:
+        messages.append({"role": "system", "content": conversation.system})
+    for turn in conversation.turns:
+        messages.append({"role": turn.role, "content": turn.content})
+    record = {
+        "version": 1,
+        "title": conversation.title,
+        "model": conversation.model,
+        "options": conversation.options,
+        "messages": messages,
+        "turns": [
+            {"role": t.role, "created": t.created, "state": t.state, "info": dict(t.info)}
+            for t in conversation.turns
+        ],
+    }
+    return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"
+
+
+def _default_path(title: str) -> Path:
+    """A name for a file in the current folder that says what is in it."""
+    words = re.sub(r"[^\w]+", "-", title.lower()).strip("-")[:40].strip("-") or "chat"
+    return Path(f"{words}-{datetime.now():%Y%m%d-%H%M%S}.md")
+
+
+def _first_line(turns: Sequence[Turn]) -> str:
+    return next((line for turn in turns for line in turn.content.splitlines() if line), "")[:60]

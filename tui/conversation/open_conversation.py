@@ -1,0 +1,237 @@
+"""The conversation that is open, kept in the history for as long as the disk allows.
+
+When its file cannot be written, it goes on in a history in memory with one line to say so; what was
+added is written back, branches included, as soon as that works again. Knows no widget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from localrt.errors import StorageError
+from localrt.history.copies import copy_to_memory, end_answer, merge
+
+if TYPE_CHECKING:
+    from localrt import AnswerWriter, Conversation, History, Message, Turn
+
+__all__ = ["OpenConversation", "answer_note", "unanswered"]
+
+_Result = TypeVar("_Result")
+_FACTS = ("id", "title", "model", "system", "options")
+_NOTES = {
+    "cut": "cut off: the app ended here",
+    "cancelled": "stopped",
+    "failed": "failed",
+    "writing": "being written by another window",
+}
+
+
+class OpenConversation:
+    """A conversation of a history.
+
+    Args:
+        stored: the conversation.
+        memory: opens the history in memory to fall back on; None where ``stored`` is in memory.
+        on_moved: is told which numbers of turns have become which when they reach the file.
+        on_problem: is told, in one line, when keeping stops or works again.
+    """
+
+    def __init__(
+        self,
+        stored: Conversation,
+        memory: Callable[[], History] | None,
+        *,
+        on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
+        on_problem: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._stored = stored
+        self._memory = memory
+        self._file: Conversation | None = None  # where it belongs while it goes on in memory
+        self._on_moved, self._on_problem = on_moved, on_problem
+        self._moved: dict[int, int] = {}
+        self._facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
+        self._turns = stored.turns
+
+    @property
+    def saved(self) -> bool:
+        """Whether all of it is in a file."""
+        return self._memory is not None and self._file is None
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether something belongs into the file and is not there."""
+        return self._file is not None
+
+    @property
+    def id(self) -> str:
+        """As in the history."""
+        return str(self._facts["id"])
+
+    @property
+    def title(self) -> str:
+        """The name, or the beginning of what was said first."""
+        with suppress(StorageError):
+            self._facts["title"] = self._stored.title
+        return str(self._facts["title"])
+
+    @property
+    def model(self) -> str:
+        """The model that answered last."""
+        return str(self._facts["model"])
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt."""
+        return self._facts["system"] or None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Generation options that were set in it."""
+        return dict(self._facts["options"])
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The shown branch, oldest first."""
+        with suppress(StorageError):
+            self._turns = self._stored.turns
+        return self._turns
+
+    def messages(self, before: int | None = None) -> list[Message]:
+        """What the model is to see, up to turn ``before``: system prompt, questions, answers."""
+        messages: list[Message] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        turns = self.turns
+        for turn, following in zip(turns, (*turns[1:], None), strict=True):
+            if before is not None and turn.id == before:
+                break
+            if unanswered(turn, following) or (turn.state == "failed" and not turn.content):
+                continue
+            messages.append({"role": turn.role, "content": turn.content})
+        return messages
+
+    @property
+    def end(self) -> int:
+        """The turn that a new message follows; 0 at the beginning.
+
+        A message that got no answer is not followed: the next one takes its place.
+        """
+        for turn in reversed(self.turns):
+            if turn.role != "user" and (turn.state != "failed" or turn.content):
+                return turn.id
+        return 0
+
+    def question(self, number: int | None = None) -> Turn | None:
+        """The user's turn that turn ``number`` is or answers; the last one without a number."""
+        found: Turn | None = None
+        for turn in self.turns:
+            if turn.role == "user":
+                found = turn
+            if turn.id == number:
+                break
+        return found
+
+    def before(self, number: int) -> int:
+        """The turn above turn ``number``; 0 for the first."""
+        numbers = [0, *(turn.id for turn in self.turns)]
+        return numbers[numbers.index(number) - 1]
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def set(self, **changes: Any) -> None:
+        """Change ``title``, ``model``, ``system`` or ``options``."""
+        self._facts.update(changes)
+        self._change(lambda: self._stored.set(**changes))
+
+    def add(
+        self, role: str, content: str, *, after: int, info: Mapping[str, Any] | None = None
+    ) -> Turn:
+        """Put a turn behind turn ``after``, 0 for the beginning; it is shown then."""
+        self.save()
+        after = self._moved.get(after, after)
+        return self._change(lambda: self._stored.add(role, content, after=after, info=info))
+
+    def answer(self, *, after: int) -> AnswerWriter:
+        """Begin an answer; ``finish`` ends it."""
+        after = self._moved.get(after, after)
+        return self._change(lambda: self._stored.answer(after=after))
+
+    def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, Any]) -> None:
+        """The answer is whole: ``"done"``, ``"cancelled"`` or ``"failed"``."""
+        try:
+            writer.finish(state, info=info)
+        except StorageError as error:
+            self._go_on_in_memory(error)
+        if self.unsaved:
+            end_answer(self._stored, writer.turn, state, writer.text, info)
+
+    def show(self, number: int) -> None:
+        """Show the branch that a turn is on."""
+        self._change(lambda: self._stored.show(number))
+
+    def show_sibling(self, number: int, step: int) -> int:
+        """Show a turn beside turn ``number``, round the ends; the one that is shown now."""
+        siblings = self.siblings(number)
+        if number in siblings:
+            number = siblings[(siblings.index(number) + step) % len(siblings)]
+            self.show(number)
+        return number
+
+    def siblings(self, number: int) -> tuple[int, ...]:
+        """The turns in the place of a turn, itself included."""
+        try:
+            return self._stored.siblings(number)
+        except StorageError:
+            return (number,)
+
+    def save(self) -> bool:
+        """Write what is in memory alone into the file; whether all is there now."""
+        if self._file is None:
+            return True
+        assert self._memory is not None, "it was in a file before"
+        try:
+            numbers = merge(self._file, self._stored)
+            self._memory().delete(self.id)
+        except StorageError:
+            return False
+        self._stored, self._file = self._file, None
+        self._moved |= numbers
+        self._on_moved(numbers)
+        self._on_problem("The conversation is kept again")
+        return True
+
+    def _change(self, change: Callable[[], _Result]) -> _Result:
+        try:
+            return change()
+        except StorageError as error:
+            self._go_on_in_memory(error)
+            return change()
+
+    def _go_on_in_memory(self, error: StorageError) -> None:
+        if self._memory is None or self._file is not None:
+            raise error
+        self._on_problem(f"Not kept on disk for now: {error}; /export PATH saves a copy")
+        copy = copy_to_memory(self._memory(), self.id, self.turns, self._facts)
+        self._stored, self._file = copy, self._stored
+
+
+def unanswered(turn: Turn, following: Turn | None) -> bool:
+    """Whether a user's turn got no answer: none follows, or one that failed without a word."""
+    if turn.role != "user":
+        return False
+    if following is None:
+        return True
+    return following.role == "user" or (following.state == "failed" and not following.content)
+
+
+def answer_note(state: str, finish_reason: str | None = None, *, full: bool = False) -> str:
+    """What to say below an answer; empty for one that simply ended. ``full``: so is the context."""
+    if state in _NOTES:
+        return _NOTES[state]
+    if finish_reason == "length":
+        if full:
+            return "cut off: the context is full; /new begins anew"
+        return "cut off at max_tokens; /set max_tokens changes it"
+    return ""

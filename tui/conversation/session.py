@@ -1,0 +1,170 @@
+"""The model's side of the open conversation: the chat, its options and its system prompt.
+
+Methods behind slash commands return the line to show, or raise a ``LocalrtError`` that is one.
+Knows the public API, no widget.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import localrt
+from localrt.errors import LocalrtError, OptionError
+from localrt.tui.commands import OPTIONS
+from localrt.tui.conversation.open_conversation import OpenConversation
+from localrt.tui.preferences import Preset, PresetsFile
+from localrt.tui.text import human_count
+
+if TYPE_CHECKING:
+    from localrt import ChatSession, Model
+
+__all__ = ["Session", "library_defaults"]
+
+_NONE = ("none", "default")
+
+
+class Session:
+    """A model and its chat of ``conversation``.
+
+    Raises:
+        OptionError: ``options`` are not the model's.
+    """
+
+    def __init__(
+        self, model: Model, conversation: OpenConversation, options: dict[str, Any]
+    ) -> None:
+        self.model = model
+        self.conversation = conversation
+        self.notes: tuple[str, ...] = ()
+        chat = model.chat(system=conversation.system, **options)
+        try:
+            chat.set(**{**conversation.options, **options})
+        except OptionError as error:  # kept by another version
+            self.notes = (f"Options of this conversation are left out: {error}",)
+        self.chat: ChatSession = chat
+        if conversation.model != model.info.name:
+            if conversation.model and conversation.turns:
+                self.notes += (
+                    f"So far with {conversation.model}, from here with {model.info.name}",
+                )
+            conversation.set(model=model.info.name)
+
+    def describe(self) -> str:
+        """One line about the model."""
+        info = self.model.info
+        if info.engine == "remote":
+            return f"{info.name} at {info.device}" + (f", context {info.ctx:,}" if info.ctx else "")
+        return (
+            f"{info.name}: {info.architecture} {human_count(info.parameters)}, "
+            f"{info.format} on {info.device} ({info.engine}), context {info.ctx:,}"
+        )
+
+    def tokens(self) -> int:
+        """Tokens of the conversation as it is sent to the model; slow for a long one."""
+        messages = self.conversation.messages()
+        return self.model.count(messages) if messages else 0
+
+    def leave(self) -> None:
+        """Put the KV cache on disk for the next time, and free it; takes a while."""
+        park = getattr(self.chat, "park", None)
+        try:
+            if park is not None and self.conversation.saved:
+                park()
+        except LocalrtError:
+            pass  # it is computed again then
+        finally:
+            self.chat.close()
+
+    # -- system prompt and options ---------------------------------------------------------------
+
+    def system(self, text: str) -> str:
+        """``/system``: show, set or remove."""
+        system = self.conversation.system
+        if not text:
+            return (
+                f"System prompt (/system none removes it): {system}"
+                if system
+                else "No system prompt: /system TEXT sets one"
+            )
+        system = None if text.lower() in _NONE else text
+        self.conversation.set(system=system)
+        self.chat.system = system
+        return "System prompt set" if system else "System prompt removed"
+
+    def set(self, argument: str) -> str:
+        """``/set``: list the options, or change one."""
+        if not argument:
+            return self._options()
+        name, _, text = argument.partition(" ")
+        name = name.replace("-", "_")
+        if not text.strip():
+            raise OptionError(f"/set {name} needs a value; none takes the model's default again")
+        value = _value(name, text.strip())
+        self.chat.set(**{name: value})
+        self.conversation.set(options=dict(self.chat.options))
+        return f"{name} = {_shown(value)}" if value is not None else f"{name} is the default again"
+
+    def default(self, name: str) -> Any:
+        """What an option is where nobody chose."""
+        found = self.model.defaults.get(name)
+        return library_defaults().get(name) if found is None else found
+
+    def use(self, preset: Preset) -> None:
+        """Go on with exactly the preset's options, and its system prompt if it has one.
+
+        Raises:
+            OptionError: the model does not take them; nothing changes then.
+        """
+        cleared = dict.fromkeys(self.chat.options)
+        self.chat.set(**{**cleared, **preset.options})
+        self.conversation.set(options=dict(self.chat.options))
+        if preset.system is not None:
+            self.system(preset.system.strip() or "none")
+
+    def preset(self, presets: PresetsFile, name: str) -> str:
+        """``/preset``: list them, or use one."""
+        if name:
+            preset = presets.find(name)
+            self.use(preset)
+            return f"This conversation uses {preset.name}: {preset.summary}"
+        lines = [f"{preset.name}: {preset.summary}" for preset in presets.list()]
+        return "\n".join([*lines, *presets.notes]) or "No presets yet: /config saves one"
+
+    def _options(self) -> str:
+        chosen, defaults = self.chat.options, self.model.defaults
+        width = max(map(len, OPTIONS))
+        lines = []
+        for name in sorted(OPTIONS):
+            if name in chosen:
+                value = _shown(chosen[name])
+            else:
+                value = "-" if defaults.get(name) is None else f"{_shown(defaults[name])} (default)"
+            lines.append(f"{name:<{width}}  {value}")
+        return "\n".join(lines)
+
+
+def library_defaults() -> dict[str, Any]:
+    """Generation options that have a default whatever the model."""
+    options = localrt.Options()
+    found: dict[str, Any] = {}
+    for part in (options, options.sampling):
+        found |= {each.name: getattr(part, each.name) for each in fields(part)}
+    return {name: value for name, value in found.items() if value not in ((), {}, None)}
+
+
+def _value(name: str, text: str) -> Any:
+    """``0.2``, ``true``, ``["a", "b"]`` and ``none`` as what they say; anything else as text."""
+    if text.lower() in _NONE:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    # A stop string may look like a number.
+    return text if name == "stop" and not isinstance(value, (str, list)) else value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

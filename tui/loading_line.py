@@ -1,0 +1,71 @@
+"""The line that shows how far a model is on its way: stage, bar, bytes.
+
+Knows the library's ``Progress`` and a width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from localrt.tui.text import clean, human_bytes, human_count
+from localrt.tui.themes import FAINT
+
+if TYPE_CHECKING:
+    from localrt.progress import Progress
+
+__all__ = ["LoadingLine", "loading_line"]
+
+_STAGES = {"download": "Downloading", "load": "Loading", "prefill": "Reading"}
+
+
+class LoadingLine(Widget):
+    """Assign ``progress``; None shows that work has begun and nothing is known yet."""
+
+    progress: reactive[Progress | None] = reactive(None)
+
+    def render(self) -> Content:
+        """The line at the present width."""
+        return loading_line(self.progress, self.size.width)
+
+
+def loading_line(progress: Progress | None, width: int) -> Content:
+    """``Loading ━━━━━━━━━━────── 62%  86 MB of 138 MB  blk.12`` in ``width`` columns."""
+    if progress is None:
+        return Content.assemble(("Opening the model ...", FAINT))
+    stage = _STAGES.get(progress.stage, clean(progress.stage).capitalize())
+    amounts = _amounts(progress)
+    if not progress.total:
+        return Content.assemble(stage, ("  " + amounts, FAINT))
+    share = min(max(progress.done / progress.total, 0.0), 1.0)
+    tail = f" {share:4.0%}"
+    if len(stage) + len(tail) + len(amounts) + 8 <= width:
+        tail += f"  {amounts}"
+    room = width - len(stage) - len(tail) - 1
+    bar = max(min(room, 30), 4)
+    filled = round(bar * share)
+    detail = clean(progress.detail)
+    rest = f"  {detail}" if detail and len(detail) + 2 <= room - bar else ""
+    return Content.assemble(
+        stage + " ",
+        ("━" * filled, "$text-accent"),
+        ("─" * (bar - filled), FAINT),
+        tail,
+        (rest, FAINT),
+    )
+
+
+def _amounts(progress: Progress) -> str:
+    if not progress.unit:
+        return ""
+
+    def say(count: int) -> str:
+        return human_bytes(count) if progress.unit == "bytes" else human_count(count)
+
+    unit = "" if progress.unit == "bytes" else f" {progress.unit}"
+    if progress.total is None:
+        return say(progress.done) + unit
+    return f"{say(progress.done)} of {say(progress.total)}{unit}"

@@ -1,0 +1,1 @@
+"""Windows over the chat: models, settings, conversations, help, small dialogs."""

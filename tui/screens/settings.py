@@ -1,0 +1,341 @@
+"""The settings screen: options with their help, system prompt, presets, theme, panel, keys.
+
+A list to walk through; Enter changes a row, Delete takes its default again, and what is wrong is
+said where it was typed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from localrt.errors import LocalrtError, OptionError
+from localrt.tui.commands import OPTIONS
+from localrt.tui.conversation.session import Session, library_defaults
+from localrt.tui.conversation.state import ChatState, Defaults
+from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from localrt.tui.screens.dialogs import HEADING, Ask, AskLines, Choose, Confirm, ask
+from localrt.tui.text import clean, one_line
+from localrt.tui.themes import FAINT, offered
+
+__all__ = ["PickTheme", "SettingsScreen"]
+
+_NAME_WIDTH = 22
+_VALUE_WIDTH = 36
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A line of the list: what it is called, says and is for; what Enter and Delete do."""
+
+    name: str
+    value: str
+    help: str
+    change: Callable[[], None]
+    reset: Callable[[], None] | None = None
+    chosen: bool = False  # by the user: drawn bold
+
+
+class SettingsScreen(ModalScreen[None]):
+    """``keys`` are (what it does, key) pairs to show; ``panel`` says whether the panel is open."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "dismiss(None)", show=False),
+        Binding("delete,backspace", "reset", show=False),
+    ]
+    DEFAULT_CSS = """
+    SettingsScreen #help { height: 3; margin: 1 0 0 0; color: $text-muted; }
+    """
+
+    def __init__(
+        self,
+        state: ChatState,
+        preferences: PreferencesFile,
+        presets: PresetsFile,
+        *,
+        keys: Mapping[str, str],
+        panel: bool = False,
+        show_panel: Callable[[bool], None],
+    ) -> None:
+        super().__init__()
+        self._state, self._preferences, self._presets = state, preferences, presets
+        self._keys = keys
+        self._panel, self._show_panel = panel, show_panel
+        self._rows: list[_Row | str] = []
+
+    def compose(self) -> ComposeResult:
+        """List, help of the highlighted row, what the keys do."""
+        with Vertical(classes="window tall"):
+            yield OptionList(compact=True)
+            yield Static(id="help", markup=False)
+            yield Static("Enter change · Del default · Esc back", classes="keys", markup=False)
+
+    def on_mount(self) -> None:
+        """Show what there is."""
+        self._fill()
+        self.query_one(OptionList).focus()
+
+    def _fill(self) -> None:
+        options = self.query_one(OptionList)
+        keep = options.highlighted
+        config = self._preferences.path
+        key_help = f'In {config}, below [keys], an action\'s name = "ctrl+l" changes it.'
+        self._rows = [
+            "App",
+            self._theme_row(),
+            self._panel_row(),
+            "Presets",
+            *(self._preset_row(preset) for preset in self._presets.list()),
+            self._save_row(),
+            "This conversation",
+            self._system_row(),
+            *(self._option_row(name) for name in OPTIONS),
+            "New conversations",
+            *self._new_rows(),
+            f"Keys (change them in {config}, [keys])",
+            *(_Row(does, key, key_help, lambda: None) for does, key in self._keys.items()),
+        ]
+        options.clear_options()
+        options.add_options(
+            Option(Content.styled(row, HEADING), disabled=True)
+            if isinstance(row, str)
+            else Option(_drawn(row))
+            for row in self._rows
+        )
+        options.highlighted = 1 if keep is None else min(keep, len(self._rows) - 1)
+        for note in self._presets.notes:
+            self.notify(note, markup=False)
+
+    # -- this conversation -----------------------------------------------------------------------
+
+    @property
+    def _session(self) -> Session:
+        if self._state.session is None:
+            raise OptionError("the model is still loading: its options come with it")
+        return self._state.session
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Those that were chosen."""
+        session = self._state.session
+        return dict(self._state.conversation.options if session is None else session.chat.options)
+
+    def _option_row(self, name: str) -> _Row:
+        session, chosen = self._state.session, self._options.get(name)
+        text = "" if chosen is None else _as_typed(chosen)
+        value = text
+        if chosen is None:
+            default = library_defaults().get(name) if session is None else session.default(name)
+            value = "–" if default is None else f"{_as_typed(default)} (default)"
+
+        def set_option(text: str) -> None:
+            self._session.set(f"{name} {text.strip() or 'none'}")
+
+        def change() -> None:
+            question = Content.assemble((name, HEADING), f"\n{OPTIONS[name]}")
+            ask(self, Ask(question, text, set_option), lambda text: self._fill())
+
+        def reset() -> None:
+            self._try(lambda: set_option("none"))
+
+        return _Row(name, value, OPTIONS[name], change, reset, chosen is not None)
+
+    def _system_row(self) -> _Row:
+        system = self._state.conversation.system or ""
+
+        def set_system(text: str) -> None:
+            self._try(lambda: self._session.system(text.strip() or "none"))
+
+        return _Row(
+            "System prompt",
+            " ".join(system.split()) or "none",
+            "What the model is told before everything else. It changes the whole answer.",
+            lambda: ask(self, AskLines("System prompt", system), set_system),
+            lambda: set_system(""),
+            bool(system),
+        )
+
+    # -- presets ---------------------------------------------------------------------------------
+
+    def _save_preset(self, name: str) -> None:
+        """Keep what the conversation has under a name."""
+        self._presets.save(Preset(name.strip(), self._state.conversation.system, self._options))
+
+    def _save_row(self) -> _Row:
+        help = "Keep the system prompt and the options of this conversation under a name."
+
+        def change() -> None:
+            question = Content.assemble(("Name of the preset", HEADING), f"\n{help}")
+            ask(self, Ask(question, "", self._save_preset), lambda name: self._fill())
+
+        return _Row("Save as a preset", "…", help, change)
+
+    def _preset_row(self, preset: Preset) -> _Row:
+        name = preset.name
+        choices = [
+            ("use", "Use it in this conversation"),
+            ("save", "Replace it by what this conversation has"),
+            ("delete", "Delete it"),
+        ]
+
+        def chosen(what: str) -> None:
+            if what == "use":
+                self._try(lambda: self._session.use(preset), f"This conversation uses {name}")
+            elif what == "save":
+                self._try(lambda: self._save_preset(name), f"{name} is replaced")
+            else:
+                ask(self, Confirm(f"Delete the preset {name}?", "delete"), delete)
+
+        def delete(yes: bool) -> None:
+            self._try(lambda: self._presets.delete(name), f"{name} is deleted")
+
+        return _Row(
+            clean(name),
+            clean(preset.summary),
+            f"Enter uses, replaces or deletes it. It lies in {self._presets.path}.",
+            lambda: ask(self, Choose(name, choices), chosen),
+        )
+
+    # -- new conversations -----------------------------------------------------------------------
+
+    def _new_rows(self) -> list[_Row]:
+        def begin_with_these() -> None:
+            self._remember(Defaults(self._state.conversation.system, self._options))
+
+        return [
+            _Row(
+                "Begin with these",
+                "",
+                "New conversations begin with the options and system prompt of this one.",
+                lambda: self._try(begin_with_these, "New conversations begin with these"),
+            ),
+            _Row(
+                "Begin plainly",
+                "",
+                "New conversations begin with the model's own defaults.",
+                lambda: self._try(
+                    lambda: self._remember(Defaults()), "New conversations begin plainly"
+                ),
+            ),
+        ]
+
+    def _remember(self, defaults: Defaults) -> None:
+        self._preferences.remember_options(defaults.options)
+        self._preferences.remember(system=defaults.system)
+        self._state.defaults = defaults
+
+    # -- the app ---------------------------------------------------------------------------------
+
+    def _theme_row(self) -> _Row:
+        def remember(name: str) -> None:
+            self._try(lambda: self._preferences.remember(theme=name))
+
+        return _Row(
+            "Theme",
+            self.app.theme,
+            "Colours; they are shown as you walk.",
+            lambda: ask(self, PickTheme(), remember),
+        )
+
+    def _panel_row(self) -> _Row:
+        def change() -> None:
+            self._panel = not self._panel
+            self._show_panel(self._panel)
+            self._fill()
+
+        return _Row(
+            "Live panel",
+            "open" if self._panel else "closed",
+            "Memory, disk, the pipeline, and why it is not faster.",
+            change,
+        )
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    @property
+    def _current(self) -> _Row | None:
+        place = self.query_one(OptionList).highlighted
+        row = self._rows[place] if place is not None and place < len(self._rows) else None
+        return row if isinstance(row, _Row) else None
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        """Say what the row is for."""
+        if (row := self._current) is not None:
+            self.query_one("#help", Static).update(row.help)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Enter or a click changes it."""
+        if (row := self._current) is not None:
+            row.change()
+
+    def action_reset(self) -> None:
+        """Delete takes the default again."""
+        if (row := self._current) is not None and row.reset is not None:
+            row.reset()
+
+    def _try(self, change: Callable[[], object], done: str = "") -> None:
+        try:
+            change()
+        except LocalrtError as error:
+            self.notify(one_line(error), severity="error", markup=False)
+            return
+        self._fill()
+        if done:
+            self.notify(done, markup=False)
+
+
+class PickTheme(ModalScreen[str | None]):
+    """A theme by name; walking shows it, Esc brings the one before back."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", show=False)]
+
+    def compose(self) -> ComposeResult:
+        """The names."""
+        self._before = self.app.theme
+        with Vertical(classes="window tall"):
+            yield Static(Content.styled("Theme", HEADING))
+            yield OptionList(*(Option(name, id=name) for name in offered(self.app)), compact=True)
+            yield Static("Enter takes it · Esc keeps", classes="keys", markup=False)
+
+    def on_mount(self) -> None:
+        """Begin at the present one."""
+        names = offered(self.app)
+        options = self.query_one(OptionList)
+        options.highlighted = names.index(self._before) if self._before in names else 0
+        options.focus()
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        """Show it."""
+        if event.option.id is not None:
+            self.app.theme = event.option.id
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Keep it."""
+        self.dismiss(event.option.id)
+
+    def action_leave(self) -> None:
+        """As it was."""
+        self.app.theme = self._before
+        self.dismiss(None)
+
+
+def _drawn(row: _Row) -> Content:
+    value = row.value if len(row.value) <= _VALUE_WIDTH else f"{row.value[: _VALUE_WIDTH - 1]}…"
+    return Content.assemble(
+        (f"  {row.name:<{_NAME_WIDTH}}", ""),
+        (value, "bold $text-accent" if row.chosen else FAINT),
+    )
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
