@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["CHILDREN", "DECAY", "Children", "Expand", "Growth", "grow", "likeliest"]
+__all__ = ["CHILDREN", "DECAY", "Children", "Expand", "Growth", "likeliest"]
 
 DECAY = math.log(0.95)
 CHILDREN = 32
@@ -60,7 +60,10 @@ class Growth:
     def grow(
         self, expand: Expand, *, budget: int, depth: int, round_nodes: int = _ROUND
     ) -> TokenTree:
-        """The tree of the ``budget`` best nodes, at most ``depth`` deep."""
+        """The tree of the ``budget`` best nodes, at most ``depth`` deep.
+
+        ``expand`` is called with the root alone first.
+        """
         while True:
             floor = self._admit(budget, depth)
             batch = self._take(round_nodes, depth, floor)
@@ -82,7 +85,7 @@ class Growth:
                 self._add(heapq.heappop(self._rest))
                 continue
             entry = heapq.heappop(self._open)
-            if self._level(entry[1]) < depth:
+            if self.level(entry[1]) < depth:
                 batch.append(entry[1])
             else:
                 deep.append(entry)
@@ -112,7 +115,7 @@ class Growth:
         new = Growth(self._source)
         number = {top: ROOT}
         base = self._score(top)
-        level = self._level(top)
+        level = self.level(top)
         for node in range(top + 1, len(self._tokens)):
             parent = number.get(self._parents[node])
             if parent is None:
@@ -147,7 +150,8 @@ class Growth:
     def _score(self, node: int) -> float:
         return 0.0 if node == ROOT else self._scores[node]
 
-    def _level(self, node: int) -> int:
+    def level(self, node: int) -> int:
+        """How deep a node is; 0 of the last known token."""
         return 0 if node == ROOT else self._depths[node]
 
     def _admit(self, budget: int, depth: int) -> float:
@@ -161,7 +165,7 @@ class Growth:
             if len(best) >= budget and -entry[0] <= best[0]:
                 deep.append(entry)
                 break
-            if self._level(entry[1]) >= depth:
+            if self.level(entry[1]) >= depth:
                 deep.append(entry)
                 continue
             self._add(entry)
@@ -177,7 +181,7 @@ class Growth:
         token = int(self._children[parent].tokens[index])
         self._tokens.append(token)
         self._parents.append(parent)
-        self._depths.append(self._level(parent) + 1)
+        self._depths.append(self.level(parent) + 1)
         self._scores.append(-value)
         self._at[parent, token] = node
         heapq.heappush(self._open, (value, node))
@@ -195,7 +199,7 @@ class Growth:
         deep: list[tuple[float, int]] = []
         while self._open and len(batch) < count and -self._open[0][0] >= floor:
             entry = heapq.heappop(self._open)
-            if self._level(entry[1]) < depth:
+            if self.level(entry[1]) < depth:
                 batch.append(entry[1])
             else:
                 deep.append(entry)
@@ -217,16 +221,6 @@ class Growth:
         for node, children in zip(batch, found, strict=True):
             self._children[node] = children
             self._offer(node, 0)
-
-
-def grow(
-    expand: Expand, *, budget: int, depth: int, source: str, round_nodes: int = _ROUND
-) -> TokenTree:
-    """The tree of the ``budget`` best nodes, at most ``depth`` deep.
-
-    ``expand`` is called with the root alone first.
-    """
-    return Growth(source).grow(expand, budget=budget, depth=depth, round_nodes=round_nodes)
 
 
 def likeliest(

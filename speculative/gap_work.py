@@ -17,13 +17,13 @@ from types import TracebackType
 from localrt.errors import CancelledError
 from localrt.speculative.source import Check, Outcome
 
-__all__ = ["Meanwhile", "Work"]
+__all__ = ["GapWork", "Work"]
 
-# Called in the thread with the check and the outcome of ``AheadSource.ahead``.
+# Called in the thread with the check and the outcome of ``DraftSource.ahead``.
 Work = Callable[[Check, Outcome], None]
 
 
-class Meanwhile:
+class GapWork:
     """The check of one pass, and ``work`` beside it; None where there is nothing to do.
 
     A context: leaving it ends the thread. ``check`` is the caller's own, called in both threads.
@@ -74,7 +74,7 @@ class Meanwhile:
         self._over = True
         self._gap.set()
 
-    def __enter__(self) -> Meanwhile:
+    def __enter__(self) -> GapWork:
         if self._work is not None:
             self._thread = threading.Thread(
                 target=self._run, args=(self._work,), name="localrt-draft", daemon=True

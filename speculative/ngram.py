@@ -1,24 +1,26 @@
 """Prompt lookup: what followed the last time the last n tokens were these.
 
-An index keeps, for a few n, the latest place of every n-gram and the place before that, so that a
-token is added in constant time. The continuations of the longest match are counted into a tree, and
-those of shorter matches fill what is left (prompt lookup decoding, Saxena 2023; LLMA, Yang et al.
-2023). It knows no model: text that repeats itself is all it takes.
+It looks in the sequence itself and in an archive of the model's earlier answers. An index keeps,
+for a few n, the latest place of every n-gram and the place before that, so that a token is added in
+constant time. The continuations of the longest match are counted into a tree, and those of shorter
+matches fill what is left (prompt lookup decoding, Saxena 2023; LLMA, Yang et al. 2023). It knows no
+model: text that repeats itself is all it takes.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import threading
 from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
-from localrt.speculative.source import Check
+from localrt.speculative.source import Check, DraftSource
 from localrt.speculative.tree import ROOT, TokenTree, merge
 
-__all__ = ["ORDERS", "NgramIndex", "NgramSource", "common_length"]
+__all__ = ["ORDERS", "Archive", "NgramIndex", "NgramSource", "common_length"]
 
 # Lengths of the contexts, longest first.
 ORDERS = (8, 5, 3, 2, 1)
@@ -29,6 +31,7 @@ _PLACES = 16
 # A match lasts: what follows a confirmed guess is likelier than the guess was.
 _LASTS = 0.9
 _WEAKEST = 1e-3  # probability of a guess that is not worth a row
+_ARCHIVED = 1 << 17  # tokens; an index takes about 1 KB for each
 
 
 class NgramIndex:
@@ -145,12 +148,40 @@ def _counted(
     return TokenTree.of(ids, parents, scores, source)
 
 
-class NgramSource:
-    """See ``DraftSource``: guesses from the sequence's own past, the prompt included."""
+class Archive:
+    """Answers so far, of all sequences of a model. Thread-safe."""
+
+    def __init__(self, *, most: int = _ARCHIVED) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._index = NgramIndex()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Remember an answer. Beyond its bound an archive keeps its newer half."""
+        with self._lock:
+            if len(self._index) + len(tokens) > self._most:
+                kept = [*self._index.tokens, *tokens][-self._most // 2 :]
+                self._index = NgramIndex()
+                self._index.extend(kept)
+            else:
+                self._index.extend(tokens)
+
+    def tree(self, history: Sequence[int], budget: int, depth: int) -> TokenTree:
+        """Guesses of what follows ``history``."""
+        with self._lock:
+            return continuations(self._index, history[-max(ORDERS) :], budget, depth, "archive")
+
+
+class NgramSource(DraftSource):
+    """Guesses from the sequence's own past, the prompt included, and from an ``archive``."""
 
     name = "ngram"
 
-    def __init__(self) -> None:
+    def __init__(self, archive: Archive | None = None) -> None:
+        self._archive = archive
         self._index = NgramIndex()
 
     def begin(self, history: Sequence[int]) -> None:
@@ -164,7 +195,10 @@ class NgramSource:
     ) -> TokenTree:
         """See ``DraftSource``."""
         self._index.extend(history[len(self._index) :])
-        return continuations(self._index, history[-max(ORDERS) :], budget, depth, self.name)
+        tree = continuations(self._index, history[-max(ORDERS) :], budget, depth, self.name)
+        if self._archive is None:
+            return tree
+        return merge([tree, self._archive.tree(history, budget, depth)], budget)
 
     def close(self) -> None:
         """See ``DraftSource``."""

@@ -6,13 +6,13 @@ nothing has to be told that a guess was right. It knows no target and no text.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 from localrt.errors import LocalrtError
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["AheadSource", "Check", "DraftFailedError", "DraftSource", "Outcome"]
+__all__ = ["Check", "DraftFailedError", "DraftSource", "Outcome"]
 
 # Called now and then while a source works; raises CancelledError to abandon it.
 Check = Callable[[], None]
@@ -24,16 +24,19 @@ class DraftFailedError(LocalrtError):
     """A source cannot go on: its model computes no numbers, or its memory is used up."""
 
 
-class DraftSource(Protocol):
+class DraftSource(ABC):
     """Guesses for one sequence. Used by one thread at a time."""
 
-    @property
-    def name(self) -> str:
-        """``"ngram"``, ``"said"``, ``"model"``."""
+    name: str
+    """``"ngram"``, ``"model"``, ``"head"``."""
 
-    def begin(self, history: Sequence[int]) -> None:
+    prepares = False
+    """Whether it can go on while its guesses are verified. The last four methods are for that."""
+
+    def begin(self, history: Sequence[int]) -> None:  # noqa: B027 - most need nothing
         """A generation begins with ``history``, which need not go on from what was seen so far."""
 
+    @abstractmethod
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
@@ -45,19 +48,12 @@ class DraftSource(Protocol):
             DraftFailedError: the source is of no use any more; it must not be called again.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free what it holds."""
 
-
-@runtime_checkable
-class AheadSource(DraftSource, Protocol):
-    """A source that can go on while its guesses are verified. Still one thread at a time."""
-
-    @property
-    def prepares(self) -> bool:
-        """Whether there is anything that it could prepare."""
-
-    def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
+    def ahead(  # noqa: B027
+        self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome
+    ) -> None:
         """Prepare what ``propose`` will be asked for next, by at most ``nodes`` steps of work.
 
         ``history`` is that of the last proposal, or goes on from it; with no ``nodes`` only what is
@@ -71,8 +67,11 @@ class AheadSource(DraftSource, Protocol):
 
     def missing(self, history: Sequence[int]) -> int:
         """Tokens of ``history`` that must be computed before there can be a tree behind it."""
+        return 0
 
-    def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
+    def catch_up(  # noqa: B027
+        self, history: Sequence[int], *, check: Check | None = None
+    ) -> None:
         """Compute them.
 
         Raises:
@@ -81,3 +80,4 @@ class AheadSource(DraftSource, Protocol):
 
     def ready(self, history: Sequence[int]) -> int:
         """The levels of a tree behind ``history`` that were prepared; computes nothing."""
+        return 0

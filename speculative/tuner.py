@@ -16,7 +16,7 @@ import numpy as np
 
 from localrt.speculative.costs import GapWorth, Mixture, PassCost
 from localrt.speculative.mixed import MixedTree
-from localrt.speculative.policy import AHEAD_S, Ahead, Gaps, Plan
+from localrt.speculative.policy import AHEAD_S, Ahead, Gaps, Plan, Policy
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.worth import BUDGETS, DEPTHS, FIRST_WAIT, Source, node_counts
 
@@ -80,7 +80,7 @@ class Tuner:
         return Run(self, limit, tuple(sources), in_gaps=in_gaps)
 
 
-class Run:
+class Run(Policy):
     """See ``Policy``."""
 
     def __init__(

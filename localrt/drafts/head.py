@@ -1,4 +1,4 @@
-"""A draft head beside its target: found, checked, and made into sources of guesses.
+"""A draft head beside its target: found among those that were trained here, checked, and at work.
 
 It opens the target's checkpoint once more for what head and target share, and computes with the
 target's own kernels while no pass runs. Options and tuning are the business of ``choice.py``.
@@ -11,54 +11,58 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.session import NativeSession
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.registry import read_config
+from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.offload.account import draft_head_nbytes
-from localrt.speculative.dgf import DgfTarget
-from localrt.speculative.dgf_file import DgfWeights, is_dgf_folder, read_dgf, read_dgf_config
-from localrt.speculative.dgf_head import REMEMBERED, DgfHead, target_parts
-from localrt.speculative.dgf_source import DgfSource
+from localrt.settings import Settings
+from localrt.speculative.draft_head import REMEMBERED, DraftHead, HeadDrafter, target_parts
+from localrt.speculative.draft_head_file import (
+    HeadTarget,
+    HeadWeights,
+    is_head_folder,
+    read_head,
+    read_head_config,
+)
+from localrt.speculative.tree_source import TreeLimits, TreeSource
 
 if TYPE_CHECKING:
-    from localrt.engine.native.engine import NativeEngine
     from localrt.engine.options import Options
     from localrt.engine.protocol import EngineSession
     from localrt.loading.parts import LoadedModel, LoadOptions
     from localrt.models.decoder import DecoderConfig
     from localrt.models.tokenizers import Tokenizer
-    from localrt.settings import Settings
 
 __all__ = [
     "OWN_HEAD",
-    "PACKAGED",
     "TRAINED",
-    "DraftHead",
-    "beside_head",
+    "HeadDraft",
     "find_head",
     "is_draft_head",
     "target_identity",
+    "with_room_for_head",
 ]
 
-PACKAGED = Path(__file__).parent.parent / "data" / "heads"
-"""Heads that come with localrt, a folder each."""
 TRAINED = "heads"
-"""Where a user's own lie, below the settings' data folder."""
+"""Where the heads lie that were trained here, below the settings' data folder."""
 
 OWN_HEAD = "head"
 """What a ``draft`` option says to have the head used that is there for the model."""
 
 _HELD_TOKENS = 4096  # whose hidden states there is room for
 _MOST_NODES = 256  # of a tree; larger ones are for drafts that cost more than the head's rows
+_ROUND_NODES = 16
 
 
 def is_draft_head(name: str) -> bool:
     """Whether a ``draft`` option asks for a draft head: by its folder, or for whichever fits."""
-    return name == OWN_HEAD or is_dgf_folder(Path(name))
+    return name == OWN_HEAD or is_head_folder(Path(name))
 
 
-def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOptions:
+def with_room_for_head(name: str, options: LoadOptions, settings: Settings) -> LoadOptions:
     """A target's options with room in its RAM budget for the head ``name`` and what it keeps.
 
     Raises:
@@ -71,7 +75,7 @@ def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOpti
     room = 0
     for folder in _heads(settings) if name == OWN_HEAD else [Path(name)]:
         try:
-            room = max(room, _room(read_dgf(folder), options.ctx))
+            room = max(room, _room(read_head(folder), options.ctx))
         except LocalrtError:
             if name != OWN_HEAD:
                 raise  # of those that nobody named, what cannot be read is passed over
@@ -83,7 +87,7 @@ def beside_head(name: str, options: LoadOptions, settings: Settings) -> LoadOpti
     return replace(options, ram=options.ram - room)
 
 
-def _room(weights: DgfWeights, ctx: int | None) -> int:
+def _room(weights: HeadWeights, ctx: int | None) -> int:
     """Bytes of a head, its rows of the target's as int8, what it remembers, and hidden states."""
     config = weights.config
     return draft_head_nbytes(
@@ -96,13 +100,12 @@ def _room(weights: DgfWeights, ctx: int | None) -> int:
 
 
 def _heads(settings: Settings) -> list[Path]:
-    """The folders of the user's own heads, and of those that localrt brings."""
-    places = (settings.data_dir / TRAINED, PACKAGED)
-    return [f for place in places if place.is_dir() for f in sorted(place.glob("*"))]
+    """The folders of the heads that were trained here."""
+    return sorted((settings.data_dir / TRAINED).glob("*"))
 
 
 def find_head(target: LoadedModel, settings: Settings) -> Path | None:
-    """A head for ``target`` among the user's own and those that localrt brings.
+    """A head for ``target`` among those that were trained here.
 
     Sizes and tokens say whose it is: a head of another model with the same ones guesses worse,
     which the tuner finds out.
@@ -111,7 +114,7 @@ def find_head(target: LoadedModel, settings: Settings) -> Path | None:
     ours: str | None = None
     for folder in _heads(settings):
         try:
-            theirs = read_dgf_config(folder).target
+            theirs = read_head_config(folder).target
         except LocalrtError:
             continue
         sizes = (theirs.architecture, theirs.layers, theirs.vocab_size)
@@ -123,9 +126,9 @@ def find_head(target: LoadedModel, settings: Settings) -> Path | None:
     return None
 
 
-def target_identity(config: DecoderConfig, tokenizer: Tokenizer | None) -> DgfTarget:
+def target_identity(config: DecoderConfig, tokenizer: Tokenizer | None) -> HeadTarget:
     """What a head must have been trained on to be of use for a model."""
-    return DgfTarget(
+    return HeadTarget(
         architecture=_plain_name(config.architecture),
         layers=config.layers,
         hidden_size=config.hidden_size,
@@ -136,8 +139,6 @@ def target_identity(config: DecoderConfig, tokenizer: Tokenizer | None) -> DgfTa
 
 def _plain_name(architecture: str) -> str:
     """One name for an architecture, whatever kind of file names it."""
-    from localrt.models.registry import ARCHITECTURES
-
     return ARCHITECTURES.get(architecture, architecture)
 
 
@@ -149,17 +150,26 @@ def _vocabulary_digest(tokenizer: Tokenizer | None) -> str:
     return digest.hexdigest()
 
 
-class DraftHead:
-    """The head in the folder ``path`` for a loaded ``target``.
+class HeadDraft:
+    """The head ``name``, a folder or ``"head"``, for a loaded ``target``.
 
     Raises:
-        OptionError: it was trained on another model, or that computes on a card.
-        CheckpointError: its files are damaged.
+        OptionError: there is none, it was trained on another model, or that computes on a card.
+        CheckpointError: its file is damaged.
     """
 
-    def __init__(self, path: Path, target: LoadedModel, engine: NativeEngine) -> None:
+    kind = HeadDrafter.name
+
+    def __init__(self, name: str, target: LoadedModel, engine: NativeEngine) -> None:
+        path: Path | None = Path(name)
+        if name == OWN_HEAD:
+            path = find_head(target, Settings.from_environment())
+        if path is None:
+            raise OptionError(
+                "there is no draft head for this model: localrt draft train makes one"
+            )
         self._engine = engine
-        weights = read_dgf(path)
+        weights = read_head(path)
         self._checkpoint = open_checkpoint(target.path)
         try:
             config = read_config(self._checkpoint)
@@ -173,7 +183,7 @@ class DraftHead:
                     raise OptionError(
                         f"draft head {path} computes on the CPU kernels only: leave draft out"
                     )
-                self._head = DgfHead(weights, parts, ops)
+                self._head = DraftHead(weights, parts, ops)
         except BaseException:
             self._checkpoint.close()
             raise
@@ -181,22 +191,21 @@ class DraftHead:
 
     @property
     def level_share(self) -> float:
-        """The share of a target's step that a level is taken to cost before one was measured."""
+        """See ``Draft``: by the weights."""
         return min(1.0, 1.5 * self.nbytes / max(self._engine.info.weight_bytes, 1))
 
-    def source(self, session: EngineSession, options: Options) -> DgfSource:
-        """Guesses for a session, whose hidden states are recorded from now on."""
-        from localrt.engine.native.engine import NativeSession
-
+    def source(self, session: EngineSession, options: Options) -> TreeSource:
+        """See ``Draft``: the session's hidden states are recorded from now on."""
         assert isinstance(session, NativeSession), "the engine is native"
-        return DgfSource(
-            self._head,
-            session.record_features(),
-            self._engine.alone,
-            capacity=session.capacity,
-            most=min(options.tree_budget or _MOST_NODES, _MOST_NODES),
+        nodes = min(options.tree_budget or _MOST_NODES, _MOST_NODES)
+        limits = TreeLimits(
+            capacity=session.capacity + nodes,
+            nodes=nodes,
             temperature=options.sampling.temperature,
+            round_nodes=_ROUND_NODES,
         )
+        drafter = HeadDrafter(self._head, session.record_features(), self._engine.alone)
+        return TreeSource(drafter, limits)
 
     def close(self) -> None:
         """Close the target's files."""

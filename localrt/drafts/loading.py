@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.drafts.choice import PLUS_NGRAM, Drafts
-from localrt.drafts.head import beside_head, is_draft_head
-from localrt.drafts.placement import PlacedBeside, place_draft
+from localrt.drafts.head import is_draft_head, with_room_for_head
+from localrt.drafts.placement import DraftPlace, place_draft
 from localrt.errors import MemoryBudgetError
 from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
 
@@ -107,40 +107,52 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
 
 
 class Beside:
-    """A draft that was loaded before its target, so that the target's plan leaves it its room."""
+    """A draft that is loaded beside its target, so that the target's plan leaves it its room.
+
+    ``place`` is what was planned for both, ``load`` loads the draft.
+    """
 
     def __init__(
-        self, name: str, parts: LoadedModel | None, note: str, options: LoadOptions
+        self, name: str, place: DraftPlace, load: Callable[[LoadOptions], LoadedModel]
     ) -> None:
         self._name = name
-        self._options = options  # the target's
-        self._parts = parts
-        self._note = note
+        self._place = place
+        self._load = load
+        self._note = place.note
+        self._parts: LoadedModel | None = None  # the draft's
+        self._target: LoadedModel | None = None
 
     def target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
-        """Load the target; where it does not fit beside the draft, without the draft."""
-        try:
-            return self._noted(load(self._options))
-        except MemoryBudgetError as error:
-            if self._parts is None:
+        """Load the target, and the draft before or after it."""
+        if not self._place.after:
+            self._load_draft()
+        parts = self._load_target(load)
+        if self._place.after:
+            try:
+                self._load_draft()
+            except BaseException:
+                parts.engine.close()
                 raise
-            self.close()
-            self._note = f"draft {self._name} is not used: beside it, {error}"
-        gc.collect()
-        return self._noted(load(self._options))
-
-    def _noted(self, target: LoadedModel) -> LoadedModel:
-        return replace(target, notes=(*target.notes, self._note)) if self._note else target
+        self._target = parts
+        note = self._note or self._place.line
+        return replace(parts, notes=(*parts.notes, note)) if note else parts
 
     def hand_over(self, drafts: Drafts) -> None:
-        """Give the draft to those of the target.
+        """Give the draft to those of the target, which is closed if that fails.
 
         Raises:
             OptionError: it has another vocabulary.
         """
-        if self._parts is not None or self._note:
-            parts, self._parts = self._parts, None
-            drafts.add(self._name, parts, self._note)
+        parts, self._parts = self._parts, None
+        target, self._target = self._target, None
+        if parts is None and not self._note:
+            return
+        try:
+            drafts.add(self._name, parts, self._note, self._place)
+        except BaseException:
+            if target is not None:
+                target.engine.close()
+            raise
 
     def close(self) -> None:
         """Free what was not handed over."""
@@ -148,13 +160,38 @@ class Beside:
         if parts is not None:
             parts.engine.close()
 
+    def _load_target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
+        """Load the target; where it does not fit beside the draft, without the draft."""
+        place = self._place
+        if self._note or place.draft is None:
+            return load(place.alone)
+        options = place.target or _beside_draft(self._parts, place.alone)
+        try:
+            return load(options)
+        except MemoryBudgetError as error:
+            self.close()
+            self._note = f"draft {self._name} is not used: beside it, {error}"
+        gc.collect()
+        return load(place.alone)
 
-def _beside_draft(parts: LoadedModel, options: LoadOptions) -> LoadOptions:
+    def _load_draft(self) -> None:
+        options = self._place.draft
+        if options is None or self._note:
+            return
+        try:
+            self._parts = self._load(options)
+        except MemoryBudgetError as error:
+            self._note = f"draft {self._name} is not used: {error}"
+
+
+def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOptions:
     """The target's options with room in its RAM budget for what the draft will still grow by."""
     from localrt.engine.native.engine import NativeEngine
     from localrt.offload.account import draft_growth_nbytes
     from localrt.offload.memory.process import ram_budget
 
+    if parts is None:
+        return options
     engine = parts.engine
     if not isinstance(engine, NativeEngine) or engine.free_memory() is not None:
         return options
@@ -172,36 +209,27 @@ def load_beside(
     offline: bool | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
-) -> Iterator[Beside | PlacedBeside]:
+) -> Iterator[Beside]:
     """The draft of a ``draft`` option, if that names a model, for the model at ``target``.
 
     Where there is a card, both are planned for before either is loaded.
     """
     from localrt.hub import resolve
 
+    def load(own: LoadOptions) -> LoadedModel:
+        return load_draft(name, own, settings, offline=offline, progress=progress, cancel=cancel)
+
     name = draft.removesuffix(PLUS_NGRAM)
     if is_draft_head(name):
-        options = beside_head(name, options, settings)
-    beside: Beside | PlacedBeside = Beside(name, None, "", options)
+        options = with_room_for_head(name, options, settings)
+    place = DraftPlace(alone=options)
     if is_draft_model(draft):
-
-        def load(own: LoadOptions) -> LoadedModel:
-            return load_draft(
-                name, own, settings, offline=offline, progress=progress, cancel=cancel
-            )
-
         path = resolve(
             name, settings=settings, offline=offline, progress=progress, cancel=cancel
         ).path
-        place = place_draft(target, path, name, options, settings)
-        if place is not None:
-            beside = PlacedBeside(name, place, load)
-        else:
-            try:
-                parts = load(options)
-                beside = Beside(name, parts, "", _beside_draft(parts, options))
-            except MemoryBudgetError as error:
-                beside = Beside(name, None, f"draft {name} is not used: {error}", options)
+        planned = place_draft(target, path, name, options, settings)
+        place = planned or DraftPlace(alone=options, draft=options)
+    beside = Beside(name, place, load)
     try:
         yield beside
     finally:

@@ -2,12 +2,11 @@
 
 A draft on a card takes its memory from the target's share, so that both stay within the budgets;
 one that fits nowhere is left out, and a note says so. A virtual card's draft is computed by the
-CPU and charged to the card (``clock.py``). How the ways are compared is the planner's.
+CPU and charged to the card (``decoder.py``). How the ways are compared is the planner's.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,15 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.drafts.acceptance import known_acceptance, measured, remember_acceptance
-from localrt.drafts.clock import (
-    CardDraftDecoder,
-    ClockedSource,
-    HostDraftDecoder,
-    RoomyDraftDecoder,
-)
-from localrt.errors import MemoryBudgetError, UnsupportedModelError
-from localrt.loading.parts import LoadedModel, LoadOptions
+from localrt.drafts.acceptance import known_acceptance, remember_acceptance
+from localrt.errors import UnsupportedModelError
+from localrt.loading.parts import LoadOptions
 from localrt.offload.account import (
     CUDA_CONTEXT_NBYTES,
     FIRST_CONTEXT,
@@ -34,8 +27,6 @@ from localrt.offload.account import (
 )
 
 if TYPE_CHECKING:
-    from localrt.drafts.choice import Drafts
-    from localrt.engine.native.engine import NativeEngine
     from localrt.loading.cards import OpenCard
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.planner.draft_costs import DraftCosts
@@ -43,10 +34,8 @@ if TYPE_CHECKING:
     from localrt.offload.planner.plan import Plan
     from localrt.offload.shapes import ModelShape
     from localrt.settings import Settings
-    from localrt.speculative.draft_model import DraftDecoder
-    from localrt.speculative.source import DraftSource
 
-__all__ = ["DraftPlace", "PlacedBeside", "place_draft", "source_of"]
+__all__ = ["DraftPlace", "place_draft"]
 
 # Of a conversation's tokens, as many as a draft on a card sees where no context was asked for, and
 # the nodes of a tree behind them.
@@ -56,7 +45,8 @@ _CONTEXT, _NODES = 2048, 128
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlace:
     """What was decided. ``target`` and ``draft`` are what each is loaded with, ``alone`` is the
-    target without a draft; ``draft`` is None where it is not used, and ``note`` says why.
+    target without a draft; ``draft`` is None where it is not used, and ``note`` says why. Without a
+    ``target``, it is loaded with what the draft leaves.
 
     ``after``: the draft is loaded after the target, since a virtual card's memory is none of the
     RAM that the target's budget is of. ``costs`` are those of a draft on the card, of whose memory
@@ -65,9 +55,9 @@ class DraftPlace:
     """
 
     alone: LoadOptions
-    target: LoadOptions
-    draft: LoadOptions | None
-    line: str
+    target: LoadOptions | None = None
+    draft: LoadOptions | None = None
+    line: str = ""
     note: str = ""
     after: bool = False
     costs: DraftCosts | None = None
@@ -100,103 +90,6 @@ def place_draft(
                 card.accelerator.close()
         except UnsupportedModelError:
             return None  # loading explains it
-
-
-def source_of(
-    make: Callable[[DraftDecoder], DraftSource],
-    decoder: DraftDecoder,
-    *,
-    draft: NativeEngine,
-    target: NativeEngine,
-    place: DraftPlace | None,
-) -> DraftSource:
-    """The source that ``make`` makes of a draft's decoder, within its room and on its clock."""
-    if place is not None and place.cache_room is not None:
-        decoder = RoomyDraftDecoder(decoder, draft.kv_nbytes, place.cache_room)
-    clock = target.virtual_clock
-    source: DraftSource
-    if clock is None:
-        source = make(decoder)
-    else:
-        timed: CardDraftDecoder | HostDraftDecoder
-        if place is not None and place.costs is not None:
-            timed = CardDraftDecoder(decoder, clock, place.costs)
-        else:
-            timed = HostDraftDecoder(decoder, clock)
-        source = ClockedSource(make(timed), timed, clock)
-    if place is None or place.remember is None:
-        return source
-    return measured(source, place.remember)
-
-
-class PlacedBeside:
-    """See ``Beside``: a draft whose place was planned. ``load`` loads it with the given options."""
-
-    def __init__(
-        self, name: str, place: DraftPlace, load: Callable[[LoadOptions], LoadedModel]
-    ) -> None:
-        self._name = name
-        self._place = place
-        self._load = load
-        self._parts: LoadedModel | None = None
-        self._target: LoadedModel | None = None
-        self._note = place.note
-
-    def target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
-        """Load the target, and the draft before or after it."""
-        place = self._place
-        if not place.after:
-            self._load_draft()
-        parts = self._load_target(load)
-        if place.after:
-            try:
-                self._load_draft()
-            except BaseException:
-                parts.engine.close()
-                raise
-        self._target = parts
-        said = self._note or place.line
-        return replace(parts, notes=(*parts.notes, said)) if said else parts
-
-    def hand_over(self, drafts: Drafts) -> None:
-        """See ``Beside``."""
-        parts, self._parts = self._parts, None
-        target, self._target = self._target, None
-        try:
-            drafts.add(self._name, parts, self._note, self._place)
-        except BaseException:
-            if target is not None:
-                target.engine.close()
-            raise
-
-    def close(self) -> None:
-        """See ``Beside``."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.engine.close()
-
-    def _load_target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
-        if self._note:
-            return load(self._place.alone)
-        try:
-            return load(self._place.target)
-        except MemoryBudgetError as error:
-            self.close()
-            self._note = f"draft {self._name} is not used: beside it, {error}"
-        gc.collect()
-        return load(self._place.alone)
-
-    def _load_draft(self) -> None:
-        options = self._place.draft
-        if options is None or self._note:
-            return
-        try:
-            self._parts = self._load(options)
-        except MemoryBudgetError as error:
-            self._note = f"draft {self._name} is not used: {error}"
-
-
-# -- planning ------------------------------------------------------------------------------------
 
 
 def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
@@ -262,7 +155,7 @@ def _place(
     )
     plan = plan_pair(request)
     if plan is None:  # not even the target alone: loading says what is missing
-        return DraftPlace(alone=options, target=options, draft=None, line="", note="")
+        return DraftPlace(alone=options)
     place = _decision(plan, card, name, options, machine_ram=ram_budget(None) - current_rss())
     remember = partial(remember_acceptance, settings, ours.name, theirs.name)
     return replace(place, remember=remember)
@@ -279,7 +172,7 @@ def _decision(
     alone = options
     if best.way == "no draft":
         why = f"draft {name} is not used: {plan.against()}"
-        return DraftPlace(alone=alone, target=alone, draft=None, line="", note=why)
+        return DraftPlace(alone=alone, note=why)
     virtual = options.device.startswith("virtual:")
     own = replace(options, engine="native", kv_format=None, gpu_memory=None, pass_rows=1)
     share = best.level_s * best.plain_tok_s
@@ -297,7 +190,7 @@ def _decision(
         # The card's memory is this process's, beside what the target may take.
         if best.draft_vram + _new_nbytes(best.plan) > machine_ram:
             why = f"draft {name} is not used: there is no memory to stand for the virtual card's"
-            return DraftPlace(alone=alone, target=alone, draft=None, line="", note=why)
+            return DraftPlace(alone=alone, note=why)
         target = replace(target, gpu_memory=left)
         own = replace(own, device="cpu", ram=None, ctx=request.draft_ctx)
     else:

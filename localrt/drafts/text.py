@@ -29,7 +29,7 @@ from localrt.models.registry import read_config
 from localrt.models.units import EMBEDDING, HEAD
 from localrt.quant.formats import unpack
 from localrt.quant.ops.latent import LatentSpec
-from localrt.speculative.dgf import DgfConfig
+from localrt.speculative.draft_head_file import HeadConfig
 
 if TYPE_CHECKING:
     from localrt.models.decoder import DecoderConfig
@@ -49,7 +49,7 @@ class Learnt:
     """
 
     files: SequenceFiles
-    config: DgfConfig
+    config: HeadConfig
     draft_tokens: npt.NDArray[np.int64]
     embedding: Floats
     head: Floats
@@ -185,13 +185,13 @@ def _compute_given(
 
 def _plan(
     parts: LoadedModel, decoder: DecoderConfig, files: SequenceFiles, training: DraftTraining
-) -> tuple[DgfConfig, npt.NDArray[np.int64]]:
+) -> tuple[HeadConfig, npt.NDArray[np.int64]]:
     """Sizes like those of the target's blocks; the vocabulary that was used most."""
     counts = np.bincount(files.tokens().reshape(-1), minlength=decoder.vocab_size)
     most = min(training.vocab, decoder.vocab_size)
     draft_tokens = np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int64)
     spec = decoder.attention[-1]
-    head = DgfConfig(
+    head = HeadConfig(
         target=target_identity(decoder, parts.tokenizer),
         blocks=training.depth,
         heads=spec.heads,

@@ -1,4 +1,4 @@
-"""Trains a DGF draft head for a target: text that it writes, its hidden states, and many steps.
+"""Trains a draft head for a target: text that it writes, its hidden states, and many steps.
 
 Everything that takes long is kept in the folder ``work`` of the result: sequences as they are
 written, weights and optimizers once a minute. The same call goes on from there, to the same head.
@@ -22,7 +22,7 @@ from localrt.drafts.text import learnt_text
 from localrt.drafts.training_work import DraftTraining, Reporter
 from localrt.errors import MissingExtraError, OptionError
 from localrt.progress import ProgressCallback
-from localrt.speculative.dgf_file import is_dgf_folder, write_dgf
+from localrt.speculative.draft_head_file import is_head_folder, write_head
 
 if TYPE_CHECKING:
     from localrt.drafts.training_torch import LevelScore, Trainer
@@ -84,7 +84,7 @@ def train_draft(
     """
     torch_part = _torch_part()
     work = out / "work"
-    if is_dgf_folder(out) and not work.exists():
+    if is_head_folder(out) and not work.exists():
         raise OptionError(f"{out} holds a draft head already: choose another --out")
     report = Reporter(progress, cancel)
     learnt_from = learnt_text(
@@ -123,7 +123,7 @@ def train_draft(
     )
     record = trained.to_dict()
     about = {name: record[name] for name in record if name not in ("path", "nbytes")}
-    nbytes = write_dgf(
+    nbytes = write_head(
         out, learnt_from.config, learnt_from.draft_tokens, trainer.weights(), about=about
     )
     if not keep:

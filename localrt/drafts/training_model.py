@@ -1,7 +1,7 @@
-"""A DGF draft head as a torch module, for its training: several levels of guesses at once.
+"""A draft head as a torch module, for its training: several levels of guesses at once.
 
 Weights have the names and shapes that the head's file gives them. What it computes is what
-``speculative/dgf_head.py`` computes; a level's attention is that of a tree's row.
+``speculative/draft_head.py`` computes; a level's attention is that of a tree's row.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from localrt.speculative.dgf import DgfConfig
+from localrt.speculative.draft_head_file import HeadConfig
 
-__all__ = ["DgfModel"]
+__all__ = ["HeadModel"]
 
 
 class _Norm(nn.Module):
@@ -32,7 +32,7 @@ class _Norm(nn.Module):
 class _Fusion(nn.Module):
     """Dynamic gating fusion, with a norm on either input."""
 
-    def __init__(self, config: DgfConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self.feature_norm = _Norm(size, eps)
@@ -58,7 +58,7 @@ class _Fusion(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DgfConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self._config = config
         size, of_head = config.hidden_size, config.head_dim
@@ -126,7 +126,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Mlp(nn.Module):
-    def __init__(self, config: DgfConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(size, inner, bias=False)
@@ -140,7 +140,7 @@ class _Mlp(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, config: DgfConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.input_layernorm = _Norm(config.hidden_size, config.norm_eps)
         self.self_attn = _Attention(config)
@@ -154,15 +154,15 @@ class _Block(nn.Module):
 
 
 class _Blocks(nn.Module):
-    def __init__(self, config: DgfConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_Block(config) for _ in range(config.blocks))
 
 
-class DgfModel(nn.Module):
-    """The head. ``state_dict`` has the names and shapes of ``DgfConfig.shapes``."""
+class HeadModel(nn.Module):
+    """The head. ``state_dict`` has the names and shapes of ``HeadConfig.shapes``."""
 
-    def __init__(self, config: DgfConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self._config = config
         self.fusion = _Fusion(config)

@@ -1,4 +1,4 @@
-"""One step of a DGF draft head's training, with torch: float32 weights, bfloat16 products.
+"""One step of a draft head's training, with torch: float32 weights, bfloat16 products.
 
 The head learns to say what the target would say: cross-entropy with the target's own distribution
 over the draft vocabulary, and a little regression of the hidden states. A step is unrolled: on its
@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from localrt.drafts.training_model import DgfModel
+from localrt.drafts.training_model import HeadModel
 from localrt.errors import CheckpointError, StorageError
 from localrt.files import atomic_write
-from localrt.speculative.dgf import DgfConfig
+from localrt.speculative.draft_head_file import HeadConfig
 
 if TYPE_CHECKING:
     from localrt.drafts.text import Learnt
@@ -128,7 +128,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: DgfConfig,
+        config: HeadConfig,
         frozen: Frozen,
         *,
         total: int,
@@ -151,7 +151,7 @@ class Trainer:
             frozen.eps,
             frozen.softcap,
         )
-        self.model = DgfModel(config).to(self._device)
+        self.model = HeadModel(config).to(self._device)
         norm = frozen.norm / frozen.norm.square().mean().sqrt().clamp_min(1e-6)
         with torch.no_grad():
             self.model.fusion.feature_norm.weight.copy_(norm)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from localrt.errors import CancelledError, OptionError, StorageError
 from localrt.progress import Progress, ProgressCallback
-from localrt.speculative.dgf import MOST_BLOCKS
+from localrt.speculative.draft_head_file import MOST_BLOCKS
 
 if TYPE_CHECKING:
     from localrt.models.decoder import DecoderConfig

@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 
 from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
-from localrt.speculative.archive import Archive
-from localrt.speculative.gap_work import Meanwhile, Work
+from localrt.speculative.gap_work import GapWork, Work
 from localrt.speculative.mixed import MixedTree
-from localrt.speculative.policy import DEPTH, Ahead, Fixed, Gaps, Plan, Policy
-from localrt.speculative.source import AheadSource, DraftSource, Outcome
+from localrt.speculative.ngram import Archive
+from localrt.speculative.policy import DEPTH, Ahead, Fixed, Gaps, Plan, Policy, TreeSize
+from localrt.speculative.source import DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from localrt.speculative.verify import follow
@@ -72,10 +72,11 @@ class TreePass:
 class Speculation:
     """How the generations of a model speculate. Thread-safe.
 
-    ``makers`` make the sources of a sequence, by name, which stay with its session. ``fixed`` is a
-    plan to obey; without, the ``tuner`` decides. ``archive`` remembers answers. ``note`` says why
-    something asked for is not done. ``in_gaps`` may be set to False for the generations to come:
-    sources then work between passes only, to measure what the gaps are worth.
+    ``makers`` make the sources of a sequence, by name, which stay with its session. Trees of a
+    ``fixed`` size are made by all of them; without, the ``tuner`` decides. ``archive`` remembers
+    answers. ``note`` says why something asked for is not done. ``in_gaps`` may be set to False for
+    the generations to come: sources then work between passes only, to measure what the gaps are
+    worth.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Speculation:
         makers: Mapping[str, MakeSource],
         tuner: Tuner,
         *,
-        fixed: Plan | None = None,
+        fixed: TreeSize | None = None,
         archive: Archive | None = None,
         note: str = "",
     ) -> None:
@@ -104,8 +105,7 @@ class Speculation:
         sources = self._begin(session, prompt, list(self._makers))
         policy: Policy
         if self._fixed is not None:
-            fixed = self._fixed
-            policy = Fixed(fixed.source, fixed.budget, fixed.depth, in_gaps=self.in_gaps)
+            policy = Fixed(list(sources), self._fixed, in_gaps=self.in_gaps)
         else:
             policy = self._tuner.start(limit, list(sources), in_gaps=self.in_gaps)
         return Stepper(
@@ -166,12 +166,7 @@ class Stepper:
         self._computed: TreePass | None = None  # and not yet kept
         self._seconds = 0.0
         self._prefill = self._now()
-        # Found once: asking an object whether it follows a protocol takes tens of microseconds.
-        self._preparing = {
-            name: source
-            for name, source in sources.items()
-            if isinstance(source, AheadSource) and source.prepares
-        }
+        self._preparing = {name: source for name, source in sources.items() if source.prepares}
         forecast = session.forecast() if self._preparing else None
         self._simulated = forecast is not None and forecast.simulated
         self._cramped = False  # guesses need more memory than there is
@@ -246,26 +241,26 @@ class Stepper:
         order = self._policy.ahead(self._plan, tree)
         work = None if order is None or left <= 1 else self._work(order)
         started = self._now()
-        with Meanwhile(check, work) as meanwhile:
+        with GapWork(check, work) as gap_work:
             if len(tree):
                 try:
-                    logits = session.extend_tree(token, tree, check=meanwhile)
+                    logits = session.extend_tree(token, tree, check=gap_work)
                     self._computed = TreePass(session, tree, logits)
                 except MemoryBudgetError:
                     # Its rows and logits need more than the budget leaves: one row may still fit.
                     self._cramped, self._plan, tree = True, None, TokenTree.empty()
                     self._note = "no more guesses: they need memory that the budget does not have"
             if not len(tree):
-                logits = session.extend([token], check=meanwhile)[None]
+                logits = session.extend([token], check=gap_work)[None]
             seconds = self._now() - started
             self._seconds = seconds
             if work is not None:
-                meanwhile.ended(_likely(tree, logits))
+                gap_work.ended(_likely(tree, logits))
         self.passes += 1
-        gaps = Gaps(1 + len(tree), meanwhile.waited_s, meanwhile.shared_s, work is not None)
+        gaps = Gaps(1 + len(tree), gap_work.waited_s, gap_work.shared_s, work is not None)
         self._policy.passed(gaps)
-        if order is not None and meanwhile.error is not None:
-            self._broken(order.source, meanwhile.error)
+        if order is not None and gap_work.error is not None:
+            self._broken(order.source, gap_work.error)
         if not len(tree):
             self._tuner.passed(1, seconds)
             self._policy.verified(self._plan, tree, (), seconds)

@@ -1,139 +1,136 @@
-"""A small model that drafts for a large one: SpecExec's tree, with keys and values of its own.
+"""SpecExec's tree from any ``Drafter``, which keeps its own rows in a cache.
 
 The cache holds the known tokens and, behind them, a row for every node that was expanded, so that a
 round computes its new nodes only. What the target accepts of a tree stays for the next one, and so
 does what lies below it: drafting ahead, while the target is at work, is growing the tree beyond
-what was asked for. It knows no target: two models fit when they share a vocabulary, which is the
-caller's to check.
+what was asked for. Where rows of guesses do not last, each tree begins anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CancelledError
-from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.best_first import Children, Expand, Growth, likeliest
+from localrt.speculative.calibration import FirstChoices
+from localrt.speculative.drafter import Drafter, GuessedRows
 from localrt.speculative.ngram import common_length
-from localrt.speculative.source import Check, DraftFailedError, Outcome
+from localrt.speculative.policy import MOST_NODES
+from localrt.speculative.source import Check, DraftFailedError, DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["DraftDecoder", "DraftModelSource"]
+__all__ = ["TreeLimits", "TreeSource"]
 
 _PREFILL_ROWS = 512
 # Nodes of a round of drafting ahead: a decoder's pass over a few costs about what one does.
 _AHEAD_NODES = 4
 _AHEAD_ROWS = 32  # of a prompt, at once, in the gaps of a pass
+_NO_CHILDREN = Children(np.empty(0, np.int64), np.empty(0, np.float64))
+
+_Nodes = Sequence[tuple[int, int, int]]  # (node, its token, its parent)
 
 
-class DraftDecoder(Protocol):
-    """As much of a decoder as drafting needs; passes of several threads take turns."""
-
-    def cache(self, capacity: int) -> KVCache:
-        """An empty cache for one sequence."""
-
-    def forward(
-        self,
-        batch: Batch,
-        *,
-        rows: Sequence[int] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Logits of the chosen rows, (rows, vocab)."""
-
-
-class DraftModelSource:
-    """See ``DraftSource``. ``capacity`` is the longest history with its tree, in tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLimits:
+    """``capacity`` is the longest history with its tree, in tokens, ``nodes`` the largest tree.
 
     ``temperature`` is the target's: a draft guesses best what is sampled as it would sample itself;
-    a greedy target is guessed with 1. ``vocab_size`` bounds the tokens, where the target's logits
-    have fewer rows than the draft's. ``held_rows`` says whether a pass's mask may cover rows of
-    earlier passes: without, a round computes the tree so far again.
+    a greedy target is guessed with 1. ``round_nodes`` are computed at once.
     """
 
-    name = "model"
-    prepares = True
+    capacity: int
+    nodes: int = MOST_NODES
+    temperature: float = 1.0
+    round_nodes: int = 128
+
+
+class TreeSource(DraftSource):
+    """``choices`` counts what comes true of the first choices."""
 
     def __init__(
-        self,
-        decoder: DraftDecoder,
-        *,
-        capacity: int,
-        vocab_size: int,
-        temperature: float = 1.0,
-        held_rows: bool = True,
-        round_nodes: int = 128,
+        self, drafter: Drafter, limits: TreeLimits, *, choices: FirstChoices | None = None
     ) -> None:
-        self._decoder = decoder
-        self._cache: KVCache | None = decoder.cache(capacity)
-        self._vocab = vocab_size
-        self._temperature = temperature or 1.0
-        self._held_rows = held_rows
-        self._round_nodes = round_nodes
-        self._known: list[int] = []  # the tokens whose keys and values come first in the cache
-        self._first: npt.NDArray[np.float32] | None = None  # logits after them
+        self.name = drafter.name
+        self.prepares = drafter.lasting and drafter.prepares
+        self._drafter = drafter
+        self._limits = limits
+        self._choices = choices
+        self._cache: KVCache | None = drafter.cache(limits.capacity)
+        self._start = 0  # the token of the cache's first row
+        self._known: list[int] = []  # the tokens whose rows come first in the cache
+        self._first: npt.NDArray[np.float32] | None = None  # logits (depths, V) after them
         self._growth = Growth(self.name)
         self._rows = _Rows()
-        self.passes = 0  # of the draft, for whoever measures
+        self.passes = 0  # of the drafter, for whoever measures
 
     def begin(self, history: Sequence[int]) -> None:
         """See ``DraftSource``: what is the same of it stays in the cache."""
+        if self._choices is not None:
+            self._choices.begin()
 
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
         """See ``DraftSource``."""
-        cache = self._cache
-        if cache is None:
-            raise DraftFailedError("the draft is closed")
+        cache = self._open()
+        if self._choices is not None:
+            self._choices.came(history)
         depth = min(depth, cache.capacity - len(history))
-        if budget <= 0 or depth <= 0:
-            return TokenTree.empty()
-        self._follow(cache, history, check)
-        return self._growth.grow(
-            self._expander(cache, check), budget=budget, depth=depth, round_nodes=self._round_nodes
-        )
+        budget = min(budget, self._limits.nodes)
+        tree = TokenTree.empty()
+        if budget > 0 and depth > 0:
+            with self._drafter.drafting():
+                try:
+                    if self._follow(cache, history, check):
+                        tree = self._growth.grow(
+                            self._expander(cache, check),
+                            budget=budget,
+                            depth=depth,
+                            round_nodes=self._limits.round_nodes,
+                        )
+                finally:
+                    if not self._drafter.lasting:
+                        self._forget()
+                        cache.trim(len(self._known) - self._start)
+        if self._choices is not None:
+            self._choices.drafted(history, tree)
+        return tree
 
     def missing(self, history: Sequence[int]) -> int:
-        """See ``AheadSource``."""
+        """See ``DraftSource``."""
         if self._nodes_of(history) is not None:
             return 0
         return len(history) - common_length(self._known, history)
 
     def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
-        """See ``AheadSource``."""
-        cache = self._cache
-        if cache is None:
-            raise DraftFailedError("the draft is closed")
+        """See ``DraftSource``."""
+        cache = self._open()
         if len(history) < cache.capacity:
             self._follow(cache, history, check)
 
     def ready(self, history: Sequence[int]) -> int:
-        """See ``AheadSource``."""
+        """See ``DraftSource``."""
         nodes = self._nodes_of(history)
         if nodes is None:
             return 0
         return self._growth.levels(nodes[-1] if nodes else ROOT)
 
     def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
-        """See ``AheadSource``: best-first, whatever the depth."""
-        cache = self._cache
-        if cache is None:
-            raise DraftFailedError("the draft is closed")
+        """See ``DraftSource``: best-first, whatever the depth."""
+        cache = self._open()
         depth = cache.capacity - len(history)
         if depth <= 0:
             return
         if not self._follow(cache, history, check, rows=_AHEAD_ROWS, outcome=outcome):
             return
 
-        def expand(
-            batch: Sequence[tuple[int, int, int]], least: Sequence[float]
-        ) -> Sequence[Children]:
+        def expand(batch: _Nodes, least: Sequence[float]) -> Sequence[Children]:
             def between() -> None:
                 check()
                 true = outcome()
@@ -156,31 +153,40 @@ class DraftModelSource:
 
     # -- the tree --------------------------------------------------------------------------------
 
+    def _open(self) -> KVCache:
+        if self._cache is None:
+            raise DraftFailedError("the draft is closed")
+        return self._cache
+
     def _expander(self, cache: KVCache, check: Check | None) -> Expand:
-        def expand(
-            nodes: Sequence[tuple[int, int, int]], least: Sequence[float]
-        ) -> Sequence[Children]:
-            if nodes[0][0] == ROOT:
-                first, self._first = self._first, None
-                assert first is not None, "it was computed when the tree began"
-                return [self._children(first, least[0])]
+        def expand(nodes: _Nodes, least: Sequence[float]) -> Sequence[Children]:
+            first = self._first
+            if first is not None:  # the tree begins, or all of its depths are there at once
+                depths = [self._growth.level(node) for node, _, _ in nodes]
+                if len(first) == 1:
+                    self._first = None
+                return [
+                    self._children(first[depth], low) if depth < len(first) else _NO_CHILDREN
+                    for depth, low in zip(depths, least, strict=True)
+                ]
             run = nodes[: max(cache.capacity - cache.length, 0)]
-            none = Children(np.empty(0, np.int64), np.empty(0, np.float64))
             if not run:
-                return [none] * len(nodes)
-            logits = self._decode(cache, run, check)
+                return [_NO_CHILDREN] * len(nodes)
+            logits = self._compute(cache, run, check)
             found = [self._children(row, low) for row, low in zip(logits, least, strict=False)]
-            return [*found, *[none] * (len(nodes) - len(run))]
+            return [*found, *[_NO_CHILDREN] * (len(nodes) - len(run))]
 
         return expand
 
     def _children(self, logits: npt.NDArray[np.float32], least: float) -> Children:
         try:
-            return likeliest(logits[: self._vocab], least, temperature=self._temperature)
+            found = likeliest(logits, least, temperature=self._limits.temperature or 1.0)
         except ValueError as error:
-            raise DraftFailedError(f"the draft model computes no numbers: {error}") from error
+            raise DraftFailedError(f"the draft computes no numbers: {error}") from error
+        tokens = self._drafter.tokens
+        return found if tokens is None else Children(tokens[found.tokens], found.logprobs)
 
-    def _below(self, true: Sequence[int], batch: Sequence[tuple[int, int, int]]) -> bool:
+    def _below(self, true: Sequence[int], batch: _Nodes) -> bool:
         """Whether any node of a round continues the tokens that came true, or is one of them."""
         nodes = self._growth.walk(true)
         if len(nodes) < len(true):
@@ -216,70 +222,69 @@ class DraftModelSource:
     ) -> bool:
         """Bring cache and tree to ``history``: what is there of it stays.
 
-        What is missing is computed ``rows`` tokens at a time; False if there was an ``outcome``
-        before all of it had been.
+        What is missing is computed ``rows`` tokens at a time. False if there was an ``outcome``
+        before all of it had been, or there is nothing to begin from.
         """
         nodes = self._nodes_of(history)
         if nodes is not None:
             if nodes:
                 growth, number = self._growth.below(nodes[-1])
-                kept, places = self._rows.below(nodes, number)
-                cache.select(len(self._known), places)
+                kept_rows, places = self._rows.below(nodes, number)
+                cache.select(len(self._known) - self._start, places)
                 self._known += history[len(self._known) :]
-                self._growth, self._rows = growth, kept
+                self._growth, self._rows = growth, kept_rows
             return True
-        same = common_length(self._known, history)
-        if same == len(self._known):
+        kept = common_length(self._known, history)
+        if kept == len(self._known):
             # The last token is computed again where the tree had it: its logits are gone.
-            behind = self._growth.walk(history[same : len(history) - 1])
+            behind = self._growth.walk(history[kept : len(history) - 1])
             path = [self._rows[node] for node in takewhile(self._rows.__contains__, behind)]
-            cache.select(same, path)
-            self._known += history[same : same + len(path)]
-        else:
-            cache.trim(same)
-            del self._known[same:]
+            cache.select(kept - self._start, path)
+            kept += len(path)
         self._forget()
-        if len(self._known) == len(history):
-            cache.trim(len(history) - 1)
-            del self._known[-1]
-        missing = history[len(self._known) :]
-        for start in range(0, len(missing), rows):
+        kept = min(kept, len(history) - 1)
+        first = self._drafter.first(history)
+        if first is None or kept <= self._start or kept < first:
+            kept = self._start = first or 0
+        cache.trim(kept - self._start)
+        self._known = list(history[:kept])
+        if first is None:
+            return False
+        for start in range(kept, len(history), rows):
             if outcome() is not None:
                 return False
-            part = missing[start : start + rows]
-            last = start + len(part) == len(missing)
-            batch = Batch.extend([(cache, part)])
-            logits = self._decoder.forward(batch, rows=[len(part) - 1] if last else [], check=check)
+            stop = min(start + rows, len(history))
+            last = stop == len(history)
+            logits = self._drafter.known(cache, history, start, stop, last=last, check=check)
             self.passes += 1
-            self._known += part
-        self._first = logits[0]
+            self._known += history[start:stop]
+        self._first = logits
         return True
 
-    def _decode(
-        self, cache: KVCache, nodes: Sequence[tuple[int, int, int]], check: Check | None
+    def _compute(
+        self, cache: KVCache, nodes: _Nodes, check: Check | None
     ) -> npt.NDArray[np.float32]:
-        """Logits (nodes, vocab) of new nodes, which get rows."""
-        rows = self._rows
-        held = len(rows) if self._held_rows else 0
-        if not self._held_rows:
-            cache.trim(len(self._known))
+        """Logits (nodes, V) of new nodes, which get rows."""
+        rows, held_rows = self._rows, self._drafter.held_rows
+        held = len(rows) if held_rows else 0
+        if not held_rows:
+            cache.trim(len(self._known) - self._start)
         rows.add(nodes)
-        count = len(rows) - held
-        batch = Batch(
-            np.array(rows.tokens[held:], np.int64),
-            len(self._known) + np.array(rows.depths[held:], np.int64) - 1,
-            (Span(cache, count, rows.mask(held)),),
+        new = GuessedRows(
+            tokens=rows.tokens[held:],
+            positions=len(self._known) + np.array(rows.depths[held:], np.int64) - 1,
+            above=rows.above(held),
+            mask=rows.mask(held),
+            wanted=len(nodes),
         )
         try:
-            logits = self._decoder.forward(
-                batch, rows=range(count - len(nodes), count), check=check
-            )
+            logits = self._drafter.guessed(cache, new, check=check)
         except BaseException:
-            if self._held_rows:
+            if held_rows:
                 rows.drop(len(nodes))
             else:  # the others have lost their places too
                 self._forget()
-                cache.trim(len(self._known))
+                cache.trim(len(self._known) - self._start)
             raise
         self.passes += 1
         return logits
@@ -304,7 +309,7 @@ class _Rows:
     def __getitem__(self, node: int) -> int:
         return self._row[node]
 
-    def add(self, nodes: Sequence[tuple[int, int, int]]) -> None:
+    def add(self, nodes: _Nodes) -> None:
         """Rows for nodes (node, token, parent), behind the others."""
         for node, token, parent in nodes:
             self._append(node, token, () if parent == ROOT else self._seen[self._row[parent]])
@@ -323,6 +328,10 @@ class _Rows:
             del self._row[node]
         for values in (self.tokens, self.depths, self._nodes, self._seen):
             del values[len(values) - count :]
+
+    def above(self, first: int) -> list[int]:
+        """The row that each row from ``first`` on follows; -1 for the last known token's."""
+        return [seen[-2] if len(seen) > 1 else -1 for seen in self._seen[first:]]
 
     def mask(self, first: int) -> npt.NDArray[np.bool_]:
         """(rows from ``first`` on, all rows), True where seen."""

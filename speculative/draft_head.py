@@ -1,15 +1,19 @@
-"""The draft head at work: fusion, blocks and the target's head over the draft vocabulary.
+"""A trained draft head: a small recurrent decoder on a frozen target's features.
 
-It computes through ``Ops`` like a model, on the CPU kernels, and takes from the target what it
-shares with it: rows of the head, the final norm, embeddings of tokens. What of the fusion depends
-on a token alone is computed once per token and remembered. It knows no trees.
+Its input at position t is the target's hidden state there and the embedding of token t + 1, its
+output stands for the hidden state at t + 1, from which the target's own final norm and head guess
+token t + 2 (dynamic gating fusion as in Dovetail, Zhang et al. 2024; with features fed back as in
+EAGLE, Li et al. 2024). It computes through ``Ops`` like a model, on the CPU kernels. What of the
+fusion depends on a token alone is computed once per token and remembered. It knows no trees.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +34,11 @@ from localrt.quant.ops.protocol import (
     Vector,
     Weight,
 )
-from localrt.speculative.dgf import DgfConfig
-from localrt.speculative.dgf_file import DgfWeights
+from localrt.speculative.draft_head_file import HeadConfig, HeadWeights
+from localrt.speculative.drafter import Drafter, GuessedRows
+from localrt.speculative.source import Check
 
-__all__ = ["REMEMBERED", "DgfHead", "Rows", "TargetParts", "target_parts"]
+__all__ = ["REMEMBERED", "DraftHead", "Features", "HeadDrafter", "TargetParts", "target_parts"]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -77,18 +82,10 @@ def target_parts(source: TensorSource, config: DecoderConfig, draft_tokens: Ints
     return TargetParts(tuple(head), norm, config.norm_eps, config.final_softcap, embed)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What the head gave: ``features`` (R, D), and ``logits`` (wanted, draft vocabulary)."""
-
-    features: Floats
-    logits: Floats
-
-
-class DgfHead:
+class DraftHead:
     """A head with its weights in ``ops``. One thread at a time uses it, and ``ops`` meanwhile."""
 
-    def __init__(self, weights: DgfWeights, target: TargetParts, ops: Ops) -> None:
+    def __init__(self, weights: HeadWeights, target: TargetParts, ops: Ops) -> None:
         self.config = config = weights.config
         self.draft_tokens = weights.draft_tokens
         self._target = target
@@ -133,11 +130,11 @@ class DgfHead:
         *,
         wanted: Sequence[int],
         mask: npt.NDArray[np.bool_] | None = None,
-    ) -> Rows:
-        """One pass over rows that join ``cache``: the features and what may follow.
+    ) -> tuple[Floats, Floats]:
+        """One pass over rows that join ``cache``: features (R, D), logits (wanted, draft vocab).
 
         Row r takes in ``features[r]`` of one position and the token of the next, ``tokens[r]``.
-        ``wanted`` rows get logits; ``mask``: see ``Span``.
+        ``mask``: see ``Span``.
         """
         span = Span(cache, len(tokens), mask)
         with ops.scope():
@@ -154,7 +151,7 @@ class DgfHead:
                 self._target.softcap,
             )
         cache.advance(len(tokens))
-        return Rows(x, logits)
+        return x, logits
 
     def fuse(self, ops: Ops, features: Floats, tokens: Sequence[int]) -> Floats:
         """Dynamic gating fusion of rows, (R, D): z * h1 + (1 - z) * h2."""
@@ -192,7 +189,7 @@ class DgfHead:
         return np.stack([h2 for h2, _ in found]), np.stack([gate for _, gate in found])
 
 
-def _decoder_config(config: DgfConfig) -> DecoderConfig:
+def _decoder_config(config: HeadConfig) -> DecoderConfig:
     """The head's blocks as a decoder of the target's hidden size."""
     spec = AttentionSpec(
         heads=config.heads,
@@ -204,7 +201,7 @@ def _decoder_config(config: DgfConfig) -> DecoderConfig:
         window=config.window,
     )
     return DecoderConfig(
-        architecture="dgf",
+        architecture="draft_head",
         vocab_size=config.draft_vocab,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -213,3 +210,105 @@ def _decoder_config(config: DgfConfig) -> DecoderConfig:
         attention=(spec,) * config.blocks,
         mlp=MlpSpec(activation="silu", eps=config.norm_eps),
     )
+
+
+class Features(Protocol):
+    """The hidden states of a sequence's tokens ``first`` to ``length``."""
+
+    @property
+    def first(self) -> int:
+        """The first token whose row is held."""
+
+    @property
+    def length(self) -> int:
+        """The token behind the last one whose row is held."""
+
+    def get(self, start: int, stop: int) -> Floats:
+        """Rows of tokens ``start`` to ``stop``, (stop - start, hidden size)."""
+
+
+class HeadDrafter(Drafter):
+    """The head for one session with these ``features``. ``alone`` gives the head's ``Ops`` while
+    nobody else computes.
+
+    The row of token t takes in the hidden state of token t - 1. Rows of guesses do not last, since
+    what they took in for hidden states were guesses.
+    """
+
+    name = "head"
+    lasting = prepares = False
+
+    def __init__(
+        self,
+        head: DraftHead,
+        features: Features,
+        alone: Callable[[], AbstractContextManager[Ops]],
+    ) -> None:
+        self._head = head
+        self._features = features
+        self._alone = alone
+        self._ops: Ops | None = None
+        self._guessed: list[Floats] = []  # features (D,): behind the known tokens, and of each row
+        self.tokens = head.draft_tokens
+
+    def cache(self, capacity: int) -> KVCache:
+        """See ``Drafter``."""
+        with self._alone() as ops:
+            return self._head.cache(ops, capacity)
+
+    def first(self, history: Sequence[int]) -> int | None:
+        """See ``Drafter``: as far back as attention sees, where hidden states are held."""
+        end = len(history) - 1
+        start = max(self._features.first, end - self._head.config.window)
+        return start + 1 if start < end <= self._features.length else None
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """See ``Drafter``."""
+        with self._alone() as self._ops:
+            yield
+
+    def known(
+        self,
+        cache: KVCache,
+        history: Sequence[int],
+        start: int,
+        stop: int,
+        *,
+        last: bool,
+        check: Check | None,
+    ) -> Floats:
+        """See ``Drafter``."""
+        tokens, positions = history[start:stop], np.arange(start - 1, stop - 1)
+        given = self._features.get(start - 1, stop - 1)
+        wanted = [len(tokens) - 1] if last else []
+        features, logits = self._forward(cache, given, tokens, positions, wanted, None, check)
+        self._guessed = [features[-1]]
+        return logits
+
+    def guessed(self, cache: KVCache, rows: GuessedRows, *, check: Check | None) -> Floats:
+        """See ``Drafter``."""
+        given = np.stack([self._guessed[1 + row] for row in rows.above])
+        wanted = range(len(rows.tokens))
+        features, logits = self._forward(
+            cache, given, rows.tokens, rows.positions - 1, wanted, rows.mask, check
+        )
+        self._guessed += list(features)
+        return logits
+
+    def _forward(
+        self,
+        cache: KVCache,
+        features: Floats,
+        tokens: Sequence[int],
+        positions: Ints,
+        wanted: Sequence[int],
+        mask: npt.NDArray[np.bool_] | None,
+        check: Check | None,
+    ) -> tuple[Floats, Floats]:
+        if check is not None:
+            check()
+        assert self._ops is not None, "a tree is being drafted"
+        return self._head.forward(
+            self._ops, cache, features, tokens, positions, wanted=wanted, mask=mask
+        )

@@ -1,0 +1,319 @@
+"""A draft head: its sizes, the target that it was trained on, and its file.
+
+A head's folder holds ``draft_head.safetensors``, with the sizes in its metadata. Matrices are
+packed (``int8-g32`` by default, or bf16) and kept as bytes, vectors as float32, the draft
+vocabulary as int32 token ids in rising order. ``HeadWeights`` is a ``TensorSource``, so that parts
+of ``models/decoder.py`` are built from it. It knows no target's weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError, StorageError
+from localrt.files import write_bytes
+from localrt.models.checkpoints.base import TensorInfo
+from localrt.quant.formats import BF16, CODECS, F32, PackedTensor, pack
+from localrt.quant.ops.choose import kernels_take_heads
+
+__all__ = [
+    "HEAD_FILE",
+    "MOST_BLOCKS",
+    "HeadConfig",
+    "HeadTarget",
+    "HeadWeights",
+    "is_head_folder",
+    "read_head",
+    "read_head_config",
+    "write_head",
+]
+
+HEAD_FILE = "draft_head.safetensors"
+MOST_BLOCKS = 5  # more gained nothing for Dovetail
+_KEY, _VERSION = "localrt_draft_head", "1"  # in the metadata
+_VOCABULARY = "draft_tokens"
+_PREFERRED = ("int8-g32", "int8-g16")  # the first whose groups divide all rows
+
+Values = Mapping[str, npt.NDArray[np.float32]]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTarget:
+    """The model that a head was trained on. ``vocab_sha256`` is of all tokens' texts, in order."""
+
+    architecture: str
+    hidden_size: int
+    layers: int
+    vocab_size: int
+    vocab_sha256: str
+
+    def difference(self, other: HeadTarget) -> str:
+        """In what ``other`` is another model, in words; empty where it is not."""
+        for name, ours in asdict(self).items():
+            theirs = getattr(other, name)
+            if ours != theirs:
+                if name == "vocab_sha256":
+                    return "other tokens"
+                return f"{name.replace('_', ' ')} {ours}, not {theirs}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """Sizes of a head. ``window`` is how far its attention sees: what it was trained on.
+
+    Raises:
+        ValueError: a size out of bounds, with its name.
+    """
+
+    target: HeadTarget
+    blocks: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    draft_vocab: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    window: int = 512
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.blocks <= MOST_BLOCKS:
+            raise ValueError(f"blocks must be from 1 to {MOST_BLOCKS}, is {self.blocks}")
+        for name in ("heads", "kv_heads", "head_dim", "intermediate_size", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        if not kernels_take_heads(self.head_dim):
+            raise ValueError(f"head_dim must be a multiple of 16, at most 512, is {self.head_dim}")
+        if not 2 <= self.draft_vocab <= self.target.vocab_size:
+            raise ValueError(
+                f"draft_vocab must be from 2 to {self.target.vocab_size}, is {self.draft_vocab}"
+            )
+        if not (self.norm_eps > 0 and self.rope_theta > 1):
+            raise ValueError("norm_eps must be above 0 and rope_theta above 1")
+
+    @property
+    def hidden_size(self) -> int:
+        """The target's."""
+        return self.target.hidden_size
+
+    @property
+    def inv_freq(self) -> tuple[float, ...]:
+        """The rotary frequencies, (head_dim / 2,)."""
+        size = self.head_dim
+        return tuple(self.rope_theta ** (-2 * i / size) for i in range(size // 2))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight's name and shape, matrices as (out, in)."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "fusion.feature_norm.weight": (hidden,),
+            "fusion.token_norm.weight": (hidden,),
+            "fusion.feature.weight": (hidden, hidden),
+            "fusion.token.weight": (hidden, hidden),
+            "fusion.gate_feature.weight": (hidden, hidden),
+            "fusion.gate_token.weight": (hidden, hidden),
+        }
+        for block in range(self.blocks):
+            of_block = {
+                "input_layernorm": (hidden,),
+                "self_attn.q_proj": (q, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, q),
+                "post_attention_layernorm": (hidden,),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }
+            prefix = f"model.layers.{block}."
+            shapes |= {f"{prefix}{name}.weight": shape for name, shape in of_block.items()}
+        return shapes
+
+
+class HeadWeights:
+    """The weights of a head. ``draft_tokens`` (draft vocabulary,) are token ids.
+
+    ``about`` is what was measured when it was trained, for people.
+    """
+
+    architecture = "draft_head"
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        draft_tokens: Ints,
+        packed: Mapping[str, PackedTensor],
+        about: Mapping[str, Any],
+    ) -> None:
+        self.config = config
+        self.draft_tokens = draft_tokens
+        self.about = about
+        self._packed = packed
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, tensor.shape, tensor.format, tensor.nbytes)
+            for name, tensor in packed.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(tensor.nbytes for tensor in self._packed.values())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """See ``TensorSource``."""
+        tensor = self._packed[name]
+        if len(tensor.shape) == 1 or (start == 0 and stop is None):
+            return tensor
+        return tensor.take_rows(np.arange(tensor.shape[0])[start:stop])
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
+        """See ``TensorSource``: in one piece."""
+        yield self._packed[name]
+
+
+def is_head_folder(path: Path) -> bool:
+    """Whether a draft head lies there, by its file's name."""
+    return (path / HEAD_FILE).is_file()
+
+
+def write_head(
+    path: Path,
+    config: HeadConfig,
+    draft_tokens: Ints,
+    values: Values,
+    *,
+    weight_format: str | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> int:
+    """Write a head to the folder ``path``; returns its bytes.
+
+    ``values`` are float32 arrays by the names of ``HeadConfig.shapes``. ``weight_format`` is that
+    of the matrices: ``"int8-g32"``, ``"bf16"``, ...; None takes int8 in groups that fit.
+
+    Raises:
+        ValueError: a weight is missing, or of another shape.
+        CheckpointError: NaN or infinity among the values.
+        StorageError: the disk is full or fails.
+    """
+    from safetensors.numpy import save
+
+    shapes = config.shapes()
+    if {name: array.shape for name, array in values.items()} != shapes:
+        raise ValueError("the weights are not those of the config")
+    if draft_tokens.shape != (config.draft_vocab,):
+        raise ValueError(f"there are {len(draft_tokens)} draft tokens, not {config.draft_vocab}")
+    format_name = weight_format or _fitting_format(shapes)
+    format_ = BF16 if format_name == "bf16" else CODECS[format_name].format
+    arrays: dict[str, npt.NDArray[Any]] = {_VOCABULARY: draft_tokens.astype(np.int32)}
+    for name, array in values.items():
+        array = np.ascontiguousarray(array, np.float32)
+        packed = pack(array, format_ if array.ndim == 2 else F32, name=name)
+        arrays[name] = packed.data if array.ndim == 2 else array
+    record = {
+        "weight_format": format_name,
+        "head": asdict(config),
+        "about": dict(about or {}),
+    }
+    data = save(arrays, {_KEY: _VERSION, "config": json.dumps(record)})
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+    write_bytes(path / HEAD_FILE, data)
+    return len(data)
+
+
+def read_head(path: Path) -> HeadWeights:
+    """The head in the folder ``path``.
+
+    Raises:
+        CheckpointError: there is none, or its file is damaged or of another version.
+    """
+    file = path / HEAD_FILE
+    arrays, metadata = _open(path, weights=True)
+    record, config = _config(file, metadata)
+    tokens = arrays.pop(_VOCABULARY, np.zeros(0, np.int32)).astype(np.int64)
+    rising = tokens.ndim == 1 and bool((np.diff(tokens) > 0).all())
+    inside = not tokens.size or 0 <= tokens[0] <= tokens[-1] < config.target.vocab_size
+    if tokens.shape != (config.draft_vocab,) or not rising or not inside:
+        raise CheckpointError(f"{file} is damaged: its draft vocabulary")
+    name = str(record.get("weight_format"))
+    format_ = BF16 if name == "bf16" else CODECS[name].format if name in CODECS else None
+    if format_ is None:
+        raise CheckpointError(f"{file}: weight_format {name!r} is not known")
+    packed = {}
+    for weight, shape in config.shapes().items():
+        data = arrays.get(weight)
+        matrix = len(shape) == 2
+        kind = format_ if matrix else F32
+        rows = shape[0] if matrix else 1
+        if data is None or data.nbytes != rows * kind.row_bytes(shape[-1]):
+            raise CheckpointError(f"{file} is damaged: tensor {weight}")
+        bytes_ = np.ascontiguousarray(data).view(np.uint8).reshape(rows, -1)
+        packed[weight] = PackedTensor(weight, kind, shape, bytes_)
+    return HeadWeights(config, tokens, packed, record.get("about") or {})
+
+
+def read_head_config(path: Path) -> HeadConfig:
+    """The config of the head in the folder ``path``, without its weights.
+
+    Raises:
+        CheckpointError: there is none, or its file is damaged or of another version.
+    """
+    return _config(path / HEAD_FILE, _open(path)[1])[1]
+
+
+def _fitting_format(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    columns = {shape[1] for shape in shapes.values() if len(shape) == 2}
+    for name in _PREFERRED:
+        if all(count % CODECS[name].format.block == 0 for count in columns):
+            return name
+    return "bf16"
+
+
+def _open(
+    path: Path, *, weights: bool = False
+) -> tuple[dict[str, npt.NDArray[Any]], Mapping[str, str]]:
+    """The tensors, where they are wanted, and the metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    file = path / HEAD_FILE
+    try:
+        with safe_open(file, "np") as opened:
+            names = opened.keys() if weights else ()
+            return {name: opened.get_tensor(name) for name in names}, opened.metadata() or {}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no draft head at {path}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+
+
+def _config(file: Path, metadata: Mapping[str, str]) -> tuple[Mapping[str, Any], HeadConfig]:
+    version = metadata.get(_KEY)
+    if version is None:
+        raise CheckpointError(f"{file} is no draft head's")
+    if version != _VERSION:
+        raise CheckpointError(
+            f"{file} is of version {version!r}, and this localrt reads {_VERSION}: "
+            "train the head again, or take a newer localrt"
+        )
+    try:
+        record = json.loads(metadata["config"])
+        target = HeadTarget(**record["head"]["target"])
+        return record, HeadConfig(**{**record["head"], "target": target})
+    except (ValueError, TypeError, LookupError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error

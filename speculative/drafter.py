@@ -1,0 +1,161 @@
+"""What computes guesses: the contract of draft models, and of whatever reads a target's state.
+
+A draft model reads tokens. A trained head, a multi-token-prediction block or an assistant reads the
+target's features, or its keys and values, as well: each is made for one session of the target and
+takes from it what it needs. Most guess one step at a time, from rows of guesses behind those of the
+known tokens; one that guesses all depths at once (block diffusion) needs no such rows. It knows no
+trees: ``TreeSource`` grows them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.speculative.source import Check
+
+__all__ = ["Drafter", "Forward", "GuessedRows", "ModelDrafter"]
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class GuessedRows:
+    """Guesses that get rows behind those held; the last ``wanted`` of them get logits.
+
+    ``tokens`` (n,), ``positions`` (n,), ``mask`` as in ``Span``. ``above`` (n,) is the row that
+    each follows, counted from the first guess of the tree; -1 for the last known token's.
+    """
+
+    tokens: Sequence[int]
+    positions: Ints
+    above: Sequence[int]
+    mask: npt.NDArray[np.bool_]
+    wanted: int
+
+
+class Drafter(ABC):
+    """Computes guesses for one sequence. Used by one thread at a time."""
+
+    name: str
+    """The source's name in metrics and options."""
+
+    tokens: Ints | None = None
+    """The target's token ids for the columns of logits; None where they are the same."""
+
+    lasting = True
+    """Whether the row of a guess that came true is that of the token. Else it is computed anew."""
+
+    prepares = True
+    """Whether guessing may go on while the target computes. Only of what lasts."""
+
+    held_rows = True
+    """Whether a mask may cover rows of earlier passes; else a round computes the tree again."""
+
+    @abstractmethod
+    def cache(self, capacity: int) -> KVCache:
+        """An empty cache for one sequence."""
+
+    def first(self, history: Sequence[int]) -> int | None:
+        """The token whose row is computed first where none is held; None: there can be no guesses.
+
+        All rows behind it must be there to guess.
+        """
+        return 0
+
+    def drafting(self) -> AbstractContextManager[None]:
+        """Around all passes of one tree, but for those while the target computes."""
+        return nullcontext()
+
+    @abstractmethod
+    def known(
+        self,
+        cache: KVCache,
+        history: Sequence[int],
+        start: int,
+        stop: int,
+        *,
+        last: bool,
+        check: Check | None,
+    ) -> Floats:
+        """Compute the rows of tokens ``start`` to ``stop`` of ``history``, which come next.
+
+        Logits (depths, V) behind the ``last``: of the next token, and of those after it where they
+        are guessed at once.
+        """
+
+    @abstractmethod
+    def guessed(self, cache: KVCache, rows: GuessedRows, *, check: Check | None) -> Floats:
+        """Compute rows of guesses: logits (wanted, V) of what follows each."""
+
+
+class Forward(Protocol):
+    """A decoder's pass; those of several threads take turns."""
+
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        rows: Sequence[int] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> Floats:
+        """Logits of the chosen rows, (rows, vocab)."""
+
+
+class ModelDrafter(Drafter):
+    """A small model that shares its target's vocabulary, which is the caller's to check.
+
+    ``make_cache`` and ``forward`` are its decoder's. ``vocab_size`` bounds the tokens, where the
+    target's logits have fewer columns than the draft's.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        make_cache: Callable[[int], KVCache],
+        forward: Forward,
+        vocab_size: int,
+        *,
+        held_rows: bool = True,
+    ) -> None:
+        self._make_cache = make_cache
+        self._forward = forward
+        self._vocab = vocab_size
+        self.held_rows = held_rows
+
+    def cache(self, capacity: int) -> KVCache:
+        """See ``Drafter``."""
+        return self._make_cache(capacity)
+
+    def known(
+        self,
+        cache: KVCache,
+        history: Sequence[int],
+        start: int,
+        stop: int,
+        *,
+        last: bool,
+        check: Check | None,
+    ) -> Floats:
+        """See ``Drafter``."""
+        part = history[start:stop]
+        wanted = [len(part) - 1] if last else []
+        logits = self._forward(Batch.extend([(cache, part)]), rows=wanted, check=check)
+        return logits[:, : self._vocab]
+
+    def guessed(self, cache: KVCache, rows: GuessedRows, *, check: Check | None) -> Floats:
+        """See ``Drafter``."""
+        count = len(rows.tokens)
+        tokens = np.array(rows.tokens, np.int64)
+        batch = Batch(tokens, rows.positions, (Span(cache, count, rows.mask),))
+        logits = self._forward(batch, rows=range(count - rows.wanted, count), check=check)
+        return logits[:, : self._vocab]
