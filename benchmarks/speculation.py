@@ -32,12 +32,13 @@ from benchmarks.offload import load_record, save_record  # noqa: E402
 from benchmarks.speculation_plot import draw_curve  # noqa: E402
 from benchmarks.speculation_run import Setup  # noqa: E402
 from benchmarks.speculation_tables import speculation_table  # noqa: E402
+from localrt.drafts.head import TRAINED  # noqa: E402
 from localrt.errors import LocalrtError  # noqa: E402
 from localrt.machine import hardware  # noqa: E402
 from localrt.settings import Settings  # noqa: E402
+from localrt.speculative.draft_head_file import is_head_folder  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/speculation.json"
-HEADS = ("heads", "speculative", "localrt")  # where a trained head may lie
 PACKAGES = ("localrt", "llama-cpp-python", "numpy")
 
 # An 8 GB card beside a target of 16 GB, scaled to this one: half of it, and the draft just fits.
@@ -159,7 +160,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         target=_source(args.target),
         draft=_source(args.draft),
         small=_source(args.small),
-        head=args.head or _packaged_head(),
+        head=args.head or _trained_head(),
         humaneval=args.humaneval,
         mtbench=args.mtbench,
         card=args.card,
@@ -179,11 +180,10 @@ def _source(name: str) -> Path:
     return found or resolve(name, settings=Settings.from_environment()).path
 
 
-def _packaged_head() -> str | None:
-    """The head that comes with localrt for the small model, or that was trained on this machine."""
-    places = [ROOT / name for name in HEADS] + [Settings.from_environment().data_dir / "heads"]
-    found = (file for place in places for file in sorted(place.rglob("dgf.json")))
-    return next((str(file.parent) for file in found), None)
+def _trained_head() -> str | None:
+    """A head that was trained on this machine."""
+    heads = sorted((Settings.from_environment().data_dir / TRAINED).glob("*"))
+    return next((str(folder) for folder in heads if is_head_folder(folder)), None)
 
 
 def _command(args: argparse.Namespace, setup: Setup) -> str:

@@ -145,7 +145,7 @@ class HeadConfig:
 
 
 class HeadWeights:
-    """The weights of a head. ``draft_tokens`` (draft vocabulary,) are token ids.
+    """The weights of a head in the folder ``path``. ``draft_tokens`` (draft vocabulary,) are ids.
 
     ``about`` is what was measured when it was trained, for people.
     """
@@ -154,11 +154,13 @@ class HeadWeights:
 
     def __init__(
         self,
+        path: Path,
         config: HeadConfig,
         draft_tokens: Ints,
         packed: Mapping[str, PackedTensor],
         about: Mapping[str, Any],
     ) -> None:
+        self.path = path
         self.config = config
         self.draft_tokens = draft_tokens
         self.about = about
@@ -265,7 +267,7 @@ def read_head(path: Path) -> HeadWeights:
             raise CheckpointError(f"{file} is damaged: tensor {weight}")
         bytes_ = np.ascontiguousarray(data).view(np.uint8).reshape(rows, -1)
         packed[weight] = PackedTensor(weight, kind, shape, bytes_)
-    return HeadWeights(config, tokens, packed, record.get("about") or {})
+    return HeadWeights(path, config, tokens, packed, record.get("about") or {})
 
 
 def read_head_config(path: Path) -> HeadConfig:

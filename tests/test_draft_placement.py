@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.drafts.acceptance import FirstChoices, known_acceptance, measured, remember_acceptance
+from localrt.drafts.acceptance import known_acceptance, remember_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.offload.memory.process import current_rss
 from localrt.offload.planner import pair
 from localrt.offload.planner.pair import PairPlan, PairRequest
 from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
-from localrt.speculative.source import AheadSource
+from localrt.speculative.calibration import FirstChoices
 from localrt.speculative.tree import TokenTree
 from tests.conftest import write_tiny_model
 from tests.real_models import real_model
@@ -193,7 +193,7 @@ def test_another_vocabulary_is_an_error_and_frees_all(
 
 
 def test_bad_input(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="no card 'fast'"):
+    with pytest.raises(OptionError, match="no card 'virtual:fast'"):
         localrt.load(folders[0], device="virtual:fast", draft=str(folders[1]))
     with pytest.raises(localrt.LocalrtError, match="nowhere"):
         localrt.load(folders[0], device=LARGE, draft="/nowhere/at/all")
@@ -244,42 +244,6 @@ def test_first_choices_are_counted_against_what_came() -> None:
         choices.drafted([1, 2], tree)
         choices.came([1, 2, 5, 7])
     assert said == [pytest.approx(62 / 64)]
-
-
-def test_a_source_that_goes_ahead_still_does() -> None:
-    class Plain:
-        name = "model"
-
-        def begin(self, history: Any) -> None: ...
-
-        def propose(self, history: Any, budget: int, depth: int, *, check: Any = None) -> TokenTree:
-            return TokenTree.of([1], [-1], [-0.1], "model")
-
-        def close(self) -> None: ...
-
-    class Going(Plain):
-        prepares = True
-
-        def ahead(self, history: Any, nodes: int, *, check: Any, outcome: Any) -> None:
-            outcome()
-
-        def ready(self, history: Any) -> int:
-            return 3
-
-        def missing(self, history: Any) -> int:
-            return 2
-
-        def catch_up(self, history: Any, *, check: Any = None) -> None: ...
-
-    plain, going = measured(Plain(), print), measured(Going(), print)
-    assert not isinstance(plain, AheadSource)
-    assert isinstance(going, AheadSource)
-    assert going.prepares
-    assert going.ready([1]) == 3
-    came: list[int] = []
-    going.ahead([1], 2, check=lambda: None, outcome=lambda: came.append(1))  # type: ignore[func-returns-value]
-    assert came == [1]
-    assert len(plain.propose([1], 1, 1)) == 1
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written(

@@ -97,8 +97,8 @@ def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
         assert model.info.notes[-1].startswith("the draft on the card, the target verified by the")
         drafts: Any = model._drafts
         (draft,) = drafts._drafts.values()
-        assert draft.parts.engine.ops_name == "triton"
-        assert draft.parts.ctx == 64 + 128
+        assert draft.draft._parts.engine.ops_name == "triton"
+        assert draft.draft._parts.ctx == 64 + 128
         ours = model.generate("ab", tree_budget=3, tree_depth=2, **OPTIONS)
         assert ours.token_ids == plain.token_ids
         assert not ours.metrics.simulated

@@ -23,7 +23,7 @@ from localrt.errors import CancelledError, OptionError
 from localrt.progress import Progress
 from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
-from localrt.speculative.dgf_file import read_dgf
+from localrt.speculative.draft_head_file import HEAD_FILE, read_head
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -72,7 +72,7 @@ def test_an_interrupted_training_goes_on_to_the_same_head(
     assert all(stage != "write" for stage, _ in stages)  # nothing was written twice
     assert min(done for stage, done in stages if stage == "train") > 2000
     assert again.agreed == report.agreed
-    whole, cut = (tmp_path / name / "dgf.safetensors" for name in ("whole", "cut"))
+    whole, cut = (tmp_path / name / HEAD_FILE for name in ("whole", "cut"))
     assert whole.read_bytes() == cut.read_bytes()
     with pytest.raises(OptionError, match="holds a training with other options"):
         train_draft(tiny_folder, tmp_path / "cut", DraftTraining(generate=999), text=TEXT)
@@ -89,7 +89,7 @@ def test_a_head_learns_and_its_guesses_come_true(tiny_folder: Path, tmp_path: Pa
     # The target is random: its next token follows from the one before, mostly.
     assert report.agreed[0] > 0.25
     assert report.loss[0] < np.log(250)
-    weights = read_dgf(tmp_path / "head")
+    weights = read_head(tmp_path / "head")
     assert weights.config.blocks == 2
     assert weights.about["tokens"] == report.tokens
     with localrt.load(tiny_folder) as model:
@@ -110,7 +110,7 @@ def test_a_head_learns_and_its_guesses_come_true(tiny_folder: Path, tmp_path: Pa
 def test_a_given_text_is_enough(tiny_folder: Path, tmp_path: Path) -> None:
     training = DraftTraining(generate=0, tokens=600, length=32, vocab=50, batch=2)
     report = train_draft(tiny_folder, tmp_path / "head", training, text=TEXT)
-    assert read_dgf(report.path).about["text_tokens"] == len(TEXT) // 32 * 32
+    assert read_head(report.path).about["text_tokens"] == len(TEXT) // 32 * 32
     with pytest.raises(OptionError, match="the text has 5 tokens: at least 64 are needed"):
         train_draft(tiny_folder, tmp_path / "other", training, text="short")
     assert not (tmp_path / "other").exists()
@@ -159,7 +159,7 @@ def test_the_command_trains_and_the_head_is_found(
     folder = tmp_path / "data/localrt/heads" / tiny_folder.name
     assert record["path"] == str(folder)
     assert len(record["agreed"]) == 3
-    assert (folder / "dgf.safetensors").stat().st_size < record["nbytes"] < 1 << 20
+    assert (folder / HEAD_FILE).stat().st_size == record["nbytes"] < 1 << 20
     with localrt.load(tiny_folder) as model:
         assert find_head(model._parts, Settings.from_environment()) == folder
         plain = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1, draft="off")
@@ -168,7 +168,7 @@ def test_the_command_trains_and_the_head_is_found(
         asked = {"draft": "head", "tree_budget": 4}
         head = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1, **asked)
         assert head.token_ids == plain.token_ids
-        assert "dgf" in str(head.metrics.speculation)
+        assert str(head.metrics.speculation).startswith("speculation: head, ")
     shutil.rmtree(folder)
     none = pytest.raises(OptionError, match="no draft head for this model: localrt draft train")
     with localrt.load(tiny_folder, ram="2GB", draft="head") as model, none:

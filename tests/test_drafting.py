@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.drafts.choice import vocabulary_problem
+from localrt.drafts.model import vocabulary_problem
 from localrt.quant.ops.native.abi import find_library
 from tests.conftest import write_tiny_model
 from tests.real_models import real_model

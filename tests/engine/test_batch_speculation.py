@@ -18,9 +18,8 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
 from localrt.errors import MemoryBudgetError
 from localrt.quant.ops.native.abi import find_library
-from localrt.speculative.archive import Archive
-from localrt.speculative.ngram import NgramSource
-from localrt.speculative.source import DraftFailedError
+from localrt.speculative.ngram import Archive, NgramSource
+from localrt.speculative.source import DraftFailedError, DraftSource
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.engine.fake_session import ByteTokenizer
@@ -39,7 +38,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeEngine]:
     engine.close()
 
 
-class Knowing:
+class Knowing(DraftSource):
     """Knows all answers, beside which it guesses wrongly."""
 
     name = "oracle"
@@ -111,7 +110,7 @@ def test_the_tokens_are_those_of_each_alone(engine: NativeEngine, sampling: str)
         speculation = Speculation(
             {"it": lambda _, s=source, m=made: s if isinstance(s, Knowing) else m()},
             free_rows(engine),
-            archive=Archive(1000),
+            archive=Archive(),
         )
         ours = batch(engine, requests(speculation, sampling, logprobs=2))
         for said, plain in zip(ours, alone, strict=True):

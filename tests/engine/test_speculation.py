@@ -24,16 +24,14 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
-from localrt.speculative.archive import Archive, SaidSource
-from localrt.speculative.draft_model import DraftModelSource
-from localrt.speculative.merged import MergedSource
-from localrt.speculative.ngram import NgramSource
-from localrt.speculative.policy import Plan
-from localrt.speculative.source import DraftFailedError
+from localrt.speculative.ngram import Archive, NgramSource
+from localrt.speculative.policy import TreeSize
+from localrt.speculative.source import DraftFailedError, DraftSource
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.engine.fake_session import ByteTokenizer
 from tests.models.tiny import SIZES, save_tiny, tokens
+from tests.speculative.sources import model_source
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -93,15 +91,13 @@ class Decoderlike:
 
 
 def drafting(draft: NativeEngine, **options: Any) -> Any:
-    settings = {"capacity": 400, "vocab_size": SIZES["vocab_size"], "held_rows": False}
-    return DraftModelSource(Decoderlike(draft), **{**settings, **options})
+    return model_source(Decoderlike(draft), **{"held_rows": False, **options})
 
 
-def fixed(source: Any, budget: int = 12, depth: int = 5, **options: Any) -> Speculation:
-    """Always that source and budget."""
-    return Speculation(
-        {"it": lambda _: source}, Tuner({}), fixed=Plan("it", budget, depth), **options
-    )
+def fixed(*sources: Any, budget: int = 12, depth: int = 5, **options: Any) -> Speculation:
+    """Always these sources and that budget."""
+    makers: Any = {source.name: lambda _, it=source: it for source in sources}
+    return Speculation(makers, Tuner({}), fixed=TreeSize(budget, depth), **options)
 
 
 def run(engine: Any, speculation: Speculation | None, **settings: Any) -> list[Chunk]:
@@ -123,22 +119,22 @@ def ids(chunks: list[Chunk]) -> list[int]:
 
 
 @pytest.fixture(params=["ngram", "itself", "other", "both"])
-def source(request: Any, engine: NativeEngine, other: NativeEngine) -> Any:
+def sources(request: Any, engine: NativeEngine, other: NativeEngine) -> Any:
     if request.param == "ngram":
-        return NgramSource()
+        return [NgramSource()]
     if request.param == "both":
-        return MergedSource([drafting(other), NgramSource()])
-    return drafting(engine if request.param == "itself" else other)
+        return [NgramSource(), drafting(other)]
+    return [drafting(engine if request.param == "itself" else other)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_tokens_are_those_of_plain_decoding(
-    engine: NativeEngine, source: Any, sampling: str
+    engine: NativeEngine, sources: Any, sampling: str
 ) -> None:
     session = engine.session(CAPACITY)
     chosen = SAMPLINGS[sampling]
     plain = run(engine, None, sampling=chosen, logprobs=2)
-    ours = run(engine, fixed(source), sampling=chosen, session=session, logprobs=2)
+    ours = run(engine, fixed(*sources), sampling=chosen, session=session, logprobs=2)
     assert ids(ours) == ids(plain)
     assert [c.logprobs for c in ours] == [c.logprobs for c in plain]
     assert [c.text for c in ours] == [c.text for c in plain]
@@ -149,7 +145,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     assert np.array_equal(session.extend([5]), fresh.extend([5]))
 
 
-class Knowing:
+class Knowing(DraftSource):
     """Knows the answer, beside which it guesses wrongly."""
 
     name = "oracle"
@@ -248,7 +244,7 @@ def test_leaving_the_stream_keeps_what_was_accepted(engine: NativeEngine) -> Non
     assert list(session.tokens) == [*PROMPT, *said[:-1]]
 
 
-class Failing:
+class Failing(DraftSource):
     name = "bad"
 
     def __init__(self, after: int = 2) -> None:
@@ -308,14 +304,14 @@ def test_guesses_without_room_are_left_out(
 
 
 def test_what_was_said_before_is_guessed_again(engine: NativeEngine) -> None:
-    archive = Archive(SIZES["vocab_size"])
-    speculation = fixed(SaidSource(archive), budget=8, depth=6, archive=archive)
+    archive = Archive()
+    speculation = fixed(NgramSource(archive), budget=8, depth=6, archive=archive)
     first = run(engine, speculation)
     again = run(engine, speculation)
     assert ids(first) == ids(again)
     assert first[-1].metrics.accepted_by_source == {}
     assert again[-1].metrics.accepted_per_pass > 3
-    assert again[-1].metrics.accepted_by_source["said"] > 0.6
+    assert again[-1].metrics.accepted_by_source["archive"] > 0.6
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -22,15 +22,14 @@ from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.waiting import waiting
 from localrt.quant.ops.native.abi import find_library
-from localrt.speculative.draft_model import DraftModelSource
-from localrt.speculative.merged import MergedSource
 from localrt.speculative.ngram import NgramSource
-from localrt.speculative.policy import Plan
+from localrt.speculative.policy import TreeSize
 from localrt.speculative.source import DraftFailedError
+from localrt.speculative.tree_source import TreeSource
 from localrt.speculative.tuner import Tuner
 from tests.engine.test_speculation import CAPACITY, PROMPT, SAMPLINGS, ids, info_of, load, run
-from tests.models.tiny import SIZES
 from tests.offload.placed import Model, pack_tiny, passing
+from tests.speculative.sources import model_source
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -122,13 +121,13 @@ def poor(folder: Path) -> Iterator[Draft]:
     engine.close()
 
 
-def source(draft: Draft, **options: Any) -> DraftModelSource:
-    settings = {"capacity": 400, "vocab_size": SIZES["vocab_size"], **options}
-    return DraftModelSource(draft, **settings)
+def source(draft: Draft, **options: Any) -> TreeSource:
+    return model_source(draft, **options)
 
 
-def fixed(it: Any, *, budget: int = 12, depth: int = 3) -> Speculation:
-    return Speculation({"it": lambda _: it}, Tuner({}), fixed=Plan("it", budget, depth))
+def fixed(*sources: Any, budget: int = 12, depth: int = 3) -> Speculation:
+    makers: Any = {source.name: lambda _, it=source: it for source in sources}
+    return Speculation(makers, Tuner({}), fixed=TreeSize(budget, depth))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -156,12 +155,9 @@ def test_a_draft_that_guesses_badly_changes_nothing(
     target: Waiting, poor: Draft, plain: dict[str, list[int]]
 ) -> None:
     target.meanwhile = poor.some
-    both = MergedSource([source(poor), NgramSource()])
-    assert both.prepares
-    chunks = run(target.engine, fixed(both))
+    chunks = run(target.engine, fixed(NgramSource(), source(poor)))
     assert ids(chunks) == plain["greedy"]
     assert poor.ahead > 0
-    assert not MergedSource([NgramSource()]).prepares
 
 
 def test_what_was_drafted_meanwhile_is_not_drafted_after(
@@ -272,9 +268,9 @@ def test_several_sessions_at_once(
     """They take turns at both models, and none waits for another for ever."""
     target.meanwhile = lambda: time.sleep(0.01)
     speculation = Speculation(
-        {"model": lambda _: source(draft), "ngram": lambda _: NgramSource()},
+        {"model": lambda _: source(draft)},
         Tuner({"ngram": 0.0, "model": 0.2}),
-        fixed=Plan("model", 8, 3),
+        fixed=TreeSize(8, 3),
     )
 
     def one(name: str) -> list[int]:

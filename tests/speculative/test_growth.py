@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.speculative.best_first import Children, Growth, grow, likeliest
+from localrt.speculative.best_first import Children, Growth, likeliest
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.speculative.test_tree import words
 
@@ -49,7 +49,7 @@ class Expander:
 
 
 def fresh(budget: int, depth: int, prefix: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
-    return words(grow(Expander(prefix), budget=budget, depth=depth, source="x"))
+    return words(Growth("x").grow(Expander(prefix), budget=budget, depth=depth))
 
 
 def same(tree: TokenTree, other: dict[tuple[int, ...], float]) -> None:

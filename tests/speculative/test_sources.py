@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.speculative.archive import Archive, SaidSource
-from localrt.speculative.merged import MergedSource
-from localrt.speculative.ngram import ORDERS, NgramIndex, NgramSource
-from localrt.speculative.source import DraftFailedError
-from localrt.speculative.tree import ROOT, TokenTree
+from localrt.speculative.ngram import ORDERS, Archive, NgramIndex, NgramSource
+from localrt.speculative.tree import ROOT
 from tests.speculative.test_tree import words
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -79,46 +74,24 @@ def test_another_sequence_begins_anew() -> None:
     assert len(source.propose([9, 8, 7, 1, 2, 3], 8, 2)) == 0
 
 
-def test_an_archive_is_bounded_and_saved(tmp_path: Path) -> None:
-    path = tmp_path / "said"
-    archive = Archive(50, path, most=40)
+def test_an_archive_is_bounded_and_guessed_from() -> None:
+    archive = Archive(most=40)
     archive.add(TEXT)
-    archive.save()
-    again = Archive(50, path)
-    tree = SaidSource(again).propose([30, 3, 4, 5], 8, 3)
+    tree = NgramSource(archive).propose([30, 3, 4, 5], 8, 3)
     assert (6, 7, 8) in words(tree)
-    assert tree.sources == ("said",)
-    assert len(Archive(51, path)) == 0  # another model's
-    path.write_bytes(path.read_bytes()[:-1])
-    assert len(Archive(50, path)) == 0
+    assert tree.sources == ("archive",)
     for _ in range(10):
         archive.add(TEXT)
     assert len(archive) <= 40
-    assert not (tmp_path / "said.partial").exists()
 
 
-class Failing:
-    name = "bad"
-
-    def begin(self, history: object) -> None:
-        pass
-
-    def propose(self, *_: object, **__: object) -> TokenTree:
-        raise DraftFailedError("no numbers")
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_failing_source_leaves_the_others() -> None:
-    merged = MergedSource([NgramSource(), Failing()])
-    history = [*TEXT, 1, 2, 3]
-    assert merged.name == "bad+ngram"
-    assert len(merged.propose(history, 8, 4)) == 4
-    assert merged.failures == ["no numbers"]
-    assert merged.name == "ngram"
-    with pytest.raises(DraftFailedError, match="no numbers"):
-        MergedSource([Failing()]).propose(history, 8, 4)
+def test_own_text_and_the_archive_share_a_tree() -> None:
+    archive = Archive()
+    archive.add([1, 2, 3, 40, 50])
+    tree = NgramSource(archive).propose([*TEXT, 1, 2, 3], 8, 2)
+    assert {(4, 5), (40, 50)} <= set(words(tree))
+    assert set(tree.sources) == {"ngram", "archive"}
+    assert len(NgramSource(archive).propose([*TEXT, 1, 2, 3], 3, 2)) == 3
 
 
 def test_scores_are_log_probabilities() -> None:

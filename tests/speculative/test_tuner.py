@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localrt.speculative.calibration import Calibration
 from localrt.speculative.costs import DraftCost, Mixture, PassCost
-from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan
+from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import TOLERANCE, Run, Tuner
 
@@ -211,13 +211,38 @@ def test_calibration_learns_what_claims_are_worth() -> None:
 
 
 def test_fixed_does_as_it_is_told() -> None:
-    policy = Fixed("model", 64, 16)
+    policy = Fixed(["model"], TreeSize(64, 16))
     assert policy.plan(1000) == Plan("model", 64, 16)
     assert policy.plan(10) == Plan("model", 10, 16)
     assert policy.plan(0) is None
     policy.failed("model", "it broke")
     assert policy.plan(10) is None
     assert policy.reason == "speculation: off, it broke"
+
+
+def test_fixed_merges_what_all_sources_propose() -> None:
+    policy = Fixed(["ngram", "model"], TreeSize(3, 4))
+    ours = TokenTree.of([1, 2], [ROOT, 0], [-0.5, -1.0], "ngram")
+    theirs = TokenTree.of([1, 3], [ROOT, ROOT], [-0.2, -2.0], "model")
+    for _ in range(2):
+        plan = policy.plan(100)
+        assert plan == Plan("model", 3, 4)
+        assert policy.drafted(plan, theirs, 0.0) is None
+        plan = policy.plan(100)
+        assert plan == Plan("ngram", 3, 4)
+        tree = policy.drafted(plan, ours, 0.0)
+        assert tree is not None
+        assert tree.tokens.tolist() == [1, 2, 3]
+        assert set(tree.proposed_by(0)) == {"ngram", "model"}
+        assert policy.plan(100) is None
+        policy.passed(Gaps(4, waited_s=1.0))
+        assert policy.ahead(plan, tree) == Ahead("model", 10)
+        policy.verified(plan, tree, [0], 0.1)
+    policy.failed("model", "it broke")
+    plan = policy.plan(100)
+    assert plan == Plan("ngram", 3, 4)
+    assert policy.drafted(plan, ours, 0.0) is not None
+    assert policy.reason == "speculation: model+ngram, 3 guesses a pass as asked"
 
 
 def test_a_long_prompt_is_not_read_for_a_draft_that_may_not_pay() -> None:

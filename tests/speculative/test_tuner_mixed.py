@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from localrt.speculative.calibration import Calibration
 from localrt.speculative.costs import GapWorth
 from localrt.speculative.mixed import MixedTree
-from localrt.speculative.policy import AHEAD_S, Ahead, Fixed, Gaps, Plan
+from localrt.speculative.policy import AHEAD_S, Ahead, Fixed, Gaps, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
 from tests.speculative.test_tree import trees, words
@@ -252,7 +252,7 @@ def test_the_worth_of_gaps() -> None:
 
 def test_fixed_drafts_ahead_where_passes_wait() -> None:
     tree = TokenTree.of([1], [ROOT], [-1.0], "model")
-    policy = Fixed("model", 16, 8)
+    policy = Fixed(["model"], TreeSize(16, 8))
     plan = policy.plan(1000, {"model": 3})
     assert plan == Plan("model", 16, 8, 3)
     assert policy.ahead(plan, tree) is None  # nothing is known of gaps
@@ -260,7 +260,7 @@ def test_fixed_drafts_ahead_where_passes_wait() -> None:
     assert policy.ahead(plan, tree) == Ahead("model", 40)
     policy.passed(Gaps(17, 0.0))
     assert policy.ahead(plan, tree) is None
-    late = Fixed("model", 16, 8, in_gaps=False)
+    late = Fixed(["model"], TreeSize(16, 8), in_gaps=False)
     late.passed(Gaps(17, 1.0))
     assert late.ahead(plan, tree) is None
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
 from localrt.quant.ops.protocol import Batch
-from localrt.speculative.best_first import DECAY, Children, grow, likeliest
-from localrt.speculative.draft_model import DraftModelSource
+from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
 from localrt.speculative.source import DraftFailedError
-from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
+from localrt.speculative.tree_source import TreeSource
+from tests.models.tiny import load_ours, save_tiny, tokens
+from tests.speculative.sources import model_source
 from tests.speculative.test_tree import words
 
 VOCAB = 5
@@ -47,7 +48,7 @@ def test_the_tree_has_the_best_nodes_there_are(budget: int, round_nodes: int) ->
             found.append(likeliest(model(known[node]), low))
         return found
 
-    tree = grow(expand, budget=budget, depth=depth, source="x", round_nodes=round_nodes)
+    tree = Growth("x").grow(expand, budget=budget, depth=depth, round_nodes=round_nodes)
     exact = {}
     for length in range(1, depth + 1):
         for path in itertools.product(range(VOCAB), repeat=length):
@@ -82,10 +83,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_ours(folder)
 
 
-def source(decoder: Any, **options: Any) -> DraftModelSource:
-    return DraftModelSource(
-        decoder, **{"capacity": 200, "vocab_size": SIZES["vocab_size"], **options}
-    )
+def source(decoder: Any, **options: Any) -> TreeSource:
+    return model_source(decoder, **{"capacity": 200, **options})
 
 
 def test_scores_are_the_models_own(decoder: Any) -> None:
@@ -121,7 +120,7 @@ def never() -> None:
     return None
 
 
-def prepare(kept: DraftModelSource, history: list[int], nodes: int) -> None:
+def prepare(kept: TreeSource, history: list[int], nodes: int) -> None:
     kept.ahead(history, nodes, check=never, outcome=never)
 
 

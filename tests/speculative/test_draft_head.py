@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.drafts.training_model import DgfModel
+from localrt.drafts.training_model import HeadModel
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.quant.formats import unpack
 from localrt.quant.ops.native.abi import find_library
-from localrt.speculative.dgf import DgfConfig
-from localrt.speculative.dgf_file import DgfWeights, read_dgf, write_dgf
-from localrt.speculative.dgf_head import DgfHead, target_parts
-from tests.speculative.dgf_tiny import draft_tokens, tiny_config, tiny_values
+from localrt.speculative.draft_head import DraftHead, target_parts
+from localrt.speculative.draft_head_file import HeadConfig, HeadWeights, read_head, write_head
+from tests.speculative.tiny_head import draft_tokens, tiny_config, tiny_values
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -33,12 +32,12 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     config = tiny_config(tiny_folder)
     folder = tmp_path_factory.mktemp("head")
-    write_dgf(folder, config, draft_tokens(config), tiny_values(config), weight_format="int8-g32")
-    weights = read_dgf(folder)
+    write_head(folder, config, draft_tokens(config), tiny_values(config), weight_format="int8-g32")
+    weights = read_head(folder)
     ops = NativeOps(threads=2)
     checkpoint = open_checkpoint(tiny_folder)
     parts = target_parts(checkpoint, read_config(checkpoint), weights.draft_tokens)
-    head = DgfHead(weights, parts, ops)
+    head = DraftHead(weights, parts, ops)
     values = {n: _values(weights, n) for n in config.shapes()}
     target = {
         "embedding": unpack(checkpoint.read("model.embed_tokens.weight")).astype(np.float64),
@@ -48,7 +47,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return config, ops, head, values, target
 
 
-def _values(weights: DgfWeights, name: str) -> np.ndarray:
+def _values(weights: HeadWeights, name: str) -> np.ndarray:
     tensor = weights.read(name)
     return unpack(tensor).reshape(tensor.shape).astype(np.float64)
 
@@ -72,7 +71,7 @@ def plain_fusion(w: Weights, features: np.ndarray, embedded: np.ndarray) -> np.n
 
 
 def plain_head(
-    config: DgfConfig,
+    config: HeadConfig,
     w: Weights,
     target: Weights,
     features: np.ndarray,
@@ -135,15 +134,16 @@ def test_a_sequence_is_computed_as_plain_arithmetic_says(made: Any) -> None:
     exact, logits = plain_head(
         config, w, target, features, TOKENS, range(8), np.tril(np.ones((8, 8), bool))
     )
-    whole = head.forward(ops, head.cache(ops, 32), features, TOKENS, np.arange(8), wanted=range(8))
-    close(whole.features, exact)
-    close(whole.logits, logits)
     cache = head.cache(ops, 32)
-    first = head.forward(ops, cache, features[:3], TOKENS[:3], np.arange(3), wanted=[])
-    assert first.logits.shape == (0, config.draft_vocab)
-    rest = head.forward(ops, cache, features[3:], TOKENS[3:], np.arange(3, 8), wanted=[4])
-    np.testing.assert_array_equal(rest.features, whole.features[3:])
-    np.testing.assert_array_equal(rest.logits, whole.logits[7:])
+    whole, ours = head.forward(ops, cache, features, TOKENS, np.arange(8), wanted=range(8))
+    close(whole, exact)
+    close(ours, logits)
+    cache = head.cache(ops, 32)
+    _, none = head.forward(ops, cache, features[:3], TOKENS[:3], np.arange(3), wanted=[])
+    assert none.shape == (0, config.draft_vocab)
+    rest, last = head.forward(ops, cache, features[3:], TOKENS[3:], np.arange(3, 8), wanted=[4])
+    np.testing.assert_array_equal(rest, whole[3:])
+    np.testing.assert_array_equal(last, ours[7:])
 
 
 def test_training_computes_the_same_head(made: Any) -> None:
@@ -151,7 +151,7 @@ def test_training_computes_the_same_head(made: Any) -> None:
     config, _, _, w, target = made
     length, levels = 8, 3
     features = np.random.default_rng(3).normal(size=(length, config.hidden_size))
-    model = DgfModel(config).double()
+    model = HeadModel(config).double()
     model.load_state_dict({name: torch.tensor(value) for name, value in w.items()})
     model.float()
     embedded = torch.tensor(target["embedding"][TOKENS]).float()

@@ -11,7 +11,7 @@ import pytest
 
 from localrt.errors import CancelledError, LocalrtError
 from localrt.offload.reading.waiting import Waiter, waiting
-from localrt.speculative.gap_work import Meanwhile
+from localrt.speculative.gap_work import GapWork
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -54,7 +54,7 @@ class Layers:
 
 
 def test_a_check_with_ears_is_told_of_waiting() -> None:
-    check = Meanwhile(nothing)
+    check = GapWork(nothing)
     assert isinstance(check, Waiter)
     assert not isinstance(nothing, Waiter)
     with waiting(None), waiting(nothing), waiting(check):
@@ -66,7 +66,7 @@ def test_a_check_with_ears_is_told_of_waiting() -> None:
 
 def test_it_works_in_the_gaps_alone() -> None:
     layers = Layers()
-    with Meanwhile(nothing, layers) as check:
+    with GapWork(nothing, layers) as check:
         time.sleep(0.01)
         assert layers.done == 0  # the pass computes
         with check.waiting():
@@ -85,7 +85,7 @@ def test_it_works_in_the_gaps_alone() -> None:
 
 def test_what_is_of_use_is_finished() -> None:
     layers = Layers(useful=lambda true: true == [7])
-    with Meanwhile(nothing, layers) as check:
+    with GapWork(nothing, layers) as check:
         with check.waiting():
             wait_for(lambda: layers.done > 0)
         check.ended([7])
@@ -93,7 +93,7 @@ def test_what_is_of_use_is_finished() -> None:
 
 
 def give_up(layers: Layers, error: BaseException) -> None:
-    with Meanwhile(nothing, layers) as check, check.waiting():
+    with GapWork(nothing, layers) as check, check.waiting():
         wait_for(lambda: layers.done > 0)
         raise error
 
@@ -109,7 +109,7 @@ def test_a_pass_that_fails_or_is_cancelled_ends_the_work() -> None:
 
 def test_a_pass_without_gaps_has_no_work_done() -> None:
     layers = Layers()
-    with Meanwhile(nothing, layers) as check:
+    with GapWork(nothing, layers) as check:
         check.ended([1])
     assert layers.done == 0
     assert check.waited_s == check.shared_s == 0
@@ -123,7 +123,7 @@ def test_the_callers_check_ends_the_work_too() -> None:
             raise CancelledError("the generation was cancelled")
 
     layers = Layers(useful=lambda true: True)
-    with Meanwhile(check, layers) as meanwhile:
+    with GapWork(check, layers) as meanwhile:
         with meanwhile.waiting():
             wait_for(lambda: layers.done > 0)
         stop.set()
@@ -137,7 +137,7 @@ def test_a_failure_of_the_work_is_told() -> None:
     def work(check: Any, outcome: Any) -> None:
         raise ZeroDivisionError
 
-    with Meanwhile(nothing, work) as check:
+    with GapWork(nothing, work) as check:
         with check.waiting():
             wait_for(lambda: not drafting())
         check.ended([1])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.drafts.head import DraftHead
+from localrt.drafts.head import HeadDraft
 from localrt.engine.native.engine import NativeEngine, NativeSession
 from localrt.engine.options import read_options
 from localrt.errors import CancelledError
@@ -19,7 +19,7 @@ from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.best_first import DECAY, likeliest
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import TokenTree
-from tests.speculative.dgf_tiny import DRAFT_VOCAB, draft_tokens, write_tiny_head
+from tests.speculative.tiny_head import DRAFT_VOCAB, draft_tokens, write_tiny_head
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -35,7 +35,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with localrt.load(tiny_folder, draft="off") as model:
         engine = model._parts.engine
         assert isinstance(engine, NativeEngine)
-        head = DraftHead(folder, model._parts, engine)
+        head = HeadDraft(str(folder), model._parts, engine)
         yield engine, head, config
         head.close()
 
@@ -57,12 +57,14 @@ def one_by_one(made: Any, session: NativeSession, history: list[int], path: list
         cache = inner.cache(ops, 300)
         end = len(history) - 1
         features = session.record_features().get(0, end)
-        given = inner.forward(ops, cache, features, history[1:], np.arange(end), wanted=[end - 1])
+        given, logits = inner.forward(
+            ops, cache, features, history[1:], np.arange(end), wanted=[end - 1]
+        )
         for step, token in enumerate(path):
-            given = inner.forward(
-                ops, cache, given.features[-1:], [token], np.array([end + step]), wanted=[0]
+            given, logits = inner.forward(
+                ops, cache, given[-1:], [token], np.array([end + step]), wanted=[0]
             )
-    found = likeliest(given.logits[0], -math.inf, temperature=WARMTH, most=DRAFT_VOCAB)
+    found = likeliest(logits[0], -math.inf, temperature=WARMTH, most=DRAFT_VOCAB)
     return dict(zip(draft_tokens(config)[found.tokens].tolist(), found.logprobs, strict=True))
 
 

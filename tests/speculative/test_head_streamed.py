@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.drafts.head import DraftHead, beside_head, target_identity
+from localrt.drafts.head import TRAINED, HeadDraft, target_identity, with_room_for_head
 from localrt.engine.options import read_options
 from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.loading.parts import LoadOptions
@@ -21,11 +21,10 @@ from localrt.models.registry import read_config
 from localrt.offload.store import pack_store
 from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
-from localrt.speculative.dgf import DgfConfig
-from localrt.speculative.dgf_file import write_dgf
+from localrt.speculative.draft_head_file import HEAD_FILE, HeadConfig, write_head
 from tests.engine.test_batch_streamed import CTX, LAYERS, VOCAB, open_engine
 from tests.models.tiny import tokens
-from tests.speculative.dgf_tiny import draft_tokens, tiny_values
+from tests.speculative.tiny_head import draft_tokens, tiny_values
 from tests.store.synthetic import SyntheticCheckpoint
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -39,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pack_store(source, folder / "packed")
     with closing(open_checkpoint(folder / "packed")) as checkpoint:
         target = target_identity(read_config(checkpoint), None)
-    config = DgfConfig(
+    config = HeadConfig(
         target=target,
         blocks=1,
         heads=4,
@@ -49,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         draft_vocab=90,
         window=64,
     )
-    write_dgf(folder / "head", config, draft_tokens(config), tiny_values(config))
+    write_head(folder / "head", config, draft_tokens(config), tiny_values(config))
     return folder / "packed", folder / "head"
 
 
@@ -63,7 +62,7 @@ def test_guesses_do_not_depend_on_where_the_target_lies(made: Any) -> None:
     for streamed in ([], names):
         engine = open_engine(store, streamed, 1 << 30)
         parts: Any = SimpleNamespace(path=store, tokenizer=None)
-        with closing(DraftHead(head, parts, engine)) as drafted:
+        with closing(HeadDraft(str(head), parts, engine)) as drafted:
             session = engine.session(CTX // 4)
             source = drafted.source(session, read_options({"temperature": 0.3}))
             session.extend(prompt[:-1])
@@ -80,24 +79,25 @@ def test_guesses_do_not_depend_on_where_the_target_lies(made: Any) -> None:
         np.testing.assert_array_equal(resident.scores, streamed_tree.scores)
 
 
-def test_a_budget_leaves_the_head_its_room(made: Any, tmp_path: Path) -> None:
+def test_a_budget_leaves_the_head_its_room(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     options, settings = LoadOptions(ram=1 << 30), Settings.from_environment()
-    assert beside_head(str(tmp_path), LoadOptions(), settings) == LoadOptions()
-    left = beside_head(str(made[1]), options, settings)
+    folder = settings.data_dir / TRAINED
+    assert with_room_for_head(str(made[1]), LoadOptions(), settings) == LoadOptions()
+    left = with_room_for_head(str(made[1]), options, settings)
     assert left == replace(options, ram=left.ram)
     assert left.ram is not None
     assert 1 << 20 < (1 << 30) - left.ram < 8 << 20
-    own = beside_head("head", options, settings)  # room for the largest that there is
-    assert own.ram is not None
-    assert 5 << 20 < (1 << 30) - own.ram < 80 << 20
+    assert with_room_for_head("head", options, settings) == options  # there is none
+    shutil.copytree(made[1], folder / "mine")
+    assert with_room_for_head("head", options, settings) == left  # the largest that there is
     with pytest.raises(MemoryBudgetError, match=r"a draft head takes .* the budget is 1 MB"):
-        beside_head("head", LoadOptions(ram=10**6), settings)
-    damaged = settings.data_dir / "heads" / "damaged"
-    damaged.mkdir(parents=True)
-    (damaged / "config.json").write_text("{")
-    try:
-        assert beside_head("head", options, settings) == own
-        with pytest.raises(LocalrtError):
-            beside_head(str(damaged), options, settings)
-    finally:
-        shutil.rmtree(damaged)
+        with_room_for_head("head", LoadOptions(ram=10**6), settings)
+    damaged = folder / "damaged"
+    damaged.mkdir()
+    (damaged / HEAD_FILE).write_text("{")
+    assert with_room_for_head("head", options, settings) == left
+    with pytest.raises(LocalrtError):
+        with_room_for_head(str(damaged), options, settings)

@@ -10,16 +10,15 @@ from localrt.drafts.head import target_identity
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
-from localrt.speculative.dgf import DgfConfig
-from localrt.speculative.dgf_file import write_dgf
+from localrt.speculative.draft_head_file import HeadConfig, write_head
 
 DRAFT_VOCAB = 120
 
 
-def tiny_config(target: Path, *, blocks: int = 2) -> DgfConfig:
+def tiny_config(target: Path, *, blocks: int = 2) -> HeadConfig:
     """Sizes of a head for the model at ``target``."""
     checkpoint = open_checkpoint(target)
-    return DgfConfig(
+    return HeadConfig(
         target=target_identity(read_config(checkpoint), load_tokenizer(checkpoint)),
         blocks=blocks,
         heads=4,
@@ -31,7 +30,7 @@ def tiny_config(target: Path, *, blocks: int = 2) -> DgfConfig:
     )
 
 
-def tiny_values(config: DgfConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def tiny_values(config: HeadConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights."""
     random = np.random.default_rng(seed)
     values = {}
@@ -42,14 +41,14 @@ def tiny_values(config: DgfConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return values
 
 
-def draft_tokens(config: DgfConfig) -> np.ndarray:
+def draft_tokens(config: HeadConfig) -> np.ndarray:
     """Some of the target's tokens, in rising order."""
     chosen = np.random.default_rng(1).permutation(config.target.vocab_size)[: config.draft_vocab]
     return np.sort(chosen).astype(np.int64)
 
 
-def write_tiny_head(folder: Path, target: Path, *, blocks: int = 2) -> DgfConfig:
+def write_tiny_head(folder: Path, target: Path, *, blocks: int = 2) -> HeadConfig:
     """A head in ``folder``."""
     config = tiny_config(target, blocks=blocks)
-    write_dgf(folder, config, draft_tokens(config), tiny_values(config))
+    write_head(folder, config, draft_tokens(config), tiny_values(config))
     return config

@@ -9,14 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from localrt.errors import CheckpointError
 from localrt.quant.formats import unpack
-from localrt.speculative.dgf import DgfConfig, DgfTarget
-from localrt.speculative.dgf_file import CONFIG_FILE, is_dgf_folder, read_dgf, write_dgf
-from tests.speculative.dgf_tiny import draft_tokens, tiny_values
+from localrt.speculative.draft_head_file import (
+    HEAD_FILE,
+    HeadConfig,
+    HeadTarget,
+    is_head_folder,
+    read_head,
+    write_head,
+)
+from tests.speculative.tiny_head import draft_tokens, tiny_values
 
-TARGET = DgfTarget(
+TARGET = HeadTarget(
     architecture="llama", layers=2, hidden_size=64, vocab_size=300, vocab_sha256="ab"
 )
 SIZES: dict[str, Any] = {
@@ -28,11 +36,11 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96,
     "draft_vocab": 40,
 }
-CONFIG = DgfConfig(**SIZES)
+CONFIG = HeadConfig(**SIZES)
 
 
 def write(folder: Path, **options: Any) -> int:
-    return write_dgf(folder, CONFIG, draft_tokens(CONFIG), tiny_values(CONFIG), **options)
+    return write_head(folder, CONFIG, draft_tokens(CONFIG), tiny_values(CONFIG), **options)
 
 
 @pytest.mark.parametrize(("format_", "error"), [("int8-g32", 8e-3), ("bf16", 4e-3)])
@@ -40,9 +48,9 @@ def test_what_was_written_comes_back(tmp_path: Path, format_: str, error: float)
     folder = tmp_path / "a" / "head"
     nbytes = write(folder, weight_format=format_, about={"agreed": [0.5]})
     assert nbytes == sum(file.stat().st_size for file in folder.iterdir())
-    assert is_dgf_folder(folder)
-    assert not is_dgf_folder(tmp_path)
-    weights = read_dgf(folder)
+    assert is_head_folder(folder)
+    assert not is_head_folder(tmp_path)
+    weights = read_head(folder)
     assert weights.config == CONFIG
     assert weights.about == {"agreed": [0.5]}
     np.testing.assert_array_equal(weights.draft_tokens, draft_tokens(CONFIG))
@@ -52,7 +60,7 @@ def test_what_was_written_comes_back(tmp_path: Path, format_: str, error: float)
     rows = weights.read("fusion.token.weight", 3, 5)
     np.testing.assert_array_equal(unpack(rows), unpack(weights.read("fusion.token.weight"))[3:5])
     write(folder)  # over the one that was there
-    assert read_dgf(folder).config == CONFIG
+    assert read_head(folder).config == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -68,39 +76,44 @@ def test_what_was_written_comes_back(tmp_path: Path, format_: str, error: float)
 )
 def test_sizes_out_of_bounds(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DgfConfig(**{**SIZES, **change})
+        HeadConfig(**{**SIZES, **change})
 
 
 def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Rewrite the metadata; the record of the head is in ``config``."""
+
     def damage(folder: Path) -> None:
-        path = folder / CONFIG_FILE
-        record = json.loads(path.read_text())
-        change(record)
-        path.write_text(json.dumps(record))
+        path = folder / HEAD_FILE
+        with safe_open(path, "np") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata: dict[str, Any] = dict(opened.metadata())
+        metadata["config"] = json.loads(metadata["config"])
+        change(metadata)
+        metadata["config"] = json.dumps(metadata["config"])
+        path.write_bytes(save(tensors, metadata))
 
     return damage
 
 
 def cut(folder: Path) -> None:
-    path = folder / "dgf.safetensors"
+    path = folder / HEAD_FILE
     path.write_bytes(path.read_bytes()[:-9])
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (edit(lambda r: r.update(version=2)), "is of version 2, and this localrt reads 1"),
-        (edit(lambda r: r.update(kind="x")), "no draft head's"),
-        (edit(lambda r: r["head"].pop("heads")), "heads is missing"),
-        (edit(lambda r: r["head"].update(heads="4")), "heads is '4'"),
-        (edit(lambda r: r["head"].update(blocks=2)), r"tensor model\.layers\.1"),
-        (edit(lambda r: r["head"].update(draft_vocab=41)), "its draft vocabulary"),
-        (edit(lambda r: r["head"].update(target=3)), "no DgfTarget"),
-        (edit(lambda r: r.update(head=3)), "is damaged"),
-        (edit(lambda r: r.update(weight_format="q9")), "weight_format 'q9' is not known"),
-        (lambda folder: (folder / CONFIG_FILE).write_text("{"), "cannot be read"),
-        (lambda folder: (folder / CONFIG_FILE).unlink(), "there is no draft head"),
-        (lambda folder: (folder / "dgf.safetensors").unlink(), "is missing"),
+        (edit(lambda m: m.update(localrt_draft_head="2")), "is of version '2', and .* reads 1"),
+        (edit(lambda m: m.pop("localrt_draft_head")), "no draft head's"),
+        (edit(lambda m: m["config"]["head"].pop("heads")), "is damaged: .*'heads'"),
+        (edit(lambda m: m["config"]["head"].update(heads="4")), "is damaged"),
+        (edit(lambda m: m["config"]["head"].update(blocks=2)), r"tensor model\.layers\.1"),
+        (edit(lambda m: m["config"]["head"].update(draft_vocab=41)), "its draft vocabulary"),
+        (edit(lambda m: m["config"]["head"].update(target=3)), "is damaged"),
+        (edit(lambda m: m["config"].update(head=3)), "is damaged"),
+        (edit(lambda m: m["config"].update(weight_format="q9")), "'q9' is not known"),
+        (lambda folder: (folder / HEAD_FILE).write_text("{"), "is damaged"),
+        (lambda folder: (folder / HEAD_FILE).unlink(), "there is no draft head"),
         (cut, "is damaged"),
     ],
 )
@@ -108,18 +121,18 @@ def test_damage_is_said(tmp_path: Path, damage: Callable[[Path], None], message:
     write(tmp_path)
     damage(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        read_dgf(tmp_path)
+        read_head(tmp_path)
 
 
 def test_only_the_configs_weights_are_written(tmp_path: Path) -> None:
     values = tiny_values(CONFIG)
     del values["fusion.token.weight"]
     with pytest.raises(ValueError, match="not those of the config"):
-        write_dgf(tmp_path / "head", CONFIG, draft_tokens(CONFIG), values)
+        write_head(tmp_path / "head", CONFIG, draft_tokens(CONFIG), values)
     bad = tiny_values(CONFIG)
     bad["fusion.token.weight"][0, 0] = np.nan
     with pytest.raises(CheckpointError, match="NaN"):
-        write_dgf(tmp_path / "head", CONFIG, draft_tokens(CONFIG), bad)
+        write_head(tmp_path / "head", CONFIG, draft_tokens(CONFIG), bad)
     assert not (tmp_path / "head").exists()
 
 
@@ -128,5 +141,5 @@ def test_targets_are_told_apart() -> None:
     from dataclasses import replace
 
     assert "other tokens" in TARGET.difference(replace(TARGET, vocab_sha256="x"))
-    assert TARGET.difference(replace(TARGET, layers=3)) == "a number of layers of 2, not 3"
-    assert "hidden size of 64, not 32" in TARGET.difference(replace(TARGET, hidden_size=32))
+    assert TARGET.difference(replace(TARGET, layers=3)) == "layers 2, not 3"
+    assert "hidden size 64, not 32" in TARGET.difference(replace(TARGET, hidden_size=32))
