@@ -8,6 +8,7 @@ the package installs all the same, and runs on torch if that is there.
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -54,32 +55,7 @@ setup(
         Extension(
             "localrt.quant.ops.native._native",
             sources=[f"quant/csrc/{name}.cpp" for name in SOURCES],
-            depends=[
-                f"quant/csrc/{name}.h"
-                for name in (
-                    "abi",
-                    "activation",
-                    "acts",
-                    "attention",
-                    "ceilings",
-                    "experts",
-                    "formats",
-                    "kernels",
-                    "kv",
-                    "latent",
-                    "latent_args",
-                    "matmul",
-                    "panel",
-                    "pool",
-                    "routing",
-                    "scale_search",
-                    "steps",
-                    "vec_avx2",
-                    "vec_avx512",
-                    "vec_neon",
-                    "vec_portable",
-                )
-            ],
+            depends=sorted(str(header) for header in Path("quant/csrc").glob("*.h")),
             extra_compile_args=flags,
             extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
             language="c++",

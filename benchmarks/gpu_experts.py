@@ -43,7 +43,7 @@ from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Ops
-from localrt.quant.ops.torch.cuda_memory import CudaCopies
+from localrt.quant.ops.triton.cuda_memory import CudaCopies
 from localrt.quant.ops.triton.ops import TritonOps
 
 TARGET = 1.4  # times the better of all on the CPU and all streamed

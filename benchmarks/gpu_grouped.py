@@ -20,7 +20,7 @@ from random_packed import random_packed
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
-from localrt.quant.ops.torch.experts import TorchExpertSteps, slots_of
+from localrt.quant.ops.torch.experts import run_each, slots_of
 from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import run_kind
 from localrt.quant.ops.triton.grouped import plan_blocks
@@ -144,7 +144,7 @@ class Layer:
             x, routing = self.inputs(rows), self.routing(rows)
             got = self.together(x, routing)
             apart = torch.empty_like(got)
-            TorchExpertSteps.run_experts(self.ops, x, routing, self.table, self.shape.spec, apart)
+            self.one_by_one(x, routing, apart)
             values[f"against_apart_{rows}"] = relative(got, apart)
             values[f"relative_error_{rows}"] = self.error(x, routing, got)
             ok &= values[f"against_apart_{rows}"] < 2 * BOUND
@@ -206,12 +206,14 @@ class Layer:
         kernels = [self._kernels(x, routing, slots) for routing in routings]
         seconds = launch_seconds(kernels, self.device)
         apart = launch_seconds([self._apart(x, r) for r in routings], self.device)
-        spec, table = self.shape.spec, self.table
 
-        def steps(run: Callable[..., Any]) -> float:
+        def together(x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> None:
+            self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
+
+        def steps(run: Callable[..., None]) -> float:
             def work() -> None:
                 for routing in routings:
-                    run(self.ops, x, routing, table, spec, slots)
+                    run(x, routing, slots)
 
             return statistics.median([timed(work) for _ in range(RUNS)][1:]) / count
 
@@ -222,12 +224,20 @@ class Layer:
             "us_apart": apart * 1e6,
             "gb_s_apart": nbytes / apart / 1e9,
             "times_apart": apart / seconds,
-            "us_step": steps(TritonOps.run_experts) * 1e6,
-            "us_step_apart": steps(TorchExpertSteps.run_experts) * 1e6,
+            "us_step": steps(together) * 1e6,
+            "us_step_apart": steps(self.one_by_one) * 1e6,
         }
         if rows == 1:
             values["target"] = TARGET
         return Result(name, True, values=values)
+
+    def one_by_one(self, x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> None:
+        """Fill slots with products of each expert's own."""
+
+        def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
+
+        run_each(x, routing, slots, None, compute)
 
     def _kernels(
         self, x: torch.Tensor, routing: Routing, slots: torch.Tensor
@@ -252,7 +262,7 @@ class Layer:
         def run() -> None:
             for expert, index in places:
                 rows = x[index // routing.used]
-                out[index] = self.ops._expert(rows, self.weights[expert], self.shape.spec)
+                out[index] = self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
 
         return run
 

@@ -30,7 +30,7 @@ from localrt.quant.ops.triton.linear import Tiles, Tiling, tiled_linear, tiling
 from localrt.quant.ops.triton.rows import unpack_rows
 
 FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
-OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g16m", "int8-g128m")
+OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g32m", "int8-g128m")
 SHAPES = ((4096, 4096), (14336, 4096))
 TARGET = 0.8  # share of the copy bandwidth that a 4-bit product of one row should reach
 TWO_TILES = Tiling(tiles=2)  # what large matrices get

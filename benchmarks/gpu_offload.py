@@ -32,8 +32,8 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.cuda_memory import CudaCopies
 from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.ops.triton.cuda_memory import CudaCopies
 from localrt.quant.ops.triton.ops import TritonOps
 
 TARGET_LINK, TARGET_SPEED = 0.9, 3.0

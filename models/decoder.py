@@ -18,9 +18,9 @@ import numpy.typing as npt
 from localrt.models.latent import LatentAttention
 from localrt.models.moe import MixtureNames, MixtureSpec, SparseMlp, load_expert
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import copy_to_host
+from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertTable, Routing
-from localrt.quant.ops.host_array import copy_to_host
-from localrt.quant.ops.latent import LatentSpec
 from localrt.quant.ops.protocol import (
     Array,
     AttentionSpec,

@@ -8,7 +8,7 @@ published in (``checkpoints/latent_tensors.py``).
 from __future__ import annotations
 
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
 
 __all__ = ["LatentAttention", "latent_groups", "latent_tensors"]

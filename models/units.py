@@ -21,7 +21,7 @@ from localrt.models.decoder import DecoderConfig, LayerNames
 from localrt.models.latent import latent_tensors
 from localrt.models.weights import is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
-from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.attention import LatentSpec
 
 __all__ = ["EMBEDDING", "HEAD", "Unit", "list_units", "packed_nbytes"]
 

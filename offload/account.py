@@ -17,7 +17,7 @@ from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.decoder import DecoderConfig
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
-from localrt.quant.ops.latent import LATENT_SCRATCH_NBYTES
+from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
 from localrt.quant.ops.protocol import Ops
 
 __all__ = [

@@ -18,8 +18,8 @@ from localrt.models.decoder import DecoderConfig
 from localrt.models.registry import find_architecture, read_config
 from localrt.models.units import EMBEDDING, HEAD, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
-from localrt.quant.ops.kv_growth import grown_capacity
-from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.native.kv import BLOCK, LATENT_FORMATS, block_nbytes
 from localrt.quant.ops.protocol import AttentionSpec
 

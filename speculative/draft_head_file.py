@@ -39,7 +39,7 @@ HEAD_FILE = "draft_head.safetensors"
 MOST_BLOCKS = 5  # more gained nothing for Dovetail
 _KEY, _VERSION = "localrt_draft_head", "1"  # in the metadata
 _VOCABULARY = "draft_tokens"
-_PREFERRED = ("int8-g32", "int8-g16")  # the first whose groups divide all rows
+_PREFERRED = "int8-g32"  # where its groups divide all rows
 
 Values = Mapping[str, npt.NDArray[np.float32]]
 Ints = npt.NDArray[np.int64]
@@ -281,10 +281,8 @@ def read_head_config(path: Path) -> HeadConfig:
 
 def _fitting_format(shapes: Mapping[str, tuple[int, ...]]) -> str:
     columns = {shape[1] for shape in shapes.values() if len(shape) == 2}
-    for name in _PREFERRED:
-        if all(count % CODECS[name].format.block == 0 for count in columns):
-            return name
-    return "bf16"
+    block = CODECS[_PREFERRED].format.block
+    return _PREFERRED if all(count % block == 0 for count in columns) else "bf16"
 
 
 def _open(

@@ -177,7 +177,7 @@ def test_heads_that_the_rotation_does_not_divide_are_rotated_at_run_time(
 @pytest.mark.parametrize("method", ["rtn", "mr-gptq"])
 @pytest.mark.parametrize(
     "format_",
-    ["int4-g32", "int4-g16m", "int5-g32", "int6-g32m", "int8-g32", "nf4", "mxfp4", "nvfp4", "bf16"],
+    ["int4-g32", "int4-g32m", "int5-g32", "int6-g32", "int8-g32", "nf4", "mxfp4", "nvfp4", "bf16"],
 )
 def test_the_kernels_compute_what_the_reference_does(
     folders: Mapping[str, Path], tmp_path: Path, format_: str, method: str

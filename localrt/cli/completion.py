@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-import shtab
+__all__ = ["HELP", "SHELLS", "add_arguments", "run"]
 
-from localrt.cli import build_parser
-
-__all__ = ["SHELLS", "add_arguments", "run"]
+HELP = "print a script that completes localrt's commands in a shell"
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -32,5 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script for ``args.shell``."""
-    print(shtab.complete(build_parser(complete=True), args.shell))
+    import shtab
+
+    from localrt.cli import build_parser
+
+    parser: argparse.ArgumentParser = build_parser()
+    print(shtab.complete(parser, args.shell))
     return 0

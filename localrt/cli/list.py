@@ -11,7 +11,9 @@ from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, LocalModel, list_models
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "list the models on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

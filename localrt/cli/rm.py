@@ -10,7 +10,9 @@ from localrt.formatting import format_bytes
 from localrt.hub import remove_model
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "delete downloaded models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.models.units import EMBEDDING, HEAD
 from localrt.quant.formats import unpack
-from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.attention import LatentSpec
 from localrt.speculative.draft_head_file import HeadConfig
 
 if TYPE_CHECKING:

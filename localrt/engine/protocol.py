@@ -22,7 +22,7 @@ from localrt.offload.trace import PipelineCounts, Task
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
     from localrt.quant.ops.experts import Routing
-    from localrt.quant.ops.kv_blocks import Bytes
+    from localrt.quant.ops.kv import Bytes
     from localrt.speculative.tree import TokenTree
 
 __all__ = [

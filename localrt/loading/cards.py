@@ -94,7 +94,7 @@ def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -
     from localrt.offload.cards.cuda import CudaAccelerator
     from localrt.offload.planner.machine import GpuProfile
     from localrt.quant.ops.native.ops import NativeOps
-    from localrt.quant.ops.torch.cuda_memory import CudaCopies
+    from localrt.quant.ops.triton.cuda_memory import CudaCopies
 
     copies = CudaCopies(ops.device)
     link, memory = copies.measure()

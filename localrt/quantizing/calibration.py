@@ -31,7 +31,7 @@ from localrt.quant.ops.protocol import Batch
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
-    from localrt.quant.ops.calibration import CalibrationOps
+    from localrt.quant.ops.torch.calibration import CalibrationOps
 
 __all__ = ["HiddenStates", "calibration_ops", "calibration_windows"]
 
@@ -73,7 +73,7 @@ def calibration_ops(threads: int | None = None) -> CalibrationOps:
         MissingExtraError: torch is not installed.
     """
     try:
-        from localrt.quant.ops.calibration import CalibrationOps, calibration_format
+        from localrt.quant.ops.torch.calibration import CalibrationOps, calibration_format
     except ImportError as error:
         raise MissingExtraError(
             "gptq and mr-gptq compute with torch: pip install 'localrt[quantize]', or use "

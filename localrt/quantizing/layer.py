@@ -32,7 +32,7 @@ from localrt.quant.methods import (
     restored_rows,
     rotation,
 )
-from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.attention import LatentSpec
 
 __all__ = ["LayerQuantizer", "folded_rotation"]
 

@@ -42,7 +42,7 @@ from localrt.quantizing.calibration import HiddenStates, calibration_ops, calibr
 from localrt.quantizing.layer import LayerQuantizer, folded_rotation
 
 if TYPE_CHECKING:
-    from localrt.quant.ops.calibration import CalibrationOps
+    from localrt.quant.ops.torch.calibration import CalibrationOps
 
 __all__ = ["CALIBRATION_TOKENS", "HEAD_BITS", "QuantizeReport", "quantize_model"]
 

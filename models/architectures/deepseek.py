@@ -17,8 +17,8 @@ from localrt.models.decoder import DecoderConfig, LayerNames
 from localrt.models.moe import MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
+from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.latent import LatentSpec
 from localrt.quant.ops.protocol import MlpSpec
 
 __all__ = ["NAMES", "read_config"]

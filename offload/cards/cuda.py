@@ -17,7 +17,7 @@ from localrt.formatting import format_bytes
 from localrt.offload.cards.clock import Clock
 from localrt.offload.ring import Mark
 from localrt.quant.ops.protocol import Array, Ops
-from localrt.quant.ops.torch.cuda_memory import CudaCopies
+from localrt.quant.ops.triton.cuda_memory import CudaCopies
 
 __all__ = ["CudaAccelerator"]
 

@@ -23,7 +23,7 @@ import numpy as np
 from localrt.errors import StorageError
 from localrt.files import write_text
 from localrt.models.prefix import Tokens, common_prefix
-from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes
 
 __all__ = ["BlockFile"]
 

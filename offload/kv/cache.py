@@ -19,9 +19,15 @@ from localrt.offload.kv.moving import move_stored
 from localrt.offload.kv.slots import Slot, SlotPool
 from localrt.offload.kv.tasks import IoTask, IoThread
 from localrt.offload.placement import KvPlace
-from localrt.quant.ops.kv_growth import grown_capacity
-from localrt.quant.ops.native.kv import BLOCK, KVFormat, NativeKVCache, block_nbytes, map_zeros
-from localrt.quant.ops.native.latent import cache_format
+from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.native.kv import (
+    BLOCK,
+    KVFormat,
+    NativeKVCache,
+    block_nbytes,
+    cache_format,
+    map_zeros,
+)
 from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = ["SsdKVCache", "block_stride"]

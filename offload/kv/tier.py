@@ -16,7 +16,7 @@ from localrt.offload.kv.cache import SsdKVCache, block_stride
 from localrt.offload.kv.slots import SlotPool
 from localrt.offload.kv.tasks import IoThread
 from localrt.offload.placement import KvPlace
-from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.native.kv import BLOCK, KVFormat, NativeKVCache, token_nbytes
 from localrt.quant.ops.protocol import AttentionSpec
 

@@ -31,8 +31,8 @@ from localrt.offload.placement import Where
 from localrt.offload.ring import Mark
 from localrt.offload.trace import PipelineCounts, Trace
 from localrt.quant.ops.aligned import large_floats
+from localrt.quant.ops.arrays import copy_to_host
 from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.host_array import copy_to_host
 from localrt.quant.ops.protocol import Array, Batch, KVCache, Ops, Pass, Vector, Weight
 
 __all__ = ["PlacedDecoder", "Resources"]

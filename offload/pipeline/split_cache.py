@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from localrt.quant.ops.kv_blocks import BlockCache, Bytes
+from localrt.quant.ops.kv import BlockCache, Bytes
 from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
 
 __all__ = ["SplitCache", "grown_length", "split_batch"]

@@ -12,24 +12,13 @@ import numpy as np
 
 from localrt.models.checkpoints.base import Checkpoint, WeightBlock
 from localrt.quant.formats import F32, PackedTensor, unpack
-from localrt.quant.formats.tile_rows import whole_tiles
-from localrt.quant.formats.tiled import TiledTensor, tile_tensor
+from localrt.quant.formats.tiled import TiledTensor, whole_tiles
+from localrt.quant.ops.native.ops import fast_tiler
 
 __all__ = ["Tiler", "fast_tiler", "stored_pieces", "tiled_pieces"]
 
 Tiler: TypeAlias = Callable[[PackedTensor], TiledTensor]
 """Rows of a matrix to tiles. Only the last rows of a matrix may be no whole tile."""
-
-
-def fast_tiler() -> Tiler:
-    """The compiled kernels' conversion where they are installed, else numpy's: the same bytes."""
-    from localrt.errors import MissingExtraError
-    from localrt.quant.ops.native.ops import NativeOps
-
-    try:
-        return NativeOps().tile
-    except MissingExtraError:
-        return tile_tensor
 
 
 def stored_pieces(checkpoint: Checkpoint, name: str, tiler: Tiler) -> Iterator[WeightBlock]:

@@ -1,5 +1,5 @@
 // The plain C interface between Python (ctypes) and the kernels. Structs are filled by Python and
-// mirror quant/ops/native_abi.py field by field.
+// mirror quant/ops/native/abi.py field by field.
 #pragma once
 #include <cstdint>
 
@@ -17,9 +17,8 @@ enum Source : int32_t {
 // How tiles are laid out. Formats that differ only in their rows, or in the columns of a span, share one.
 enum Layout : int32_t {
     F32, F16, BF16,
-    AFFINE4, AFFINE4_MIN, AFFINE5, AFFINE5_MIN, AFFINE6, AFFINE6_MIN, AFFINE8, AFFINE8_MIN,
-    AFFINE4_G16, AFFINE4_G16_MIN, AFFINE5_G16, AFFINE5_G16_MIN, AFFINE6_G16, AFFINE6_G16_MIN, AFFINE8_G16, AFFINE8_G16_MIN,
-    Q4_K, Q5_K, Q6_K, MXFP4, NVFP4, NF4
+    AFFINE4, AFFINE4_MIN, AFFINE5, AFFINE5_MIN, AFFINE6, AFFINE8 = 9, AFFINE8_MIN,
+    Q4_K = 19, Q5_K, Q6_K, MXFP4, NVFP4, NF4
 };
 
 // A weight matrix in the tiled layout of quant/formats/tiled.py.
@@ -38,7 +37,9 @@ struct Stack {
     int32_t hadamard;  // block size of the input's rotation, or 0
 };
 
-enum KvFormat : int32_t { KV_BF16, KV_INT8, KV_INT4 };
+// In the last two, of latent attention, rows are keys and hold the values too: token by token, (256, E) in a
+// block, then int8's float32 scales (256).
+enum KvFormat : int32_t { KV_BF16, KV_INT8, KV_INT4, KV_ROWS_BF16, KV_ROWS_INT8 };
 
 // One sequence of a pass: its cache of one layer and the rows that extend it.
 struct Span {
@@ -62,6 +63,16 @@ struct AttentionArgs {
     int32_t rows, span_count, heads, kv_heads, head_dim, rotary, window;  // window 0: none
     int32_t joint_norms;  // of all heads at once: q_norm (H * E), k_norm (G * E)
     float eps, scale, softcap;  // softcap 0: none
+};
+
+struct LatentArgs {
+    float *x, *q, *out;  // (R, D), (R, H, nope + rotary), (R, D)
+    const float *norm, *query_norm, *latent_norm;
+    const float *cos, *sin;  // (R, rotary / 2)
+    const Span* spans;
+    Stack down, query_up, key_up, value_up, proj;  // without query_up's parts, `down` gives the queries
+    int32_t rows, span_count, heads, rotary, latent, nope, value, interleaved;
+    float eps, latent_eps, scale;
 };
 
 enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI };

@@ -36,13 +36,12 @@ struct Start {
     int zero, halves;
     int32_t* values;  // runs: (K / 32, n, halves)
 };
-constexpr int MAX_STARTS = 10;
+constexpr int MAX_STARTS = 7;
 
 struct Acts {
     const float* x;       // (R, K)
     int8_t* codes;        // runs: (K / 32, n, 32), or null when no matrix needs them
     float* meta;          // runs: (K / 32, n, 2): scale, scale * sum
-    float* halves;        // runs: (K / 32, n, 2): scale * sum of each 16
     Start starts[MAX_STARTS];
     int start_count, rows, cols;
 
@@ -97,11 +96,9 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
         first.store_i8(acts.codes + index * 32);
         second.store_i8(acts.codes + index * 32 + 16);
         const int sums[2] = {first.sum(), second.sum()};
-        float *meta = acts.meta + index * 2, *halves = acts.halves + index * 2;
+        float* meta = acts.meta + index * 2;
         meta[0] = scale;
         meta[1] = scale * (float)(sums[0] + sums[1]);
-        halves[0] = scale * (float)sums[0];
-        halves[1] = scale * (float)sums[1];
         for (int i = 0; i < acts.start_count; i++) {
             const Start& start = acts.starts[i];
             int32_t* values = start.values + index * start.halves;

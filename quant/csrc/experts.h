@@ -12,7 +12,6 @@ inline Acts rows_from(const Acts& all, size_t at, int rows) {
     if (!all.codes) return acts;
     acts.codes += groups * 32;
     acts.meta += groups * 2;
-    acts.halves += groups * 2;
     for (int i = 0; i < acts.start_count; i++) acts.starts[i].values += groups * acts.starts[i].halves;
     return acts;
 }
@@ -25,7 +24,6 @@ inline void join_run(const Acts& from, const size_t* rows, const Acts& to, const
             const size_t source = rows[i] * groups + g, at = (size_t)run.start * groups + (size_t)g * run.size + i;
             __builtin_memcpy(to.codes + at * 32, from.codes + source * 32, 32);
             copy_floats(from.meta + source * 2, 2, to.meta + at * 2);
-            copy_floats(from.halves + source * 2, 2, to.halves + at * 2);
             for (int s = 0; s < to.start_count; s++) {
                 const int halves = to.starts[s].halves;
                 for (int h = 0; h < halves; h++) to.starts[s].values[at * halves + h] = from.starts[s].values[source * halves + h];
@@ -127,7 +125,7 @@ struct Crowd {
 inline void gather(Context& context, Crowd& crowd) {
     const ExpertArgs& args = crowd.args;
     const int cols = crowd.hidden, rows = args.rows;
-    Acts all = {nullptr, nullptr, nullptr, nullptr, {}, 0, 0, cols};
+    Acts all = {nullptr, nullptr, nullptr, {}, 0, 0, cols};
     bool packed = false, plain = false, rotated[ROTATIONS] = {};
     for (int i = 0; i < crowd.count; i++) {
         const Busy& b = crowd.busy[i];
@@ -192,7 +190,7 @@ inline void gather(Context& context, Crowd& crowd) {
 
 // Where what the gates give goes.
 inline void reserve_inner(Context& context, Crowd& crowd) {
-    Acts all = {nullptr, nullptr, nullptr, nullptr, {}, 0, 0, crowd.inner};
+    Acts all = {nullptr, nullptr, nullptr, {}, 0, 0, crowd.inner};
     bool packed = false;
     int loose = 0;  // rows of those that are not gated
     for (int i = 0; i < crowd.count; i++) {

@@ -1,7 +1,7 @@
 // How each layout's tiled bytes become codes, scales and offsets: value = scale * (code - ZERO) where
 // a layout is SYMMETRIC, else scale * code + offset. A tile is 16 rows; a step is 32 columns, or 512
 // codes: eight B64, the four codes k..k+3 of 16 rows each (k = 4 * index). HALVES 2 has a scale for
-// every 16 columns. A span is a head and its steps: SPAN columns, or as many as the matrix says.
+// every 16 columns; such layouts are SYMMETRIC. A span is a head and its steps: SPAN columns, or as many as the matrix says.
 // quant/formats/tiled.py says where each field lies.
 #pragma once
 
@@ -52,22 +52,20 @@ constexpr int step_bytes(int bits) { return bits * 64; }
 inline F16L negated(F16L x) { return x * F16L::set1(-1.f); }
 
 // int4 to int8 in groups, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: half-precision scales, maybe minima.
-template <int BITS_, bool MINIMUM, int HALVES_> struct Affine {
-    static constexpr int BITS = BITS_, HALVES = HALVES_, SPAN = HALVES == 2 ? 32 : 0, ZERO = 1 << (BITS - 1);
+template <int BITS_, bool MINIMUM> struct Affine {
+    static constexpr int BITS = BITS_, HALVES = 1, SPAN = 0, ZERO = 1 << (BITS - 1);
     static constexpr bool SYMMETRIC = !MINIMUM;
-    static constexpr int HEADER = 32 * HALVES * (MINIMUM ? 2 : 1), STEP = step_bytes(BITS);
-    struct Head { F16L scale[HALVES], offset[HALVES]; };
+    static constexpr int HEADER = MINIMUM ? 64 : 32, STEP = step_bytes(BITS);
+    struct Head { F16L scale, offset; };
     static Head open(const uint8_t* p) {
         Head head;
-        for (int h = 0; h < HALVES; h++) {
-            head.scale[h] = F16L::load_f16(p + 32 * h);
-            if (MINIMUM) head.offset[h] = F16L::load_f16(p + 32 * (HALVES + h));
-        }
+        head.scale = F16L::load_f16(p);
+        if (MINIMUM) head.offset = F16L::load_f16(p + 32);
         return head;
     }
     static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
-    static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
-    static F16L offset(const Head& head, int, int half) { return head.offset[half]; }
+    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
+    static F16L offset(const Head& head, int) { return head.offset; }
 };
 
 template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
@@ -91,7 +89,7 @@ template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
     }
     static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
     static F16L scale(const Head& head, const uint8_t*, int step, int) { return head.scale[step]; }
-    static F16L offset(const Head& head, int step, int) { return head.offset[step]; }
+    static F16L offset(const Head& head, int step) { return head.offset[step]; }
 };
 
 struct Six {  // Q6_K: a scale for every 16 columns
@@ -104,7 +102,6 @@ struct Six {  // Q6_K: a scale for every 16 columns
     static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
         return head.d * F16L::from(I16::load_i8(p + 32 + 16 * (2 * step + half)));
     }
-    static F16L offset(const Head&, int, int) { return F16L::zero(); }
 };
 
 // Codes of four bits that stand for other numbers.
@@ -128,7 +125,6 @@ struct Mxfp4 {  // E8M0 scales
     static Head open(const uint8_t* p) { return {F16L::bits(I16::load_u8(p).shl(23)) * F16L::set1(0.5f)}; }
     static void codes(const uint8_t* p, B64* q) { e2m1_codes(p, q); }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
-    static F16L offset(const Head&, int, int) { return F16L::zero(); }
 };
 
 struct Nvfp4 {  // E4M3 scales, one for every 16 columns
@@ -141,7 +137,6 @@ struct Nvfp4 {  // E4M3 scales, one for every 16 columns
     static F16L e4m3(const uint8_t* p) { return F16L::bits(I16::load_u8(p).shl(20)) * F16L::set1(0x1p119f); }
     static void codes(const uint8_t* p, B64* q) { e2m1_codes(p, q); }
     static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
-    static F16L offset(const Head&, int, int) { return F16L::zero(); }
 };
 
 struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest magnitude
@@ -156,7 +151,6 @@ struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest ma
         looked_up(p, numbers, q);
     }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
-    static F16L offset(const Head&, int, int) { return F16L::zero(); }
 };
 
 struct Float32 {

@@ -1,7 +1,6 @@
 // The functions that every instruction set provides.
 #pragma once
 #include "abi.h"
-#include "latent_args.h"
 #include "pool.h"
 
 struct Kernels {

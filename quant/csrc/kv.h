@@ -1,7 +1,7 @@
 // How keys and values are cached: blocks of 256 tokens, and in a block one piece for each group (key/value head).
 // A piece holds keys in tiles of 16 tokens, values token by token, then what quantized numbers are times and plus.
 // Nothing of a token shares a byte with another token: rows are appended by several threads.
-// quant/ops/native_kv.py knows the same sizes.
+// quant/ops/native/kv.py knows the same sizes.
 #pragma once
 
 namespace {

@@ -2,7 +2,6 @@
 // Each head's own matrices turn its query into one against latents, and what it has seen into its value. A row is read
 // for many queries: keys are put into tiles when a block's turn comes, and values are taken as they lie.
 #pragma once
-#include "latent_args.h"
 
 namespace {
 
@@ -23,7 +22,7 @@ template <class From>
 inline Acts prepare_heads(Context& context, int heads, int rows, const Stack& stack, float factor, From from) {
     const int cols = stack.cols;
     float* values = scratch<float>(context.rows.normed, (size_t)heads * rows * cols);
-    Acts acts = {values, nullptr, nullptr, nullptr, {}, 0, rows, cols};
+    Acts acts = {values, nullptr, nullptr, {}, 0, rows, cols};
     const Runs runs(rows);
     if (note_starts(stack, acts)) reserve_groups(context.rows, (size_t)heads * runs.padded() * (cols / 32), acts);
     const int share = 16, padded = runs.padded(), tasks = (padded + share - 1) / share;

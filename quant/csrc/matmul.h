@@ -15,7 +15,7 @@ template <class Layout, int R>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
     const int groups = acts.cols / 32;
     const int8_t* a = acts.codes;
-    const float *meta = acts.meta, *halves = acts.halves;
+    const float* meta = acts.meta;
     const int32_t* start = Layout::SYMMETRIC ? acts.start(Layout::ZERO, Layout::HALVES) : nullptr;
     constexpr int HALVES = Layout::HALVES, QUADS = 8 / HALVES;
     F16L sums[R];
@@ -45,15 +45,11 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
                     const F16L dot = F16L::from(first + second);
                     part[r] = half ? dot.fma(scale, part[r]) : dot * scale;
                     if (half == HALVES - 1) sums[r] = part[r].fma(F16L::set1(meta[2 * r]), sums[r]);
-                    if (!Layout::SYMMETRIC) {
-                        const float sum = HALVES == 1 ? meta[2 * r + 1] : halves[2 * r + half];
-                        sums[r] = Layout::offset(head, step, half).fma(F16L::set1(sum), sums[r]);
-                    }
+                    if constexpr (!Layout::SYMMETRIC) sums[r] = Layout::offset(head, step).fma(F16L::set1(meta[2 * r + 1]), sums[r]);
                 }
             }
             a += 32 * R;
             meta += 2 * R;
-            halves += 2 * R;
             if (Layout::SYMMETRIC) start += HALVES * R;
         }
         tile = steps;
@@ -234,7 +230,7 @@ template <class Layout> struct Packed {
                     const int half = Layout::HALVES == 2 ? v / 4 : 0;
                     float scales[16], offsets[16];
                     Layout::scale(head, tile, step, half).store(scales);
-                    if (!Layout::SYMMETRIC) Layout::offset(head, step, half).store(offsets);
+                    if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
                     for (int i = 0; i < 4; i++) {
                         const int code = reinterpret_cast<const uint8_t*>(&q[v])[4 * lane + i];
                         const float value = Layout::SYMMETRIC ? scales[lane] * (float)(code - Layout::ZERO)
@@ -281,22 +277,13 @@ template <class Fn> inline void with_layout(int layout, Fn fn) {
         case F32: return fn(Plain<Float32>());
         case F16: return fn(Plain<Half>());
         case BF16: return fn(Plain<Brain>());
-        case AFFINE4: return fn(Packed<Affine<4, false, 1>>());
-        case AFFINE4_MIN: return fn(Packed<Affine<4, true, 1>>());
-        case AFFINE5: return fn(Packed<Affine<5, false, 1>>());
-        case AFFINE5_MIN: return fn(Packed<Affine<5, true, 1>>());
-        case AFFINE6: return fn(Packed<Affine<6, false, 1>>());
-        case AFFINE6_MIN: return fn(Packed<Affine<6, true, 1>>());
-        case AFFINE8: return fn(Packed<Affine<8, false, 1>>());
-        case AFFINE8_MIN: return fn(Packed<Affine<8, true, 1>>());
-        case AFFINE4_G16: return fn(Packed<Affine<4, false, 2>>());
-        case AFFINE4_G16_MIN: return fn(Packed<Affine<4, true, 2>>());
-        case AFFINE5_G16: return fn(Packed<Affine<5, false, 2>>());
-        case AFFINE5_G16_MIN: return fn(Packed<Affine<5, true, 2>>());
-        case AFFINE6_G16: return fn(Packed<Affine<6, false, 2>>());
-        case AFFINE6_G16_MIN: return fn(Packed<Affine<6, true, 2>>());
-        case AFFINE8_G16: return fn(Packed<Affine<8, false, 2>>());
-        case AFFINE8_G16_MIN: return fn(Packed<Affine<8, true, 2>>());
+        case AFFINE4: return fn(Packed<Affine<4, false>>());
+        case AFFINE4_MIN: return fn(Packed<Affine<4, true>>());
+        case AFFINE5: return fn(Packed<Affine<5, false>>());
+        case AFFINE5_MIN: return fn(Packed<Affine<5, true>>());
+        case AFFINE6: return fn(Packed<Affine<6, false>>());
+        case AFFINE8: return fn(Packed<Affine<8, false>>());
+        case AFFINE8_MIN: return fn(Packed<Affine<8, true>>());
         case Q4_K: return fn(Packed<TwoLevel<false>>());
         case Q5_K: return fn(Packed<TwoLevel<true>>());
         case Q6_K: return fn(Packed<Six>());

@@ -9,7 +9,7 @@ constexpr int PANEL_COLUMNS = 512;
 struct Panel {
     alignas(64) uint8_t codes[PANEL_COLUMNS / 4 * PANEL_TILES * 64];     // (column / 4, tile, 64)
     alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16)
-    alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];
+    alignas(64) float offset[PANEL_COLUMNS / 32 * PANEL_TILES * 16];     // (column / 32, tile, 16)
 };
 
 // `tiles` point at a span of each tile and move on by `columns`.
@@ -28,9 +28,10 @@ template <class Layout> inline void unpack_panel(const uint8_t** tiles, int colu
 #pragma GCC unroll 8
                 for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) q[v].store(codes);
 #pragma GCC unroll 2
-                for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES, offsets += 16 * PANEL_TILES) {
-                    Layout::scale(head, p, step, half).store(scales);
-                    if (!Layout::SYMMETRIC) Layout::offset(head, step, half).store(offsets);
+                for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES) Layout::scale(head, p, step, half).store(scales);
+                if constexpr (!Layout::SYMMETRIC) {
+                    Layout::offset(head, step).store(offsets);
+                    offsets += 16 * PANEL_TILES;
                 }
             }
             p = steps;
@@ -52,7 +53,7 @@ struct Ahead {
 
 struct PanelRows {  // a run at the panel's first column
     const int8_t* codes;
-    const float *meta, *halves;
+    const float* meta;
     const int32_t* start;
 };
 
@@ -98,10 +99,7 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
                     const F16L dot = F16L::from(dots[r][t]);
                     part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
                     if (half == HALVES - 1) sums[r][t] = part[r][t].fma(factor, sums[r][t]);
-                    if (!SYMMETRIC) {
-                        const float sum = HALVES == 1 ? rows.meta[2 * r + 1] : rows.halves[2 * r + half];
-                        sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(sum), sums[r][t]);
-                    }
+                    if (!SYMMETRIC) sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(rows.meta[2 * r + 1]), sums[r][t]);
                 }
             }
             scales += 16 * T;
@@ -109,7 +107,6 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         }
         rows.codes += 32 * R;
         rows.meta += 2 * R;
-        rows.halves += 2 * R;
         if (SYMMETRIC) rows.start += HALVES * R;
     }
 #pragma GCC unroll 8
@@ -160,7 +157,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
                 const RowRun run = runs[index];
                 const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
                 panel_run<Layout>(run.size, panel, columns / 32,
-                                  {acts.codes + at * 32, acts.meta + at * 2, acts.halves + at * 2,
+                                  {acts.codes + at * 32, acts.meta + at * 2,
                                    Layout::SYMMETRIC ? starts + at * Layout::HALVES : nullptr},
                                   ahead, totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
             }

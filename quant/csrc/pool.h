@@ -38,7 +38,7 @@ class Scratch {
 struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
-    struct Rows { Scratch normed, codes, meta, halves, starts; } rows, inner;  // of a step, of its second half
+    struct Rows { Scratch normed, codes, meta, starts; } rows, inner;  // of a step, of its second half
     Scratch wide, gated, partial, joined, tasks, crowd, places;
 };
 

@@ -44,7 +44,6 @@ inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts) {
     for (int i = 0; i < acts.start_count; i++) starts += count * acts.starts[i].halves;
     acts.codes = scratch<int8_t>(memory.codes, count * 32);
     acts.meta = scratch<float>(memory.meta, count * 2);
-    acts.halves = scratch<float>(memory.halves, count * 2);
     int32_t* values = scratch<int32_t>(memory.starts, starts);
     for (int i = 0; i < acts.start_count; i++) {
         acts.starts[i].values = values;
@@ -54,7 +53,7 @@ inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts) {
 
 // Room for rows that `stack` multiplies: codes if a part is packed.
 inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack) {
-    Acts acts = {x, nullptr, nullptr, nullptr, {}, 0, rows, stack.cols};
+    Acts acts = {x, nullptr, nullptr, {}, 0, rows, stack.cols};
     if (note_starts(stack, acts)) reserve_groups(memory, (size_t)Runs(rows).padded() * (stack.cols / 32), acts);
     return acts;
 }

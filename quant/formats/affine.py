@@ -4,6 +4,15 @@
 so the scale has the other sign. ``int4-g32m`` has a minimum: value = scale * code +
 minimum. A block is one group: scale, minimum if any, low nibbles (bytes for int8), high bits.
 int4-g32 is byte for byte ggml's Q4_0, and int4-g32m its Q4_1.
+
+The formats are those that models are published in, or that measured best at their size:
+
+    int4, int8 in groups of 32, 64, 128   published by GPTQ and compressed-tensors, symmetric
+    the same with a minimum               published by MLX, AWQ, and GPTQ with zero points
+    int5-g32, int6-g32                    best at 5.5 and 6.5 bits (docs/quality.md)
+
+Nobody publishes groups of 16, nor other kinds of five and six bits (GGUF's types have formats of
+their own).
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ from localrt.quant.formats.packed import Format
 __all__ = ["AFFINE", "AffineCodec"]
 
 _BITS = (4, 5, 6, 8)
-_GROUPS = (16, 32, 64, 128)
+_GROUPS = (32, 64, 128)
 _PAIR_SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
@@ -129,15 +138,13 @@ class AffineCodec:
         return codes, scales
 
 
+_KEPT = (
+    *((bits, group, minimum) for bits in (4, 8) for group in _GROUPS for minimum in (False, True)),
+    (5, 32, False),
+    (6, 32, False),
+)
+
 AFFINE: Mapping[str, AffineCodec] = MappingProxyType(
-    {
-        codec.format.name: codec
-        for codec in (
-            AffineCodec(bits, group, minimum)
-            for bits in _BITS
-            for group in _GROUPS
-            for minimum in (False, True)
-        )
-    }
+    {codec.format.name: codec for codec in (AffineCodec(*kept) for kept in _KEPT)}
 )
 """Every affine format by its name."""

@@ -22,14 +22,15 @@ not said here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.formats.affine import AFFINE
-from localrt.quant.formats.catalog import CODECS
+from localrt.quant.formats.codes import read_codes, write_codes
 from localrt.quant.formats.packed import Format, PackedTensor
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "tile_span",
     "tile_tensor",
     "untile",
+    "whole_tiles",
 ]
 
 TILE_ROWS = 16
@@ -127,7 +129,7 @@ def tile(tensor: PackedTensor) -> Bytes:
         parts[2] = _regrouped_scales(parts[2])
     parts = [part.reshape(*lead, -1) for part in parts]
     if format_.block > 1:
-        codes = _codes(format_.name, source)  # (tiles, spans, 16, columns)
+        codes = read_codes(format_.name, source.reshape(-1, format_.block_bytes))
         steps = codes.reshape(*lead, TILE_ROWS, -1, 32).swapaxes(2, 3)
         parts.append(_packed_steps(steps, _BITS.get(format_.name, 4)).reshape(*lead, -1))
     whole: Bytes = np.concatenate(parts, axis=-1).reshape(-1)
@@ -160,12 +162,34 @@ def untile(tensor: TiledTensor) -> PackedTensor:
     if format_.block > 1:
         steps = source[..., at:].reshape(tiles, spans, tile_span(format_) // 32, -1)
         codes = _unpacked_steps(steps, _BITS.get(format_.name, 4))  # (..., steps, 16, 32)
-        flat = codes.swapaxes(2, 3).reshape(tiles, spans, TILE_ROWS, -1)
-        _put_codes(format_.name, flat, target)
+        flat = codes.swapaxes(2, 3).reshape(-1, format_.block)
+        write_codes(format_.name, flat, target.reshape(-1, format_.block_bytes))
     data = target.swapaxes(1, 2).reshape(tiles * TILE_ROWS, row_bytes)[:rows]
     return PackedTensor(
         tensor.name, format_, tensor.shape, np.ascontiguousarray(data), tensor.scale
     )
+
+
+def whole_tiles(
+    blocks: Iterable[PackedTensor | TiledTensor],
+) -> Iterator[PackedTensor | TiledTensor]:
+    """The blocks of one matrix in order: whole tiles of rows, and at last what is left of them.
+
+    Blocks hold any number of rows; no more than one of them is held here. Blocks that are tiles
+    already pass as they are.
+    """
+    left: PackedTensor | None = None  # rows that do not fill a tile
+    for block in blocks:
+        if isinstance(block, TiledTensor):
+            yield block
+            continue
+        rows = block if left is None else _joined(left, block)
+        whole = rows.shape[0] // TILE_ROWS * TILE_ROWS
+        if whole:
+            yield _rows(rows, 0, whole)
+        left = _rows(rows, whole, rows.shape[0]) if whole < rows.shape[0] else None
+    if left is not None:
+        yield left
 
 
 def _plan(name: str, format_: Format, cols: int) -> tuple[int, Ranges]:
@@ -223,78 +247,6 @@ def _unpacked_steps(steps: Bytes, bits: int) -> Bytes:
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None, None]
 
 
-def _nibbles(packed: Bytes) -> Bytes:
-    """(..., n) bytes to (..., 2n): all low nibbles, then all high ones."""
-    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
-
-
-def _from_nibbles(codes: Bytes) -> Bytes:
-    """The inverse of ``_nibbles``, of the codes' low four bits."""
-    half = codes.shape[-1] // 2
-    return (codes[..., :half] & 15) | (codes[..., half:] & 15) << 4
-
-
-def _codes(name: str, block: Bytes) -> Bytes:
-    """Unsigned codes (..., columns) of spans (..., bytes)."""
-    lead = block.shape[:-1]
-    if name in CODECS:
-        codec = CODECS[name]
-        own: Bytes = codec.split(block.reshape(-1, codec.format.block_bytes))[0]
-        return own.reshape(*lead, -1)
-    if name == "q8_0":
-        flipped: Bytes = block[..., 2:] ^ 0x80
-        return flipped
-    if name in ("q4_0", "q4_1"):
-        return _nibbles(block[..., -16:])
-    if name in ("q5_0", "q5_1"):
-        fifth = np.unpackbits(block[..., -20:-16], axis=-1, bitorder="little")
-        five: Bytes = _nibbles(block[..., -16:]) | fifth << 4
-        return five
-    if name in ("q4_k", "q5_k"):
-        codes: Bytes = _nibbles(block[..., -128:].reshape(*lead, 4, 32)).reshape(*lead, 256)
-        if name == "q4_k":
-            return codes
-        bits = np.unpackbits(block[..., 16:48, None], axis=-1, bitorder="little")
-        codes |= bits.swapaxes(-1, -2).reshape(*lead, 256) << 4
-        return codes
-    low = block[..., :128].reshape(*lead, 2, 2, 32)  # (..., half, column / 32 % 2, j)
-    high = block[..., 128:192].reshape(*lead, 2, 1, 32)
-    nibbles = np.concatenate([low & 15, low >> 4], axis=-2)  # (..., half, 4, j)
-    six: Bytes = (nibbles | (high >> _PAIRS[..., 0] & 3) << 4).reshape(*lead, 256)
-    return six
-
-
-def _put_codes(name: str, codes: Bytes, block: Bytes) -> None:
-    """The inverse of ``_codes``: writes them into spans whose head is there already."""
-    lead = codes.shape[:-1]
-    if name in CODECS:
-        codec = CODECS[name]
-        format_ = codec.format
-        single = block.reshape(-1, format_.block_bytes)
-        _, scales = codec.split(single)
-        head = _HEADS[name][-1][1]
-        joined = codec.join(codes.reshape(-1, format_.block), scales)[:, head:]
-        single[:, head:] = joined
-        block[...] = single.reshape(block.shape)
-    elif name == "q8_0":
-        block[..., 2:] = codes ^ 0x80
-    elif name in ("q4_0", "q4_1", "q5_0", "q5_1"):
-        block[..., -16:] = _from_nibbles(codes)
-        if name in ("q5_0", "q5_1"):
-            block[..., -20:-16] = np.packbits(codes >> 4, axis=-1, bitorder="little")
-    elif name in ("q4_k", "q5_k"):
-        block[..., -128:] = _from_nibbles(codes.reshape(*lead, 4, 64)).reshape(*lead, 128)
-        if name == "q5_k":
-            bits = (codes >> 4).reshape(*lead, 8, 32).swapaxes(-1, -2)
-            block[..., 16:48] = np.packbits(bits, axis=-1, bitorder="little")[..., 0]
-    else:
-        quarters = codes.reshape(*lead, 2, 4, 32)
-        low = (quarters[..., :2, :] & 15) | (quarters[..., 2:, :] & 15) << 4
-        block[..., :128] = low.reshape(*lead, 128)
-        high = np.bitwise_or.reduce((quarters >> 4) << _PAIRS[..., 0], axis=-2)
-        block[..., 128:192] = high.reshape(*lead, 64)
-
-
 def _regrouped_scales(packed: Bytes) -> Bytes:
     """Q4_K's twelve bytes of 6-bit scales and minima (..., 16 rows, 12) as three words a row.
 
@@ -325,3 +277,12 @@ def _split_scales(words: Bytes) -> Bytes:
     first = low | (last >> 4) << 6
     second = low_minima | (last_minima >> 4) << 6
     return np.concatenate([first, second, (last & 15) | (last_minima & 15) << 4], axis=-1)
+
+
+def _joined(first: PackedTensor, second: PackedTensor) -> PackedTensor:
+    data = np.concatenate([first.data, second.data])
+    return replace(second, shape=(len(data), *second.shape[1:]), data=data)
+
+
+def _rows(tensor: PackedTensor, start: int, stop: int) -> PackedTensor:
+    return replace(tensor, shape=(stop - start, *tensor.shape[1:]), data=tensor.data[start:stop])

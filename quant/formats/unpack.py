@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from localrt.quant.formats.catalog import CODECS
 from localrt.quant.formats.codec import unpack_blocks_of
+from localrt.quant.formats.codes import read_codes
 from localrt.quant.formats.packed import PackedTensor
 
 __all__ = ["unpack"]
@@ -65,13 +67,6 @@ def _f16(blocks: Bytes, at: int) -> Floats:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
-def _nibbles(packed: Bytes, out: Floats | Bytes) -> None:
-    """Low nibbles fill the first half of the last axis, high nibbles the second."""
-    half = packed.shape[-1]
-    out[..., :half] = packed & 15
-    out[..., half:] = packed >> 4
-
-
 def _unpack_half(blocks: Bytes, out: Floats) -> None:
     out[:] = blocks.view("<f2")
 
@@ -79,44 +74,6 @@ def _unpack_half(blocks: Bytes, out: Floats) -> None:
 def _unpack_bf16(blocks: Bytes, out: Floats) -> None:
     # bfloat16 is the upper half of a float32
     np.left_shift(blocks.view("<u2"), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
-
-
-def _unpack_q4_0(blocks: Bytes, out: Floats) -> None:
-    _nibbles(blocks[:, 2:], out)
-    out -= 8
-    out *= _f16(blocks, 0)
-
-
-def _unpack_q4_1(blocks: Bytes, out: Floats) -> None:
-    _nibbles(blocks[:, 4:], out)
-    out *= _f16(blocks, 0)
-    out += _f16(blocks, 2)
-
-
-def _five_bits(high: Bytes, low: Bytes) -> Bytes:
-    """Unsigned 5-bit values (blocks, 32) of 4 bytes of high bits and 16 of nibbles."""
-    values = np.unpackbits(high, axis=1, bitorder="little")
-    values <<= 4
-    values[:, :16] |= low & 15
-    values[:, 16:] |= low >> 4
-    return values
-
-
-def _unpack_q5_0(blocks: Bytes, out: Floats) -> None:
-    out[:] = _five_bits(blocks[:, 2:6], blocks[:, 6:])
-    out -= 16
-    out *= _f16(blocks, 0)
-
-
-def _unpack_q5_1(blocks: Bytes, out: Floats) -> None:
-    out[:] = _five_bits(blocks[:, 4:8], blocks[:, 8:])
-    out *= _f16(blocks, 0)
-    out += _f16(blocks, 2)
-
-
-def _unpack_q8_0(blocks: Bytes, out: Floats) -> None:
-    out[:] = blocks[:, 2:].view(np.int8)
-    out *= _f16(blocks, 0)
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -132,37 +89,26 @@ def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     return d[:, :, None], m[:, :, None]
 
 
-def _unpack_q4_k(blocks: Bytes, out: Floats) -> None:
-    scales, minima = _k_scales(blocks)
-    _nibbles(blocks[:, 16:].reshape(-1, 4, 32), out.reshape(-1, 4, 64))
-    groups = out.reshape(-1, 8, 32)
+def _unpack_affine(name: str, zero: int, blocks: Bytes, out: Floats) -> None:
+    """``(code - zero) * scale``, plus or minus a minimum; a block has one or more groups."""
+    scales, minima = _scales(name, blocks)  # (blocks, groups, 1)
+    groups = out.reshape(*scales.shape[:2], -1)
+    groups[:] = read_codes(name, blocks).reshape(groups.shape)
+    if zero:
+        groups -= zero
     groups *= scales
-    groups -= minima
+    if minima is not None:  # K-quants subtract theirs
+        (np.subtract if name.endswith("_k") else np.add)(groups, minima, out=groups)
 
 
-def _unpack_q5_k(blocks: Bytes, out: Floats) -> None:
-    scales, minima = _k_scales(blocks)
-    # byte i of the high bits holds bit 4 of weight i of each of the 8 groups
-    high = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    values = np.empty((len(blocks), 4, 64), np.uint8)
-    _nibbles(blocks[:, 48:].reshape(-1, 4, 32), values)
-    groups = out.reshape(-1, 8, 32)
-    groups[:] = values.reshape(-1, 8, 32) | (high << 4)
-    groups *= scales
-    groups -= minima
-
-
-def _unpack_q6_k(blocks: Bytes, out: Floats) -> None:
-    values = np.empty((len(blocks), 2, 128), np.uint8)
-    _nibbles(blocks[:, :128].reshape(-1, 2, 64), values)
-    quarters = values.reshape(-1, 2, 4, 32)  # each half block: 4 runs of 32 share 32 high bytes
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-    quarters |= (high & 3) << 4
-    scales = _f16(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
-    groups = out.reshape(-1, 16, 16)
-    groups[:] = values.reshape(-1, 16, 16)
-    groups -= 32
-    groups *= scales[:, :, None]
+def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
+    if name in ("q4_k", "q5_k"):
+        return _k_scales(blocks)
+    if name == "q6_k":
+        scales = _f16(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+        return scales[:, :, None], None
+    minima = _f16(blocks, 2)[:, None] if name in ("q4_1", "q5_1") else None
+    return _f16(blocks, 0)[:, None], minima
 
 
 # e2m1 doubled, so that it is whole, times half of the scale
@@ -171,25 +117,27 @@ _E8M0_HALF = np.ldexp(np.float32(1), np.arange(-128, 128)).astype(np.float32)
 
 
 def _unpack_mxfp4(blocks: Bytes, out: Floats) -> None:
-    values = np.empty(out.shape, np.uint8)
-    _nibbles(blocks[:, 1:], values)
-    np.take(_E2M1, values, out=out)
+    np.take(_E2M1, read_codes("mxfp4", blocks), out=out)
     out *= _E8M0_HALF[blocks[:, :1]]
 
+
+_ZEROS = {
+    "q4_0": 8,
+    "q4_1": 0,
+    "q5_0": 16,
+    "q5_1": 0,
+    "q8_0": 128,
+    "q4_k": 0,
+    "q5_k": 0,
+    "q6_k": 32,
+}
 
 _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
     {
         **{name: unpack_blocks_of(codec) for name, codec in CODECS.items()},
+        **{name: partial(_unpack_affine, name, zero) for name, zero in _ZEROS.items()},
         "bf16": _unpack_bf16,
         "f16": _unpack_half,
         "mxfp4": _unpack_mxfp4,
-        "q4_0": _unpack_q4_0,
-        "q4_1": _unpack_q4_1,
-        "q4_k": _unpack_q4_k,
-        "q5_0": _unpack_q5_0,
-        "q5_1": _unpack_q5_1,
-        "q5_k": _unpack_q5_k,
-        "q6_k": _unpack_q6_k,
-        "q8_0": _unpack_q8_0,
     }
 )

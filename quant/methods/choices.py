@@ -7,12 +7,11 @@ of formats, not weights.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from localrt.errors import OptionError
-from localrt.quant.formats import BF16, CODECS, F16, FORMATS, Format
+from localrt.quant.formats import AFFINE, BF16, CODECS, F16, FORMATS, Format
 from localrt.quant.formats.tiled import tile_span
 
 __all__ = [
@@ -37,8 +36,6 @@ _ROTATIONS: Mapping[str, int] = MappingProxyType({"nvfp4": 16})
 
 _SMALLER: Mapping[str, str] = MappingProxyType({"nf4": "int4-g32"})
 """What a format that has one group only falls back to."""
-
-_AFFINE_NAME = re.compile(r"(?P<bits>int[4568])-g(?P<group>\d+)(?P<minimum>m?)")
 
 
 def default_method(format_: Format, *, calibrated: bool) -> str:
@@ -67,8 +64,8 @@ def quantized_format(name: str) -> Format:
 
 def format_names() -> str:
     """All names that ``quantized_format`` knows, in one line."""
-    return "int4-g32 (int4, int5, int6, int8; g16, g32, g64, g128; g32m with minima), " + ", ".join(
-        [*(name for name in CODECS if not _AFFINE_NAME.fullmatch(name)), F16.name, BF16.name]
+    return "int4-g32 (int4, int8; g32, g64, g128; g32m with minima), " + ", ".join(
+        [*(name for name in CODECS if name[:5] not in ("int4-", "int8-")), F16.name, BF16.name]
     )
 
 
@@ -84,8 +81,8 @@ def fitting_format(format_: Format, columns: int) -> Format:
 
 
 def _smaller(format_: Format) -> Format | None:
-    match = _AFFINE_NAME.fullmatch(format_.name)
     name = _SMALLER.get(format_.name, "")
-    if match is not None:
-        name = f"{match['bits']}-g{int(match['group']) // 2}{match['minimum']}"
+    if format_.name in AFFINE:
+        codec = AFFINE[format_.name]
+        name = f"int{codec.bits}-g{codec.group // 2}{'m' * codec.minimum}"
     return CODECS[name].format if name in CODECS else None

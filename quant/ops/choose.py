@@ -1,4 +1,4 @@
-"""Which implementation of ``Ops`` runs on a device. Importing this module imports no backend."""
+"""Which implementation of ``Ops`` runs on a device. A backend is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
-from localrt.quant.ops.latent import NO_LATENTS, LatentSpec
-from localrt.quant.ops.protocol import AttentionSpec, Ops
+from localrt.quant.ops.attention import NO_LATENTS, AttentionSpec, LatentSpec
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.protocol import Ops
 
 __all__ = ["kernels_take_heads", "make_ops"]
+
+_WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/csrc/kv.h
 
 
 def make_ops(
@@ -37,8 +40,7 @@ def make_ops(
         if latent and compute_format is None and device != "cpu" and not _triton_runs(0):
             device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
-        from localrt.quant.ops.native.kv import parse_kv_format
-        from localrt.quant.ops.native.latent import cache_format
+        from localrt.quant.ops.native.kv import cache_format, parse_kv_format
         from localrt.quant.ops.native.ops import NativeOps
 
         kv = parse_kv_format(kv_format)
@@ -103,22 +105,23 @@ def _triton_runs(index: int) -> bool:
 
 def kernels_take_heads(size: int) -> bool:
     """Whether the compiled kernels attend with heads of ``size`` numbers."""
-    return size % 16 == 0 and size <= 512
+    return size % 16 == 0 and size <= _WIDEST
 
 
 def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
-    from localrt.quant.ops.native.abi import find_library
-    from localrt.quant.ops.native.latent import kernels_fit
-
     return find_library() is not None and all(
-        kernels_fit(spec) if isinstance(spec, LatentSpec) else kernels_take_heads(spec.head_dim)
+        _take_latents(spec) if isinstance(spec, LatentSpec) else kernels_take_heads(spec.head_dim)
         for spec in attention
     )
 
 
-def _advice(device: str, compute_format: str | None) -> str:
-    from localrt.quant.ops.native.abi import find_library
+def _take_latents(spec: LatentSpec) -> bool:
+    """Whether the compiled kernels can do it: whole tiles of 16 everywhere."""
+    sizes = (spec.rope_dim, spec.latent, spec.value, spec.nope)
+    return all(size % 16 == 0 for size in sizes) and max(spec.rope_dim, spec.latent) <= _WIDEST
 
+
+def _advice(device: str, compute_format: str | None) -> str:
     if device.startswith("cuda"):
         return "a GPU needs torch: pip install 'localrt[gpu]'"
     if compute_format is not None:

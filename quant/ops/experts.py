@@ -10,16 +10,16 @@ Shapes: R rows, D hidden size, E experts, K used experts, W ranked experts, F an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from localrt.quant.ops.arrays import Vector, Weight
+
 __all__ = [
     "ExpertActivation",
-    "ExpertOps",
     "ExpertSpec",
     "ExpertTable",
     "ExpertWeights",
@@ -29,7 +29,6 @@ __all__ = [
     "Scoring",
 ]
 
-Array: TypeAlias = Any  # as in protocol.py
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai"]
 Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
 
@@ -79,10 +78,10 @@ class RouterSpec:
 class RouterWeights:
     """A router and the norm before it."""
 
-    norm: Any  # Vector (D,)
-    gate: Any  # Weight (E, D)
-    gate_bias: Any = None  # Vector (E,), part of the logits
-    choice_bias: Any = None  # Vector (E,), of the ranking alone
+    norm: Vector  # (D,)
+    gate: Weight  # (E, D)
+    gate_bias: Vector | None = None  # (E,), part of the logits
+    choice_bias: Vector | None = None  # (E,), of the ranking alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +100,10 @@ class ExpertSpec:
 class ExpertWeights:
     """One expert's unit. ``gate_up`` stacks the rows of gate and up: (2F, D)."""
 
-    gate_up: Any  # Weight (2F, D)
-    down: Any  # Weight (D, F)
-    gate_up_bias: Any = None  # Vector (2F,)
-    down_bias: Any = None  # Vector (D,)
+    gate_up: Weight  # (2F, D)
+    down: Weight  # (D, F)
+    gate_up_bias: Vector | None = None  # (2F,)
+    down_bias: Vector | None = None  # (D,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,48 +145,3 @@ class ExpertTable(Protocol):
 
     def holds(self, expert: int) -> bool:
         """Whether it can be computed."""
-
-
-class ExpertOps(Protocol):
-    """The steps of a mixture: part of ``Ops``."""
-
-    def expert_table(self, count: int) -> ExpertTable:
-        """An empty table of a layer with ``count`` experts."""
-
-    def norm_route(
-        self, x: Array, weights: RouterWeights, spec: RouterSpec
-    ) -> tuple[Array, Routing]:
-        """RMSNorm of ``x`` (R, D), and each row's experts by it. Returns the normed rows too.
-
-        The router is computed in float32 whatever the compute format. Logits that are not finite
-        give weights that are not: who calls it checks.
-        """
-
-    def expert_slots(self, normed: Array, routing: Routing) -> Array:
-        """Room for the result of every slot: (R * K, D), not initialized."""
-
-    def run_experts(
-        self,
-        normed: Array,
-        routing: Routing,
-        table: ExpertTable,
-        spec: ExpertSpec,
-        slots: Array,
-        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """Fill the slots of ``experts`` (default: all that are chosen), which the table holds."""
-
-    def put_slots(self, slots: Array, index: npt.NDArray[np.intp], rows: Array) -> Array:
-        """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
-
-    def combine_experts(self, slots: Array, routing: Routing, shared: Array | None) -> Array:
-        """Every row's slots times their weights, summed in the order of k, plus ``shared``: (R, D).
-
-        ``slots`` and ``shared`` are given up.
-        """
-
-    def shared_mlp(self, normed: Array, weights: Any, spec: Any, gate: Any | None) -> Array:
-        """A gated MLP (``MlpWeights``, ``MlpSpec``) on rows that are normed already: (R, D).
-
-        ``gate`` (1, D) scales each row of the result by the sigmoid of its product with the row.
-        """

@@ -1,11 +1,11 @@
 """The compute room's contract: the few fused steps that an architecture is written against.
 
 An architecture hands weights in once (``weight``, ``vector``), then passes opaque arrays from step
-to step. Implementations (torch today) decide dtype, device, fusion and memory layout. Nothing here
-knows file formats, sampling or text.
+to step. Implementations decide dtype, device, fusion and memory layout. Nothing here knows file
+formats, sampling or text.
 
 Shapes below: R rows (tokens of one pass, sequences one after another), D hidden size, H query
-heads, G key/value heads, E head size, V vocabulary.
+heads, G key/value heads, E head size, V vocabulary, K experts of a row.
 """
 
 from __future__ import annotations
@@ -13,17 +13,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.ops.experts import ExpertOps
-
-if TYPE_CHECKING:
-    from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.arrays import Array, Pass, Vector, Weight
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
+from localrt.quant.ops.kv import KVCache
 
 __all__ = [
     "Activation",
@@ -42,68 +54,7 @@ __all__ = [
     "Weight",
 ]
 
-# Opaque to everything above an implementation.
-Array: TypeAlias = Any  # activations, (R, ...)
-Weight: TypeAlias = Any  # a matrix as the implementation keeps it, (out, in)
-Vector: TypeAlias = Any  # a norm weight or a bias, (n,)
-Pass: TypeAlias = Any  # what an implementation derives once from a Batch
-
 Activation = Literal["silu", "gelu_tanh"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding of the first ``2 * len(inv_freq)`` elements of a head, rotate-half order."""
-
-    inv_freq: tuple[float, ...]
-    scale: float = 1.0  # multiplies cos and sin (YaRN's and LongRoPE's attention factor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """Shape and behaviour of one attention layer. ``window`` counts the query's own position.
-
-    With ``joint_norms``, queries are normed over all heads at once, and so are keys.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    eps: float
-    rope: Rope | None
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False  # a learned logit per head joins the softmax and takes its share
-    joint_norms: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
-            )
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, is {self.window}")
-
-    @property
-    def value_dim(self) -> int:
-        """Numbers of a value that are cached beside its key: 0 where the key holds them."""
-        return self.head_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionWeights:
-    """One attention unit. ``qkv`` stacks the rows of q, k and v: ((H + 2G) * E, D)."""
-
-    norm: Vector
-    qkv: Weight
-    out: Weight  # (D, H * E)
-    qkv_bias: Vector | None = None
-    out_bias: Vector | None = None
-    q_norm: Vector | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
-    k_norm: Vector | None = None  # (E,) or (G * E,)
-    post_norm: Vector | None = None  # on the output projection's result
-    sinks: Vector | None = None  # (H,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,37 +76,6 @@ class MlpWeights:
     gate_up: Weight
     down: Weight  # (D, F)
     post_norm: Vector | None = None
-
-
-class KVCache(Protocol):
-    """Keys and values of one sequence over all layers: contiguous, growing in steps, trimmable."""
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-
-    @property
-    def capacity(self) -> int:
-        """The most tokens it may ever hold."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated now."""
-
-    def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in all; keeps what is held."""
-
-    def advance(self, count: int) -> None:
-        """Count ``count`` rows that a finished pass has written as held."""
-
-    def trim(self, length: int) -> None:
-        """Forget every token from ``length`` on."""
-
-    def select(self, first: int, rows: Sequence[int]) -> None:
-        """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on.
-
-        ``rows`` ascend from 0: the accepted path of a tree whose rows begin at ``first``.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +116,12 @@ class Batch:
         return cls(tokens, positions, tuple(Span(cache, len(ids)) for cache, ids in sequences))
 
 
-class Ops(ExpertOps, Protocol):
+class Ops(Protocol):
     """One implementation of the compute steps on one device. Used by one thread at a time."""
 
     @property
     def name(self) -> str:
-        """``"native"`` or ``"torch"``."""
+        """``"native"``, ``"torch"``, ``"bitsandbytes"`` or ``"triton"``."""
 
     @property
     def device(self) -> str:
@@ -289,6 +209,53 @@ class Ops(ExpertOps, Protocol):
 
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""
+
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def expert_table(self, count: int) -> ExpertTable:
+        """An empty table of a layer with ``count`` experts."""
+
+    def norm_route(
+        self, x: Array, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Array, Routing]:
+        """RMSNorm of ``x`` (R, D), and each row's experts by it. Returns the normed rows too.
+
+        The router is computed in float32 whatever the compute format. Logits that are not finite
+        give weights that are not: who calls it checks.
+        """
+
+    def expert_slots(self, normed: Array, routing: Routing) -> Array:
+        """Room for the result of every slot: (R * K, D), not initialized."""
+
+    def run_experts(
+        self,
+        normed: Array,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Array,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Fill the slots of ``experts`` (default: all that are chosen), which the table holds."""
+
+    def put_slots(self, slots: Array, index: npt.NDArray[np.intp], rows: Array) -> Array:
+        """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
+
+    def combine_experts(self, slots: Array, routing: Routing, shared: Array | None) -> Array:
+        """Every row's slots times their weights, summed in the order of k, plus ``shared``: (R, D).
+
+        ``slots`` and ``shared`` are given up.
+        """
+
+    def shared_mlp(
+        self, normed: Array, weights: MlpWeights, spec: MlpSpec, gate: Weight | None
+    ) -> Array:
+        """A gated MLP on rows that are normed already: (R, D).
+
+        ``gate`` (1, D) scales each row of the result by the sigmoid of its product with the row.
+        """
+
+    # -- sums and logits -------------------------------------------------------------------------
 
     def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
         """The residual sum ``x + scale * y``.

@@ -23,7 +23,7 @@ from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
 from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
 from localrt.progress import Progress
-from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.kv import grown_capacity
 from tests.engine.fake_session import VOCAB, ScriptedSession
 
 PASS_ROWS = 12

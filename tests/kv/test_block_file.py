@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localrt.errors import StorageError
 from localrt.offload.kv.block_file import BlockFile
-from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes
 
 SIZE = 100  # bytes of a block
 

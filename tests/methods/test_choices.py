@@ -24,7 +24,7 @@ def test_four_bits_are_worth_a_calibration_and_eight_are_not() -> None:
     methods = {name: default_method(CODECS[name].format, calibrated=True) for name in CODECS}
     assert methods["int4-g32"] == methods["int4-g64m"] == methods["mxfp4"] == "mr-gptq"
     assert methods["nf4"] == methods["nvfp4"] == "mr-gptq"
-    assert methods["int8-g32"] == methods["int5-g128m"] == "rtn"
+    assert methods["int8-g32"] == methods["int5-g32"] == "rtn"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,8 @@ def test_four_bits_are_worth_a_calibration_and_eight_are_not() -> None:
         ("nf4", 96, "int4-g32"),
         ("nf4", 48, "bf16"),
         ("nvfp4", 48, "bf16"),  # sixteen columns more than the kernels' 32
-        ("int8-g16", 72, "bf16"),
+        ("int8-g64m", 96, "int8-g32m"),
+        ("int6-g32", 48, "bf16"),
         ("bf16", 7, "bf16"),
     ],
 )

@@ -19,8 +19,8 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import pack_store
 from localrt.quant.formats import F16, unpack
 from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.latent import LatentSpec
 from localrt.quant.ops.protocol import Batch, Rope, Span
 from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.gguf_deepseek import write_deepseek

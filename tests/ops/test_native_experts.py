@@ -16,7 +16,7 @@ from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 from tests.ops.packed import random_tensor
-from tests.ops.test_native_matmul import ISAS, NAMES, PACKED, computed, quantized
+from tests.ops.test_native_matmul import CASES, ISAS, PACKED, computed, quantized
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -156,8 +156,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, bound: float = 5e-3) -> 
     assert np.abs(found - wanted).max() < bound * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("isa", "name"), CASES)
 def test_every_format(name: str, isa: str) -> None:
     experts = [Expert((name, name, name), seed) for seed in range(COUNT)]
     ops = NativeOps(threads=2, isa=isa)

@@ -10,7 +10,7 @@ import torch
 
 from localrt.errors import OptionError
 from localrt.quant.ops import choose
-from localrt.quant.ops.latent import LatentSpec
+from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.protocol import Rope
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90])
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -18,7 +18,7 @@ from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, Rou
 from tests.ops.packed import random_tensor
 from tests.ops.triton_target import DEVICE
 
-from localrt.quant.ops.torch.experts import TorchExpertSteps, route  # isort: skip
+from localrt.quant.ops.torch.experts import combined, route  # isort: skip
 from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
 from localrt.quant.ops.triton.stream import Stream  # isort: skip
 from localrt.quant.ops.triton.weight import TritonWeight  # isort: skip
@@ -27,7 +27,7 @@ COUNT, USED = 4, 2
 # Inner rows are bf16, in long passes weights are too; the interpreter cuts bits off, not rounds.
 CLOSE = 0.02
 FORMATS = ["q4_0", "q4_1", "q5_0", "q6_k", "q8_0", "q4_k", "mxfp4", "nvfp4", "nf4", "int4-g32m",
-           "int4-g16m", "int8-g32m"]  # fmt: skip
+           "int8-g32m"]  # fmt: skip
 
 
 class Expert:
@@ -152,11 +152,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("an expert was computed alone")
 
-    monkeypatch.setattr(TritonOps, "_expert", refuse)
+    monkeypatch.setattr(TritonOps, "expert_apart", refuse)
 
 
-@pytest.mark.parametrize("rows", [3, 70])
-@pytest.mark.parametrize("name", FORMATS)
+LONG = ("q4_1", "q4_k", "nvfp4", "nf4")
+CASES = [
+    *((name, 3) for name in FORMATS),
+    *((name, 70) for name in LONG),
+    *(pytest.param(name, 70, marks=pytest.mark.slow) for name in FORMATS if name not in LONG),
+]
+
+
+@pytest.mark.parametrize(("name", "rows"), CASES)
 def test_every_format(ops: TritonOps, alone: None, name: str, rows: int) -> None:
     hidden, inner = (256, 256) if name.endswith("_k") else (192, 64)
     experts = [Expert(ops, (name, name), hidden, inner, seed=n) for n in range(COUNT)]
@@ -193,7 +200,7 @@ def test_whatever_experts_are_like(
 def test_widths_that_do_not_fill_programs(ops: TritonOps, alone: None) -> None:
     for hidden, inner in ((96, 32), (32, 96)):
         experts = [
-            Expert(ops, ("q4_0", "int8-g16"), hidden, inner, seed=n, biased=True, apart=n > 2)
+            Expert(ops, ("q4_0", "int8-g32"), hidden, inner, seed=n, biased=True, apart=n > 2)
             for n in range(COUNT)
         ]
         for rows in (2, 65):
@@ -289,7 +296,7 @@ def test_slots_are_summed_in_their_order(ops: TritonOps, shared: bool) -> None:
     routing = routed(5)
     slots = torch.randn(5 * USED, 1100, device=DEVICE)
     extra = torch.randn(5, 1100, device=DEVICE) if shared else None
-    plain = TorchExpertSteps.combine_experts(ops, slots.clone(), routing, extra)
+    plain = combined(slots.clone(), routing, extra)
     assert torch.equal(ops.combine_experts(slots, routing, extra), plain)
 
 

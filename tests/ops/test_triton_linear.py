@@ -20,7 +20,7 @@ from localrt.quant.ops.triton.rows import unpack_rows  # isort: skip
 KNOWN = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) is not None)
 # What is left: float32 sums in another order; NF4's levels are rounded to bf16.
 TOLERANCE = {name: 3e-3 if name == "nf4" else 2e-5 for name in KNOWN}
-MANY = ("q4_0", "q4_k", "q5_0", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g16m", "int8-g32m")
+MANY = ("q4_0", "q4_k", "q5_0", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g32m", "int8-g32m")
 
 
 def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

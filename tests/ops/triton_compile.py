@@ -37,7 +37,7 @@ from localrt.quant.ops.triton.rows import unpack_rows
 from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
 from tests.ops.packed import random_tensor
 
-LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g16m")
+LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g128m")
 EXPERTS = (
     ("q4_k", 1), ("mxfp4", 1), ("nvfp4", 64),
     ("q6_k", 256), ("mxfp4", 256), ("nvfp4", 256),

@@ -20,7 +20,7 @@ from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.kv import grown_capacity
 
 __all__ = ["MOST_SEQUENCES", "Schedule", "Terms", "Waiting"]
 

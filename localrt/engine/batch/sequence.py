@@ -16,7 +16,7 @@ from localrt.engine.types import Chunk, FinishReason, Metrics
 from localrt.errors import LocalrtError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.quant.ops.kv_growth import grown_capacity
+from localrt.quant.ops.kv import grown_capacity
 
 __all__ = ["BatchSequence", "Items", "Owner"]
 

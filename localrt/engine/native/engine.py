@@ -32,8 +32,8 @@ from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.decoder import Decoder
 from localrt.offload.trace import PipelineCounts, Task
+from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.host_array import vector_to_host
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree

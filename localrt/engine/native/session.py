@@ -12,7 +12,7 @@ from localrt.engine.native.features import FeatureRows
 from localrt.engine.protocol import Check, EngineSession, Forecast, Logits, PutBlocks
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.offload.trace import PipelineCounts
-from localrt.quant.ops.kv_blocks import BlockCache, Bytes
+from localrt.quant.ops.kv import BlockCache, Bytes
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.tree import TokenTree
 

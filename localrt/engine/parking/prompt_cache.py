@@ -21,7 +21,7 @@ import numpy as np
 from localrt.engine.protocol import EngineSession, PutBlocks
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
-from localrt.quant.ops.kv_blocks import BLOCK_TOKENS, Bytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes
 
 __all__ = ["PromptCache", "model_key"]
 

@@ -1,4 +1,5 @@
-"""The compiled kernels' C interface, as ctypes: structs that mirror ``quant/csrc/abi.h``.
+"""The compiled kernels' C interface, as ctypes: structs that mirror ``quant/csrc/abi.h``
+field by field.
 
 Importing it loads nothing, not even numpy; ``load_library`` finds the shared library beside this
 package.
@@ -21,7 +22,7 @@ from ctypes import (
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localrt.errors import MissingExtraError
 
@@ -37,6 +38,7 @@ __all__ = [
     "ExpertArgs",
     "ExpertParts",
     "HeadArgs",
+    "LatentArgs",
     "Matrix",
     "MlpArgs",
     "RouteArgs",
@@ -51,43 +53,27 @@ __all__ = [
 
 _ABI_VERSION = 8
 
+
+def _numbered(names: str, first: int = 0) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names.split(), first)}
+
+
+def _fields(*members: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
+    """A struct's fields in order: types, and the names of those that have them."""
+    return tuple((name, kind) for kind, names in members for name in names.split())
+
+
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
-SOURCES = {
-    name: number
-    for number, name in enumerate(
-        (
-            "f32",
-            "f16",
-            "bf16",
-            "q4_0",
-            "q4_1",
-            "q5_0",
-            "q5_1",
-            "q8_0",
-            "q4_k",
-            "q5_k",
-            "q6_k",
-            "mxfp4",
-        )
-    )
-}
-_AFFINE = [f"int{bits}{m}" for bits in (4, 5, 6, 8) for m in ("", "m")]
+SOURCES = _numbered("f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4")
 _LAYOUTS = {
-    name: number
-    for number, name in enumerate(
-        (
-            *("f32", "f16", "bf16"),
-            *_AFFINE,
-            *(f"{name}-g16" for name in _AFFINE),
-            *("q4_k", "q5_k", "q6_k", "mxfp4", "nvfp4", "nf4"),
-        )
-    )
+    **_numbered("f32 f16 bf16 int4 int4m int5 int5m int6"),
+    **_numbered("int8 int8m", 9),
+    **_numbered("q4_k q5_k q6_k mxfp4 nvfp4 nf4", 19),
 }
-# In the order of abi.h.
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
-SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
+ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai")
+SCORINGS = _numbered("softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
-FAMILIES = {"even": 0, "even-with-minimum": 1, "nf4": 2, "mxfp4": 3, "nvfp4": 4}
+FAMILIES = _numbered("even even-with-minimum nf4 mxfp4 nvfp4")
 
 # GGUF's rows whose tiles are those of an affine format.
 _SAME_TILES = {"q4_0": "int4", "q4_1": "int4m", "q5_0": "int5", "q5_1": "int5m", "q8_0": "int8"}
@@ -97,187 +83,112 @@ def layout_of(format_: Format) -> int | None:
     """The kernels' number for a format's tiles; None where they do not know it."""
     name = _SAME_TILES.get(format_.name, format_.name)
     kind, dash, group = name.partition("-g")
-    if dash:
-        name = kind + "m" * group.endswith("m") + "-g16" * (format_.block == 16)
-    return _LAYOUTS.get(name)
+    return _LAYOUTS.get(kind + "m" * group.endswith("m") if dash else name)
 
 
 class Matrix(Structure):
     """A tiled weight matrix."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("layout", c_int32),
-        ("rows", c_int32),
-        ("cols", c_int32),
-        ("span", c_int32),
-        ("scale", c_float),
-        ("unused", c_int32),
+    _fields_ = _fields(
+        (c_void_p, "data"), (c_int32, "layout rows cols span"), (c_float, "scale"), (c_int32, "_")
     )
 
 
 class Stack(Structure):
     """Row-stacked matrices of one input."""
 
-    _fields_ = (
-        ("parts", POINTER(Matrix)),
-        ("count", c_int32),
-        ("rows", c_int32),
-        ("cols", c_int32),
-        ("hadamard", c_int32),
-    )
+    _fields_ = _fields((POINTER(Matrix), "parts"), (c_int32, "count rows cols hadamard"))
 
 
 class SpanArgs(Structure):
     """One sequence of a pass in one layer."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("mask", c_void_p),
-        ("stride", c_int64),
-        ("format", c_int32),
-        ("held", c_int32),
-        ("rows", c_int32),
-        ("extra", c_int32),
+    _fields_ = _fields(
+        (c_void_p, "data mask"), (c_int64, "stride"), (c_int32, "format held rows extra")
     )
 
 
 class AttentionArgs(Structure):
     """Both attention steps of a layer."""
 
-    _fields_ = (
-        ("x", c_void_p),
-        ("q", c_void_p),
-        ("out", c_void_p),
-        ("norm", c_void_p),
-        ("qkv_bias", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("out_bias", c_void_p),
-        ("post_norm", c_void_p),
-        ("sinks", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("near_turns", c_void_p),
-        ("far_turns", c_void_p),
-        ("positions", c_void_p),
-        ("spans", POINTER(SpanArgs)),
-        ("qkv", Stack),
-        ("proj", Stack),
-        ("rows", c_int32),
-        ("span_count", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("rotary", c_int32),
-        ("window", c_int32),
-        ("joint_norms", c_int32),
-        ("eps", c_float),
-        ("scale", c_float),
-        ("softcap", c_float),
+    _fields_ = _fields(
+        (c_void_p, "x q out norm qkv_bias q_norm k_norm out_bias post_norm sinks"),
+        (c_void_p, "cos sin near_turns far_turns positions"),
+        (POINTER(SpanArgs), "spans"),
+        (Stack, "qkv proj"),
+        (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms"),
+        (c_float, "eps scale softcap"),
+    )
+
+
+class LatentArgs(Structure):
+    """Both steps of a layer of latent attention."""
+
+    _fields_ = _fields(
+        (c_void_p, "x q out norm query_norm latent_norm cos sin"),
+        (POINTER(SpanArgs), "spans"),
+        (Stack, "down query_up key_up value_up proj"),
+        (c_int32, "rows span_count heads rotary latent nope value interleaved"),
+        (c_float, "eps latent_eps scale"),
     )
 
 
 class MlpArgs(Structure):
     """The gated MLP step."""
 
-    _fields_ = (
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("gate_up", Stack),
-        ("down", Stack),
-        ("row_gate", Stack),
-        ("rows", c_int32),
-        ("activation", c_int32),
-        ("eps", c_float),
+    _fields_ = _fields(
+        (c_void_p, "x out norm post_norm"),
+        (Stack, "gate_up down row_gate"),
+        (c_int32, "rows activation"),
+        (c_float, "eps"),
     )
 
 
 class RouteArgs(Structure):
     """A mixture's norm and router."""
 
-    _fields_ = (
-        ("x", c_void_p),
-        ("normed", c_void_p),
-        ("experts", c_void_p),
-        ("scores", c_void_p),
-        ("weights", c_void_p),
-        ("norm", c_void_p),
-        ("gate_bias", c_void_p),
-        ("choice_bias", c_void_p),
-        ("gate", Stack),
-        ("rows", c_int32),
-        ("used", c_int32),
-        ("ranked", c_int32),
-        ("scoring", c_int32),
-        ("normalize", c_int32),
-        ("groups", c_int32),
-        ("used_groups", c_int32),
-        ("group_top", c_int32),
-        ("eps", c_float),
-        ("scale", c_float),
+    _fields_ = _fields(
+        (c_void_p, "x normed experts scores weights norm gate_bias choice_bias"),
+        (Stack, "gate"),
+        (c_int32, "rows used ranked scoring normalize groups used_groups group_top"),
+        (c_float, "eps scale"),
     )
 
 
 class ExpertParts(Structure):
     """An expert of a table; one without parts is not there."""
 
-    _fields_ = (
-        ("gate_up", Stack),
-        ("down", Stack),
-        ("gate_up_bias", c_void_p),
-        ("down_bias", c_void_p),
-    )
+    _fields_ = _fields((Stack, "gate_up down"), (c_void_p, "gate_up_bias down_bias"))
 
 
 class ExpertArgs(Structure):
     """Experts of a layer, and the rows that chose them."""
 
-    _fields_ = (
-        ("x", c_void_p),
-        ("slots", c_void_p),
-        ("table", c_void_p),
-        ("chosen", c_void_p),
-        ("asked", c_void_p),
-        ("rows", c_int32),
-        ("used", c_int32),
-        ("stride", c_int32),
-        ("count", c_int32),
-        ("asked_count", c_int32),
-        ("activation", c_int32),
-        ("limit", c_float),
+    _fields_ = _fields(
+        (c_void_p, "x slots table chosen asked"),
+        (c_int32, "rows used stride count asked_count activation"),
+        (c_float, "limit"),
     )
 
 
 class SearchArgs(Structure):
     """A search for the scales of groups."""
 
-    _fields_ = (
-        ("groups", c_void_p),
-        ("scales", c_void_p),
-        ("shrinks", c_void_p),
-        ("count", c_int64),
-        ("block", c_int32),
-        ("steps", c_int32),
-        ("family", c_int32),
-        ("bits", c_int32),
+    _fields_ = _fields(
+        (c_void_p, "groups scales shrinks"),
+        (c_int64, "count"),
+        (c_int32, "block steps family bits"),
     )
 
 
 class HeadArgs(Structure):
     """The final norm and vocabulary projection."""
 
-    _fields_ = (
-        ("x", c_void_p),
-        ("wanted", c_void_p),
-        ("logits", c_void_p),
-        ("norm", c_void_p),
-        ("weight", Stack),
-        ("count", c_int32),
-        ("eps", c_float),
-        ("softcap", c_float),
+    _fields_ = _fields(
+        (c_void_p, "x wanted logits norm"),
+        (Stack, "weight"),
+        (c_int32, "count"),
+        (c_float, "eps softcap"),
     )
 
 
@@ -299,8 +210,8 @@ _SIGNATURES = {
     "lrt_linear": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_read_rows": (None, (c_void_p, POINTER(Matrix), c_void_p, c_int, c_float, c_void_p)),
     "lrt_search_scales": (None, (c_void_p, POINTER(SearchArgs))),
-    "lrt_norm_latent_append": (None, (c_void_p, c_void_p)),
-    "lrt_latent_output": (None, (c_void_p, c_void_p)),
+    "lrt_norm_latent_append": (None, (c_void_p, POINTER(LatentArgs))),
+    "lrt_latent_output": (None, (c_void_p, POINTER(LatentArgs))),
     "lrt_multiply_peak": (c_double, (c_void_p, c_int)),
     "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import MemoryBudgetError, OptionError
-from localrt.quant.ops.kv_growth import GrowingCache, grown_capacity
+from localrt.quant.ops.attention import AttentionSpec, LatentSpec
+from localrt.quant.ops.kv import GrowingCache, grown_capacity
 from localrt.quant.ops.native.kv_select import move_rows
-from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = [
     "BLOCK",
@@ -38,6 +38,7 @@ __all__ = [
     "KVMaker",
     "NativeKVCache",
     "block_nbytes",
+    "cache_format",
     "map_zeros",
     "parse_kv_format",
     "token_nbytes",
@@ -64,6 +65,24 @@ def parse_kv_format(name: str | None) -> KVFormat:
         if name in (known, None):
             return known
     raise OptionError(f"kv_format must be one of {', '.join(KV_FORMATS)}, is {name!r}")
+
+
+def cache_format(layers: Sequence[AttentionSpec], kv_format: KVFormat) -> KVFormat:
+    """The format of the layers' cache where ``kv_format`` is asked for, or has been given before.
+
+    Raises:
+        OptionError: latents are not kept in so few bits.
+    """
+    if not any(isinstance(spec, LatentSpec) for spec in layers):
+        return kv_format
+    if kv_format in LATENT_FORMATS.values():
+        return kv_format
+    if kv_format not in LATENT_FORMATS:
+        raise OptionError(
+            f"kv_format {kv_format} is not for latent attention, whose cache is small as it is: "
+            f"use {' or '.join(LATENT_FORMATS)}"
+        )
+    return LATENT_FORMATS[kv_format]
 
 
 def block_nbytes(groups: int, width: int, kv_format: KVFormat) -> int:

@@ -1,83 +1,77 @@
 """``Ops`` on the CPU through our own compiled kernels, on numpy buffers; torch is not needed.
 
-Weights stay packed (``native_weights.py``). What the kernels do is in ``quant/csrc``; this file
-allocates, fills their structs and calls them.
+Weights stay packed (``weights.py``). What the kernels do is in ``quant/csrc``; this file allocates,
+fills their structs and calls them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
-from localrt.quant.formats.tiled import TiledTensor, padded_rows
+from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
 from localrt.quant.ops.aligned import large_floats
-from localrt.quant.ops.kv_growth import grown_capacity
-from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
+from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.native.abi import (
-    AttentionArgs,
+    ACTIVATIONS,
     HeadArgs,
-    SpanArgs,
+    MlpArgs,
+    SearchArgs,
     find_library,
     load_library,
 )
+from localrt.quant.ops.native.experts import NativeExpertTable, route_args
 from localrt.quant.ops.native.kv import (
-    KV_FORMATS,
-    LATENT_FORMATS,
     KVFormat,
     KVMaker,
     NativeKVCache,
+    cache_format,
     token_nbytes,
 )
-from localrt.quant.ops.native.latent import LatentArgs, cache_format
-from localrt.quant.ops.native.mlp import NativeMlps
-from localrt.quant.ops.native.turns import Turns
+from localrt.quant.ops.native.passes import (
+    NativePass,
+    Turns,
+    attention_args,
+    latent_args,
+    native_cache,
+)
 from localrt.quant.ops.native.weights import (
     NativeVector,
     NativeWeight,
     Tiler,
     address_of,
     build_weight,
+    locate,
 )
-from localrt.quant.ops.protocol import (
-    AttentionSpec,
-    AttentionWeights,
-    Batch,
-    Rope,
-    Span,
-)
+from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
 
-if TYPE_CHECKING:
-    from localrt.quant.formats.codec import Codec
-
-__all__ = ["NativeOps", "NativeWeight"]
+__all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
 
 Floats = npt.NDArray[np.float32]
 
-_CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them
 
-
-@dataclass(slots=True)
-class _Pass:
-    batch: Batch
-    rows: int
-    positions: int  # where they lie
-    reach: int  # all positions of the pass and its caches are below
-    attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
-    latent: dict[int, LatentArgs] = field(default_factory=dict)
-    masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
-    tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
-
-
-class NativeOps(NativeMlps):
+class NativeOps:
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
     ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
@@ -104,6 +98,7 @@ class NativeOps(NativeMlps):
         self.kv_maker: KVMaker | None = None
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
+        self._slots: Floats | None = None  # what was given up last
         self._tiler = Tiler(self._api, self._handle)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
 
@@ -132,12 +127,6 @@ class NativeOps(NativeMlps):
         """A whole matrix in tiles: what ``tile_tensor`` gives, sooner."""
         return self._tiler.tile(tensor, hadamard=hadamard)
 
-    def best_scales(self, codec: Codec, groups: Floats) -> Floats:
-        """Scales of groups (n, block) with the least rounding error: see ``methods/search.py``."""
-        from localrt.quant.ops.native.scales import NativeSearch  # quantizers: not at start-up
-
-        return NativeSearch(self._api, self._handle)(codec, groups)
-
     def vector(self, values: npt.NDArray[np.float32]) -> NativeVector:
         """A norm weight or bias."""
         return NativeVector(np.ascontiguousarray(values, np.float32))
@@ -164,12 +153,12 @@ class NativeOps(NativeMlps):
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch) -> _Pass:
+    def begin(self, batch: Batch) -> NativePass:
         """Reserve room in every cache."""
         # Arrays of other numbers of rows would pile up.
         self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
         reach = max(int(batch.positions.max()) + 1, *(s.cache.length + s.rows for s in batch.spans))
-        step = _Pass(batch, len(batch.tokens), batch.positions.ctypes.data, reach)
+        step = NativePass(batch, len(batch.tokens), batch.positions.ctypes.data, reach)
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
             mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
@@ -179,7 +168,7 @@ class NativeOps(NativeMlps):
     def embed(
         self,
         table: NativeWeight,
-        step: _Pass,
+        step: NativePass,
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
@@ -194,17 +183,27 @@ class NativeOps(NativeMlps):
         return out
 
     def norm_qkv_rope_append(
-        self, x: Floats, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+        self,
+        x: Floats,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: NativePass,
+        layer: int,
     ) -> Floats:
         """(R, H, E), already scaled; keys and values are written to the caches."""
         q = self._array(step.rows, spec.heads * spec.head_dim)
-        args = self._attention_args(weights, spec, step, layer)
+        args = attention_args(weights, spec, step, layer, self._turns_of(weights, spec))
         args.x, args.q = x.ctypes.data, q.ctypes.data
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
         return q
 
     def attention_output(
-        self, q: Floats, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+        self,
+        q: Floats,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: NativePass,
+        layer: int,
     ) -> Floats:
         """(R, D)."""
         out = self._array(step.rows, weights.out.stack.rows)
@@ -212,32 +211,137 @@ class NativeOps(NativeMlps):
         args.q, args.out = q.ctypes.data, out.ctypes.data
         self._api.lrt_attention_output(self._handle, args)
         for span in step.batch.spans:
-            _native_cache(span).layer_done(layer, span.rows)
+            native_cache(span).layer_done(layer, span.rows)
         self._spare[q.shape] = q
         return out
 
     def norm_latent_append(
-        self, x: Floats, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+        self, x: Floats, weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
     ) -> Floats:
         """(R, H (N + P)): as projected, rotary parts turned; the latents are written to caches."""
         q = self._array(step.rows, spec.query_rows)
-        args = self._latent_args(weights, spec, step, layer)
+        args = latent_args(weights, spec, step, layer)
         args.x, args.q = x.ctypes.data, q.ctypes.data
-        self._api.lrt_norm_latent_append(self._handle, ctypes.byref(args))
+        self._api.lrt_norm_latent_append(self._handle, args)
         return q
 
     def latent_output(
-        self, q: Floats, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+        self, q: Floats, weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
     ) -> Floats:
         """(R, D)."""
         out = self._array(step.rows, weights.out.stack.rows)
         args = step.latent[layer]
         args.q, args.out = q.ctypes.data, out.ctypes.data
-        self._api.lrt_latent_output(self._handle, ctypes.byref(args))
+        self._api.lrt_latent_output(self._handle, args)
         for span in step.batch.spans:
-            _native_cache(span).layer_done(layer, span.rows)
+            native_cache(span).layer_done(layer, span.rows)
         self._spare[q.shape] = q
         return out
+
+    def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
+        """(R, D)."""
+        return self._gated_mlp(x, weights, spec, None)
+
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def expert_table(self, count: int) -> NativeExpertTable:
+        """An empty table."""
+        return NativeExpertTable(count)
+
+    def norm_route(
+        self, x: Floats, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Floats, Routing]:
+        """(R, D), and the choices."""
+        rows, hidden = x.shape
+        args = route_args(weights, spec)
+        ranked, used = args.ranked, args.used
+        normed = self._array(rows, hidden)
+        # One array behind all three results: asking where an array lies costs as much as making it.
+        results = np.empty(rows * (2 * ranked + used), np.float32)
+        address, plane = locate(results), rows * ranked
+        args.x, args.normed = locate(x), locate(normed)
+        args.experts, args.scores, args.weights = (
+            address,
+            address + 4 * plane,
+            address + 8 * plane,
+        )
+        args.rows = rows
+        self._api.lrt_norm_route(self._handle, args)
+        return normed, Routing(
+            results[:plane].view(np.int32).reshape(rows, ranked),
+            results[plane : 2 * plane].reshape(rows, ranked),
+            results[2 * plane :].reshape(rows, used),
+        )
+
+    def expert_slots(self, normed: Floats, routing: Routing) -> Floats:
+        """(R * K, D): the array that was given up last, if it fits."""
+        shape = (routing.weights.size, normed.shape[1])
+        spare, self._slots = self._slots, None
+        return spare if spare is not None and spare.shape == shape else np.empty(shape, np.float32)
+
+    def run_experts(
+        self,
+        normed: Floats,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Floats,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """All of ``experts`` in one call.
+
+        Raises:
+            ValueError: one of them is not in the table; nothing is computed then.
+        """
+        assert isinstance(table, NativeExpertTable), "tables belong to one implementation"
+        args = table.args
+        chosen = np.ascontiguousarray(routing.experts, np.int32)
+        args.rows, args.stride = chosen.shape
+        args.used = routing.used
+        if slots.shape != (args.rows * args.used, normed.shape[1]):
+            raise ValueError(f"slots are {slots.shape}, of {args.rows} rows with {args.used} each")
+        args.x, args.slots, args.chosen = locate(normed), locate(slots), locate(chosen)
+        args.activation, args.limit = ACTIVATIONS[spec.activation], spec.limit
+        args.asked, args.asked_count = None, 0
+        if experts is not None:
+            asked = np.ascontiguousarray(experts, np.int32)
+            if not asked.size:
+                return
+            args.asked, args.asked_count = locate(asked), asked.size
+        missing = self._api.lrt_run_experts(self._handle, args)
+        if missing >= 0:
+            raise ValueError(f"expert {missing} is asked for, but is not in the table")
+
+    def put_slots(self, slots: Floats, index: npt.NDArray[np.intp], rows: Floats) -> Floats:
+        """In place."""
+        slots[index] = rows
+        return slots
+
+    def combine_experts(self, slots: Floats, routing: Routing, shared: Floats | None) -> Floats:
+        """(R, D)."""
+        weights = np.ascontiguousarray(routing.weights, np.float32)
+        (rows, used), hidden = weights.shape, slots.shape[1]
+        out = self._array(rows, hidden) if shared is None else shared
+        self._api.lrt_combine_experts(
+            self._handle,
+            locate(slots),
+            locate(weights),
+            None if shared is None else locate(shared),
+            rows,
+            used,
+            hidden,
+            locate(out),
+        )
+        self._slots = slots
+        return out
+
+    def shared_mlp(
+        self, normed: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
+    ) -> Floats:
+        """(R, D)."""
+        return self._gated_mlp(normed, weights, spec, gate)
+
+    # -- sums and logits -------------------------------------------------------------------------
 
     def add(self, x: Floats, y: Floats, scale: float = 1.0) -> Floats:
         """Residual sum in place of ``x``."""
@@ -280,6 +384,10 @@ class NativeOps(NativeMlps):
         self._api.lrt_linear(self._handle, weight.stack, x.ctypes.data, x.shape[0], out.ctypes.data)
         return out
 
+    def search_scales(self, args: SearchArgs) -> None:
+        """See ``NativeSearch``."""
+        self._api.lrt_search_scales(self._handle, args)
+
     def multiply(self, rounds: int) -> float:
         """Int8 products from registers on all threads; the operations done, two a product."""
         operations: float = self._api.lrt_multiply_peak(self._handle, rounds)
@@ -291,127 +399,47 @@ class NativeOps(NativeMlps):
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _attention_args(
-        self, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
-    ) -> AttentionArgs:
-        """Of both steps: the second finds them in the pass."""
-        cos, sin = self._rope_tables(spec.rope, step)
-        near, far = self._bias_tables(weights, spec, step)
-        spans = self._spans(step, layer)
-        args = step.attention[layer] = AttentionArgs(
-            norm=address_of(weights.norm),
-            qkv_bias=address_of(weights.qkv_bias),
-            q_norm=address_of(weights.q_norm),
-            k_norm=address_of(weights.k_norm),
-            out_bias=address_of(weights.out_bias),
-            post_norm=address_of(weights.post_norm),
-            sinks=address_of(weights.sinks),
-            cos=cos,
-            sin=sin,
-            near_turns=near,
-            far_turns=far,
-            positions=step.positions,
-            spans=spans,
-            qkv=weights.qkv.stack,
-            proj=weights.out.stack,
-            rows=step.rows,
-            span_count=len(spans),
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
-            window=spec.window or 0,
-            joint_norms=spec.joint_norms,
-            eps=spec.eps,
-            scale=spec.scale,
-            softcap=spec.softcap or 0.0,
-        )
-        return args
-
-    def _latent_args(
-        self, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
-    ) -> LatentArgs:
-        """Of both steps: the second finds them in the pass."""
-        cos, sin = self._rope_tables(spec.rope, step)
-        spans = self._spans(step, layer)
-        args = step.latent[layer] = LatentArgs(
-            norm=address_of(weights.norm),
-            query_norm=address_of(weights.query_norm),
-            latent_norm=address_of(weights.latent_norm),
-            cos=cos,
-            sin=sin,
-            spans=spans,
-            down=weights.down.stack,
-            key_up=weights.key_up.stack,
-            value_up=weights.value_up.stack,
-            proj=weights.out.stack,
-            rows=step.rows,
-            span_count=len(spans),
-            heads=spec.heads,
-            rotary=spec.rope_dim,
-            latent=spec.latent,
-            nope=spec.nope,
-            value=spec.value,
-            interleaved=spec.interleaved,
-            eps=spec.eps,
-            latent_eps=spec.latent_eps,
-            scale=spec.scale,
-        )
-        if weights.query_up is not None:
-            args.query_up = weights.query_up.stack
-        return args
-
-    def _spans(self, step: _Pass, layer: int) -> ctypes.Array[SpanArgs]:
-        spans = (SpanArgs * len(step.masks))()
-        for index, span in enumerate(step.batch.spans):
-            cache = _native_cache(span)
-            data, stride = cache.layer_ready(layer)
-            spans[index] = SpanArgs(
-                data,
-                _address(step.masks[index]),
-                stride,
-                _CACHE_FORMATS.index(cache.kv_format),
-                cache.length,
-                span.rows,
-                0 if span.mask is None else span.mask.shape[1] - span.rows,
-            )
-        return spans
-
-    def _rope_tables(self, rope: Rope | None, step: _Pass) -> tuple[int, int] | tuple[None, None]:
-        """Where the cosines and sines of the pass lie, each (R, rotary / 2)."""
-        if rope is None:
-            return None, None
-        if rope not in step.tables:
-            frequencies = np.asarray(rope.inv_freq, np.float32)
-            angles = step.batch.positions.astype(np.float32)[:, None] * frequencies
-            scale = np.float32(rope.scale)
-            step.tables[rope] = (
-                NativeVector(np.cos(angles) * scale),
-                NativeVector(np.sin(angles) * scale),
-            )
-        cos, sin = step.tables[rope]
-        return cos.address, sin.address
-
-    def _bias_tables(
-        self, weights: AttentionWeights, spec: AttentionSpec, step: _Pass
-    ) -> tuple[int, int] | tuple[None, None]:
-        """Where ``Turns`` lie, if the keys are kept without a bias that they have."""
+    def _turns_of(self, weights: AttentionWeights, spec: AttentionSpec) -> Turns | None:
+        """If the keys are kept without a bias that they have."""
         kept = self._kv_format == "bf16" or weights.k_norm is not None
         if kept or weights.qkv_bias is None or spec.rope is None:
-            return None, None
+            return None
         if spec.rope not in self._turns:
             self._turns[spec.rope] = Turns(spec.rope)
-        return self._turns[spec.rope].addresses(step.reach)
+        return self._turns[spec.rope]
+
+    def _gated_mlp(
+        self, x: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
+    ) -> Floats:
+        out = self._array(x.shape[0], weights.down.stack.rows)
+        args = MlpArgs(
+            x=locate(x),
+            out=locate(out),
+            norm=address_of(weights.norm),
+            post_norm=address_of(weights.post_norm),
+            gate_up=weights.gate_up.stack,
+            down=weights.down.stack,
+            rows=x.shape[0],
+            activation=ACTIVATIONS[spec.activation],
+            eps=spec.eps,
+        )
+        if gate is not None:
+            args.row_gate = gate.stack
+        self._api.lrt_norm_gated_mlp(self._handle, args)
+        return out
+
+    def _array(self, rows: int, cols: int) -> Floats:
+        """An array that the pass before gave up, or a new one: fresh pages cost more than a row."""
+        spare = self._spare.pop((rows, cols), None)
+        return np.empty((rows, cols), np.float32) if spare is None else spare
 
 
-def _native_cache(span: Span) -> NativeKVCache:
-    cache = span.cache
-    assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
-    return cache
-
-
-def _address(array: npt.NDArray[Any] | None) -> int | None:
-    return None if array is None else array.ctypes.data
+def fast_tiler() -> Callable[[PackedTensor], TiledTensor]:
+    """Rows to tiles by the compiled kernels where they are installed, else by numpy: the same."""
+    try:
+        return NativeOps().tile
+    except MissingExtraError:
+        return tile_tensor
 
 
 def _usable_cores() -> int:

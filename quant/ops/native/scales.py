@@ -6,8 +6,6 @@ the other one may be found.
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 
 from localrt.errors import MissingExtraError
@@ -15,16 +13,16 @@ from localrt.quant.formats.affine import AffineCodec
 from localrt.quant.formats.codec import Codec, Floats
 from localrt.quant.methods.search import ScaleSearch, best_scales
 from localrt.quant.ops.native.abi import FAMILIES, SearchArgs
+from localrt.quant.ops.native.ops import NativeOps
 
 __all__ = ["NativeSearch", "fast_search"]
 
 
 class NativeSearch:
-    """Searches on the threads of the kernels behind ``handle``."""
+    """Searches on the threads of ``ops``."""
 
-    def __init__(self, api: ctypes.CDLL, handle: int) -> None:
-        self._api = api
-        self._handle = handle
+    def __init__(self, ops: NativeOps) -> None:
+        self._ops = ops
 
     def __call__(self, codec: Codec, groups: Floats) -> Floats:
         """See ``best_scales``."""
@@ -48,16 +46,14 @@ class NativeSearch:
             family,
             bits,
         )
-        self._api.lrt_search_scales(self._handle, args)
+        self._ops.search_scales(args)
         return scales
 
 
 def fast_search(threads: int | None = None) -> ScaleSearch:
     """The compiled kernels' search where it is the faster one, else numpy's."""
-    from localrt.quant.ops.native.ops import NativeOps
-
     try:
         ops = NativeOps(threads=threads)
     except MissingExtraError:
         return best_scales
-    return best_scales if ops.isa == "portable" else ops.best_scales
+    return best_scales if ops.isa == "portable" else NativeSearch(ops)

@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from localrt.errors import OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
-from localrt.quant.formats.tile_rows import whole_tiles
 from localrt.quant.formats.tiled import (
     TiledTensor,
     padded_rows,
     tile,
     tile_span,
+    whole_tiles,
 )
 from localrt.quant.ops.native.abi import SOURCES, Matrix, Stack, layout_of
 

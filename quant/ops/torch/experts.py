@@ -6,8 +6,7 @@ their weights are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from localrt.quant.ops.experts import (
     ExpertSpec,
-    ExpertTable,
     ExpertWeights,
     RouterSpec,
     Routing,
 )
 from localrt.quant.ops.protocol import MlpSpec
 
-__all__ = ["TorchExpertSteps", "TorchExpertTable", "gated", "route", "slots_of"]
+__all__ = ["TorchExpertTable", "combined", "gated", "route", "run_each", "slots_of"]
 
 _GATE_SIGMOID = 1.702  # ``swiglu_oai``
 _LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
@@ -52,55 +50,6 @@ class TorchExpertTable:
         weights = self._weights[expert]
         assert weights is not None, f"expert {expert} is not in the table"
         return weights
-
-
-class TorchExpertSteps:
-    """The steps of ``ExpertOps`` that are the same wherever torch has the rows.
-
-    Who inherits it computes one expert (``_expert``) and says how rows of another device look.
-    """
-
-    _device: torch.device
-
-    def _expert(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
-        """One expert's results of its rows: (n, D) to (n, D)."""
-        raise NotImplementedError
-
-    def expert_table(self, count: int) -> TorchExpertTable:
-        """An empty table."""
-        return TorchExpertTable(count)
-
-    def run_experts(
-        self,
-        normed: Tensor,
-        routing: Routing,
-        table: ExpertTable,
-        spec: ExpertSpec,
-        slots: Tensor,
-        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """Fill the slots of each expert with one pass over its rows."""
-        assert isinstance(table, TorchExpertTable), "tables belong to one implementation"
-        for expert, filled in slots_of(routing, experts):
-            index = torch.from_numpy(filled).to(self._device)
-            slots[index] = self._expert(normed[index // routing.used], table[expert], spec)
-
-    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
-        """In place. Rows of the CPU may come as a residual stream."""
-        values = rows if isinstance(rows, Tensor) else rows.settle()
-        slots[torch.from_numpy(index).to(self._device)] = values.to(slots.dtype)
-        return slots
-
-    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """(R, D): summed in float32, one k after another."""
-        weights = torch.from_numpy(routing.weights).to(self._device)
-        parts = slots.view(-1, routing.used, slots.shape[1])
-        total = torch.zeros(parts.shape[0], slots.shape[1], device=self._device)
-        for k in range(routing.used):
-            total += parts[:, k].float() * weights[:, k : k + 1]
-        if shared is not None:
-            total += shared.float()
-        return total.to(slots.dtype)
 
 
 def route(logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec) -> Routing:
@@ -147,6 +96,34 @@ def slots_of(
     for expert, slots in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
         if wanted is None or expert in wanted:
             yield expert, slots
+
+
+def run_each(
+    normed: Tensor,
+    routing: Routing,
+    slots: Tensor,
+    experts: Sequence[int] | npt.NDArray[np.int32] | None,
+    compute: Callable[[int, Tensor], Tensor],
+) -> None:
+    """Fill the slots of each expert with one pass over its rows.
+
+    ``compute`` gives an expert's results of its rows: its number and (n, D) to (n, D).
+    """
+    for expert, filled in slots_of(routing, experts):
+        index = torch.from_numpy(filled).to(normed.device)
+        slots[index] = compute(expert, normed[index // routing.used])
+
+
+def combined(slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+    """(R, D): slots times their weights, summed in float32, one k after another."""
+    weights = torch.from_numpy(routing.weights).to(slots.device)
+    parts = slots.view(-1, routing.used, slots.shape[1])
+    total = torch.zeros(parts.shape[0], slots.shape[1], device=slots.device)
+    for k in range(routing.used):
+        total += parts[:, k].float() * weights[:, k : k + 1]
+    if shared is not None:
+        total += shared.float()
+    return total.to(slots.dtype)
 
 
 def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:

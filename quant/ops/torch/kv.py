@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.kv_blocks import BLOCK_TOKENS
-from localrt.quant.ops.kv_growth import GrowingCache
+from localrt.quant.ops.kv import BLOCK_TOKENS, GrowingCache
 
 __all__ = ["TorchKVCache"]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.torch.kv import TorchKVCache
 
 __all__ = ["attend_latents", "latent_queries", "latent_values"]

@@ -20,15 +20,15 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.methods.restore import restored_rows
+from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.experts import (
     ExpertSpec,
-    ExpertWeights,
+    ExpertTable,
     RouterSpec,
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.kv_growth import grown_capacity
-from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -39,7 +39,7 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from localrt.quant.ops.torch.attention import attend_rows, visible_keys
-from localrt.quant.ops.torch.experts import TorchExpertSteps, gated, route
+from localrt.quant.ops.torch.experts import TorchExpertTable, combined, gated, route, run_each
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
 
@@ -55,7 +55,7 @@ class _Pass:
     masks: dict[tuple[int, int | None], Tensor | None]
 
 
-class TorchOps(TorchExpertSteps):
+class TorchOps:
     """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
 
     name = "torch"
@@ -231,6 +231,10 @@ class TorchOps(TorchExpertSteps):
 
     # -- a mixture of experts --------------------------------------------------------------------
 
+    def expert_table(self, count: int) -> TorchExpertTable:
+        """An empty table."""
+        return TorchExpertTable(count)
+
     def norm_route(
         self, x: Tensor, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Tensor, Routing]:
@@ -244,9 +248,34 @@ class TorchOps(TorchExpertSteps):
         """(R * K, D)."""
         return normed.new_empty(normed.shape[0] * routing.used, normed.shape[1])
 
-    def _expert(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
-        hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
-        return self.linear(hidden, weights.down, weights.down_bias)
+    def run_experts(
+        self,
+        normed: Tensor,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Tensor,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """One expert after another."""
+        assert isinstance(table, TorchExpertTable), "tables belong to one implementation"
+
+        def compute(expert: int, rows: Tensor) -> Tensor:
+            weights = table[expert]
+            hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
+            return self.linear(hidden, weights.down, weights.down_bias)
+
+        run_each(normed, routing, slots, experts, compute)
+
+    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
+        """In place. Rows of the CPU may come as a residual stream."""
+        values = rows if isinstance(rows, Tensor) else rows.settle()
+        slots[torch.from_numpy(index).to(self._device)] = values.to(slots.dtype)
+        return slots
+
+    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """(R, D)."""
+        return combined(slots, routing, shared)
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Tensor | None

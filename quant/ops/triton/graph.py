@@ -2,9 +2,8 @@
 
 A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
 recorded with static inputs and replayed from then on. A recording belongs to one cache as it is
-allocated; growth makes a new one. It knows a ``forward`` and the ``TritonOps`` under it, not
-models. Off a GPU, "replaying" runs the pass again on the static inputs, so that tests cover the
-rest.
+allocated; growth makes a new one. It knows a ``forward`` and the steps under it, not models. Off a
+GPU, "replaying" runs the pass again on the static inputs, so that tests cover the rest.
 """
 
 from __future__ import annotations
@@ -12,22 +11,39 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.triton.linear import MOST_ROWS
-from localrt.quant.ops.triton.ops import Forward, Logits, TritonOps
-from localrt.quant.ops.triton.stream import Numbers, Recording, TritonPass
+from localrt.quant.ops.triton.stream import Forward, Logits, Numbers, Recording, TritonPass
 
-__all__ = ["DecodeGraph", "GraphedForward"]
+__all__ = ["DecodeGraph", "GraphedForward", "RecordedOps"]
 
 _KEPT = 8
+
+
+class RecordedOps(Protocol):
+    """What recording asks of ``TritonOps``."""
+
+    recording: Recording | None  # set while a pass is recorded
+
+    @property
+    def device(self) -> str:
+        """``"cuda:0"``."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Held around a pass."""
+
+    def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
+        """A span's mask as the kernels read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +68,7 @@ class _Seen:
 class GraphedForward:
     """A decoder's ``forward`` that records what comes twice, and replays it."""
 
-    def __init__(self, ops: TritonOps, forward: Forward) -> None:
+    def __init__(self, ops: RecordedOps, forward: Forward) -> None:
         self._ops = ops
         self._forward = forward
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
@@ -114,7 +130,7 @@ class DecodeGraph:
 
     def __init__(
         self,
-        ops: TritonOps,
+        ops: RecordedOps,
         forward: Forward,
         batch: Batch,
         wanted: Sequence[int],

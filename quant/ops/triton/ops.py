@@ -2,13 +2,14 @@
 
 Passes of up to 64 rows run on the kernels alone and are batch-invariant. Longer ones (prefill)
 unpack a matrix at a time and use torch's products and attention. The residual stream is float32;
-what a product reads is bf16. It knows no architecture; what the kernels do is in ``triton_*.py``.
+what a product reads is bf16. It knows no architecture; the kernels are in the files beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,17 @@ from torch import Tensor
 
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
-from localrt.quant.ops.kv_growth import grown_capacity
-from localrt.quant.ops.latent import LatentSpec, LatentWeights
+from localrt.quant.ops.attention import LatentSpec, LatentWeights
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    ExpertWeights,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
+from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.native.ops import fast_tiler
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -30,31 +40,34 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from localrt.quant.ops.torch.attention import attend_rows, visible_keys
+from localrt.quant.ops.torch.experts import gated
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents
 from localrt.quant.ops.triton.attention import attend
-from localrt.quant.ops.triton.experts import TritonExperts
+from localrt.quant.ops.triton.device import upload
+from localrt.quant.ops.triton.expert_table import TritonExpertTable
+from localrt.quant.ops.triton.experts import route_rows, run_kinds
+from localrt.quant.ops.triton.graph import GraphedForward
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.linear import MOST_ROWS, Tiles, tiled_linear
+from localrt.quant.ops.triton.mixture import combined
 from localrt.quant.ops.triton.products import multiply, multiply_heads
 from localrt.quant.ops.triton.rows import unpack_rows
 from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
-from localrt.quant.ops.triton.stream import Numbers, Recording, Stream, TritonPass
-from localrt.quant.ops.triton.weight import (
-    Tile,
-    TritonWeight,
-    build_weight,
-    fast_tile,
-    is_packed,
+from localrt.quant.ops.triton.stream import (
+    Forward,
+    Logits,
+    Numbers,
+    Recording,
+    Stream,
+    TritonPass,
 )
+from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
 
-__all__ = ["Forward", "Logits", "TritonOps"]
-
-Logits = npt.NDArray[np.float32]
-Forward = Callable[..., Logits]
+__all__ = ["TritonOps"]
 
 
-class TritonOps(TritonExperts):
+class TritonOps:
     """See the ``Ops`` protocol. On ``device="cpu"`` it runs in Triton's interpreter, for tests."""
 
     name = "triton"
@@ -88,8 +101,6 @@ class TritonOps(TritonExperts):
 
     def graphed(self, forward: Forward) -> Forward:
         """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""
-        from localrt.quant.ops.triton.graph import GraphedForward
-
         return GraphedForward(self, forward)
 
     # -- weights ---------------------------------------------------------------------------------
@@ -99,7 +110,7 @@ class TritonOps(TritonExperts):
     ) -> TritonWeight:
         """Tiles, or bf16 where the kernels do not know the format."""
         if self._tile is None:
-            self._tile = fast_tile()
+            self._tile = fast_tiler()
         return build_weight(shape, blocks, self._device, self._tile)
 
     def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
@@ -304,6 +315,73 @@ class TritonOps(TritonExperts):
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def expert_table(self, count: int) -> TritonExpertTable:
+        """An empty table."""
+        return TritonExpertTable(count)
+
+    def norm_route(
+        self, x: Stream, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Tensor, Routing]:
+        """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
+        normed = x.normed(weights.norm, spec.eps, torch.float32)
+        rows = normed.bfloat16()
+        return rows, route_rows(normed, rows, weights, spec, self.linear)
+
+    def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
+        """(R * K, D), float32."""
+        shape = (normed.shape[0] * routing.used, normed.shape[1])
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+    def run_experts(
+        self,
+        normed: Tensor,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Tensor,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """See ``run_kinds``."""
+        assert isinstance(table, TritonExpertTable), "tables belong to one implementation"
+
+        def apart(expert: int, rows: Tensor) -> Tensor:
+            return self.expert_apart(rows, table[expert], spec)
+
+        run_kinds(normed, routing, table, spec, slots, experts, apart)
+
+    def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
+        """One expert's results of its rows, (n, D), by products of its own."""
+        if weights.gate_up_bias is None and spec.activation != "swiglu_oai":
+            inner = self._gated(rows, weights.gate_up, spec.activation)
+        else:
+            both = self.linear(rows, weights.gate_up, weights.gate_up_bias, dtype=torch.float32)
+            inner = gated(both, spec).bfloat16()
+        return self.linear(inner, weights.down, weights.down_bias, dtype=torch.float32)
+
+    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
+        """In place. Rows of the CPU may come as a residual stream."""
+        values = rows if isinstance(rows, Tensor) else rows.settle()
+        slots[upload(index, self._device)] = values.to(slots.dtype)
+        return slots
+
+    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """(R, D), float32: summed one k after another."""
+        return combined(slots, upload(routing.weights, self._device), shared)
+
+    def shared_mlp(
+        self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: TritonWeight | None
+    ) -> Tensor:
+        """(R, D), float32."""
+        inner = self._gated(normed, weights.gate_up, spec.activation)
+        y = self.linear(inner, weights.down, dtype=torch.float32)
+        if gate is None:
+            return y
+        return y * self.linear(normed, gate, dtype=torch.float32).sigmoid()
+
+    # -- sums and logits -------------------------------------------------------------------------
 
     def add(self, x: Stream, y: Tensor, scale: float = 1.0) -> Stream:
         """The residual sum, made when it is next read."""

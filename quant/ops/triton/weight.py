@@ -27,7 +27,7 @@ from localrt.quant.formats.tiled import (
 from localrt.quant.ops.triton.formats import layout_of
 from localrt.quant.ops.triton.linear import Tiles
 
-__all__ = ["Tile", "TritonWeight", "build_weight", "fast_tile", "is_packed"]
+__all__ = ["Tile", "TritonWeight", "build_weight", "is_packed"]
 
 Tile = Callable[[PackedTensor], TiledTensor]
 
@@ -51,17 +51,6 @@ class TritonWeight:
 def is_packed(format_: Format, columns: int) -> bool:
     """Whether the kernels compute on the packed bytes of a matrix."""
     return layout_of(format_) is not None and columns % tile_span(format_) == 0
-
-
-def fast_tile() -> Tile:
-    """Rows to tiles: the compiled kernels' way where they are installed, else numpy's."""
-    from localrt.errors import LocalrtError
-    from localrt.quant.ops.native.ops import NativeOps
-
-    try:
-        return NativeOps().tile
-    except (LocalrtError, OSError):
-        return tile_tensor
 
 
 def build_weight(

@@ -38,7 +38,7 @@ from tests.offload.placed import (
 
 pytest.importorskip("triton")
 
-from localrt.quant.ops.torch.cuda_memory import CudaCopies
+from localrt.quant.ops.triton.cuda_memory import CudaCopies
 from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.ops import TritonOps
 

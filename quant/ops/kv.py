@@ -1,9 +1,13 @@
-"""What every KV cache counts: tokens held, room allocated, growth in steps, trimming.
+"""KV caches: what they can do, what all of them count, and how their bytes are taken out.
 
-Which arrays hold the keys and values, and how they are laid out, is an implementation's business.
-A cache that grows in place takes no more than its length rounded up to a step. One that copies
-grows by a half at a time and at most to its capacity, tensor by tensor: at the peak it holds one
-tensor of one layer twice.
+``KVCache`` is the contract. ``GrowingCache`` counts tokens held, room allocated, growth in steps,
+and trims; which arrays hold keys and values is an implementation's business. A cache that grows in
+place takes no more than its length rounded up to a step. One that copies grows by a half at a time
+and at most to its capacity, tensor by tensor: at the peak it holds one tensor of one layer twice.
+
+``BlockCache`` is a cache that can be saved to a file, or moved to another memory: its bytes are
+taken out and put back in blocks of 256 tokens, which hold all layers of their tokens; a last,
+partial one is taken whole. Bytes only go back into a cache of the same layout.
 """
 
 from __future__ import annotations
@@ -11,16 +15,74 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
-__all__ = ["GrowingCache", "grown_capacity"]
+import numpy as np
+import numpy.typing as npt
 
-_STEP = 256
+__all__ = ["BLOCK_TOKENS", "BlockCache", "Bytes", "GrowingCache", "KVCache", "grown_capacity"]
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_TOKENS = 256
+"""Tokens of a block, and of a step of growth."""
+
+
+class KVCache(Protocol):
+    """Keys and values of one sequence over all layers: contiguous, growing in steps, trimmable."""
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens it may ever hold."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all; keeps what is held."""
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` rows that a finished pass has written as held."""
+
+    def trim(self, length: int) -> None:
+        """Forget every token from ``length`` on."""
+
+    def select(self, first: int, rows: Sequence[int]) -> None:
+        """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on.
+
+        ``rows`` ascend from 0: the accepted path of a tree whose rows begin at ``first``.
+        """
+
+
+@runtime_checkable
+class BlockCache(KVCache, Protocol):
+    """One that can be taken out."""
+
+    @property
+    def kv_layout(self) -> str:
+        """Names what the bytes mean: format, heads, widths. Empty: it cannot be taken out."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+
+    def take_blocks(self, first: int, count: int) -> Bytes:
+        """Blocks ``first`` to ``first + count``, (count, block_bytes): to be read before the next
+        pass. They must lie within what is allocated.
+        """
+
+    def put_blocks(self, first: int, blocks: Bytes) -> None:
+        """Put them where room is reserved; ``advance`` makes their tokens count."""
 
 
 def grown_capacity(length: int) -> int:
     """Tokens allocated to hold ``length``: whole steps, so that growth is rare and waste small."""
-    return -(-length // _STEP) * _STEP
+    return -(-length // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 class GrowingCache(ABC):

@@ -1,17 +1,22 @@
-"""Activations of any ``Ops`` as numpy's float32, for who looks at them from outside a pass.
+"""The arrays of the compute steps, which nothing above an implementation looks into.
 
-Only this room knows what an implementation's arrays are: numpy's own, torch tensors, or a residual
-stream with a sum still pending.
+Only this room knows what they are: numpy's own, torch tensors, or a residual stream with a sum
+still pending. Who must look at activations from outside a pass has them copied to the host.
 """
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.protocol import Array, Vector
+__all__ = ["Array", "Pass", "Vector", "Weight", "copy_to_host", "vector_to_host"]
 
-__all__ = ["copy_to_host", "vector_to_host"]
+Array: TypeAlias = Any  # activations, (R, ...)
+Weight: TypeAlias = Any  # a matrix as the implementation keeps it, (out, in)
+Vector: TypeAlias = Any  # a norm weight or a bias, (n,)
+Pass: TypeAlias = Any  # what an implementation derives once from a Batch
 
 
 def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:

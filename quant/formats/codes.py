@@ -1,0 +1,84 @@
+"""The unsigned codes of packed blocks, whatever the format: one byte a weight, read and written.
+
+What a code stands for is the format's affair (``unpack.py``, the codecs); here is only where its
+bits lie in a block. ggml's blocks are as ``ggml.py`` lists them. Q8_0's signed codes count from
+-128, so that they are unsigned too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.quant.formats.catalog import CODECS
+
+__all__ = ["read_codes", "write_codes"]
+
+# uint8 throughout; numpy's stubs lose that in shifts.
+Bytes = npt.NDArray[Any]
+
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+
+
+def read_codes(name: str, blocks: Bytes) -> Bytes:
+    """Codes (n, block) of blocks (n, block_bytes)."""
+    if name in CODECS:
+        return CODECS[name].split(blocks)[0]
+    count = len(blocks)
+    if name == "q8_0":
+        flipped: Bytes = blocks[:, 2:] ^ 0x80
+        return flipped
+    if name in ("q4_0", "q4_1"):
+        return _nibbles(blocks[:, -16:])
+    if name in ("q5_0", "q5_1"):
+        codes = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
+        codes <<= 4
+        codes |= _nibbles(blocks[:, -16:])
+        return codes
+    if name in ("q4_k", "q5_k"):  # 64 weights share 32 bytes of nibbles
+        codes = _nibbles(blocks[:, -128:].reshape(count, 4, 32)).reshape(count, 8, 32)
+        if name == "q5_k":  # byte i of the high bits holds bit 4 of weight i of each group of 32
+            codes |= ((blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1) << 4
+        return codes.reshape(count, 256)
+    assert name == "q6_k", name  # each half block: 4 runs of 32 share 32 bytes of high pairs
+    low = _nibbles(blocks[:, :128].reshape(count, 2, 64)).reshape(count, 2, 4, 32)
+    high = blocks[:, 128:192].reshape(count, 2, 1, 32) >> _PAIRS
+    six: Bytes = low | (high & 3) << 4
+    return six.reshape(count, 256)
+
+
+def write_codes(name: str, codes: Bytes, blocks: Bytes) -> None:
+    """The inverse of ``read_codes``: into blocks whose scales are there already."""
+    count = len(blocks)
+    if name in CODECS:
+        codec = CODECS[name]
+        blocks[...] = codec.join(codes, codec.split(blocks)[1])
+    elif name == "q8_0":
+        blocks[:, 2:] = codes ^ 0x80
+    elif name in ("q4_0", "q4_1", "q5_0", "q5_1"):
+        blocks[:, -16:] = _from_nibbles(codes)
+        if name in ("q5_0", "q5_1"):
+            blocks[:, -20:-16] = np.packbits(codes >> 4, axis=1, bitorder="little")
+    elif name in ("q4_k", "q5_k"):
+        blocks[:, -128:] = _from_nibbles(codes.reshape(count, 4, 64)).reshape(count, 128)
+        if name == "q5_k":
+            bits = (codes >> 4).reshape(count, 8, 32).swapaxes(1, 2)
+            blocks[:, 16:48] = np.packbits(bits, axis=2, bitorder="little")[..., 0]
+    else:
+        assert name == "q6_k", name
+        blocks[:, :128] = _from_nibbles(codes.reshape(count, 2, 128)).reshape(count, 128)
+        high = (codes >> 4).reshape(count, 2, 4, 32) << _PAIRS
+        blocks[:, 128:192] = np.bitwise_or.reduce(high, axis=2).reshape(count, 64)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """(..., n) bytes to (..., 2n): all low nibbles, then all high ones."""
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+
+
+def _from_nibbles(codes: Bytes) -> Bytes:
+    """The inverse of ``_nibbles``, of the codes' low four bits."""
+    half = codes.shape[-1] // 2
+    return (codes[..., :half] & 15) | (codes[..., half:] & 15) << 4

@@ -1,0 +1,165 @@
+"""What attention is to the compute room: its shape, behaviour and weights, ordinary and latent.
+
+Multi-head latent attention is DeepSeek-V2's, in its absorbed form. A token is cached as one row: a
+rotary key that all heads share, and a latent of low rank from which each head's key and value
+follow by a matrix. The key's matrix is applied to the query instead, the value's to what attention
+gives, so that attention itself is over one key/value head whose values are the latents
+(DeepSeek-V2, 2024, section 2.1). Knows neither files nor caches.
+
+Shapes: R rows, D hidden size, H query heads, G key/value heads, E head size. Of latent attention: P
+rotary size, L latent size, N a query's part without rotation, V a head's value, Q the queries'
+rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localrt.quant.ops.arrays import Vector, Weight
+
+__all__ = [
+    "LATENT_SCRATCH_NBYTES",
+    "NO_LATENTS",
+    "AttentionSpec",
+    "AttentionWeights",
+    "LatentSpec",
+    "LatentWeights",
+    "Rope",
+]
+
+LATENT_SCRATCH_NBYTES = 64 << 20
+"""What the compiled kernels take at most for queries against latents: they go a few at a time."""
+
+NO_LATENTS = (
+    "latent attention (DeepSeek) on a GPU needs Triton, and a GPU that it runs on: install "
+    "'localrt[gpu]', use device 'cpu', or format 'bf16' for a GPU that holds the model unpacked"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of the first ``2 * len(inv_freq)`` elements of a head, rotate-half order."""
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0  # multiplies cos and sin (YaRN's and LongRoPE's attention factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Shape and behaviour of one attention layer. ``window`` counts the query's own position.
+
+    With ``joint_norms``, queries are normed over all heads at once, and so are keys.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+    rope: Rope | None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False  # a learned logit per head joins the softmax and takes its share
+    joint_norms: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, is {self.window}")
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value that are cached beside its key: 0 where the key holds them."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """One attention unit. ``qkv`` stacks the rows of q, k and v: ((H + 2G) * E, D)."""
+
+    norm: Vector
+    qkv: Weight
+    out: Weight  # (D, H * E)
+    qkv_bias: Vector | None = None
+    out_bias: Vector | None = None
+    q_norm: Vector | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
+    k_norm: Vector | None = None  # (E,) or (G * E,)
+    post_norm: Vector | None = None  # on the output projection's result
+    sinks: Vector | None = None  # (H,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec(AttentionSpec):
+    """A layer of latent attention. ``kv_heads`` is 1, ``head_dim`` is that of a cached row: P + L.
+
+    A cached row, and a query against it, is the rotary part first, then the latent. ``interleaved``
+    says that the projections give rotary pairs side by side (x0, y0, x1, y1, ...); rotated, they
+    are kept as halves. ``latent_eps`` is that of the norms of the latents.
+    """
+
+    latent: int
+    nope: int
+    value: int
+    query_rank: int | None = None
+    interleaved: bool = True
+    latent_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)  # super() does not know a class with slots
+        if self.rope is None or self.kv_heads != 1:
+            raise ValueError("latent attention has rotary keys, and one of them for all heads")
+        if self.head_dim != self.rope_dim + self.latent:
+            raise ValueError(
+                f"a latent row is {self.rope_dim} rotary and {self.latent} other numbers, "
+                f"head_dim is {self.head_dim}"
+            )
+        if self.window is not None or self.softcap is not None or self.sinks:
+            raise ValueError("latent attention has neither a window nor a softcap nor sinks")
+
+    @property
+    def value_dim(self) -> int:
+        """Values are the latents in the keys: none are cached."""
+        return 0
+
+    @property
+    def rope_dim(self) -> int:
+        """P."""
+        assert self.rope is not None, "checked"
+        return 2 * len(self.rope.inv_freq)
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the queries' (last) projection: H (N + P)."""
+        return self.heads * (self.nope + self.rope_dim)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Float32 bytes of a row's queries and of its heads' values: both are held at once."""
+        return 4 * (self.query_rows + self.heads * self.value)
+
+    @property
+    def down_rows(self) -> int:
+        """Rows of what the hidden state is projected to: queries or their Q latents, then L + P."""
+        return (self.query_rank or self.query_rows) + self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    """One unit of latent attention.
+
+    ``down`` stacks the rows of the queries' (first) projection and of the latents with the rotary
+    keys: (Q or H (N + P), then L + P; D). ``key_up`` holds each head's matrix transposed, so that
+    it turns a query into one against latents; ``value_up`` turns latents into values.
+    """
+
+    norm: Vector  # (D,)
+    down: Weight
+    latent_norm: Vector  # (L,)
+    key_up: Weight  # (H L, N)
+    value_up: Weight  # (H V, L)
+    out: Weight  # (D, H V)
+    query_norm: Vector = None  # (Q,)
+    query_up: Weight | None = None  # (H (N + P), Q)
