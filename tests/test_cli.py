@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,9 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from localrt.cli import main
 from tests.conftest import write_tiny_model
 from tests.real_models import real_model
 
@@ -29,8 +32,34 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 
 def localrt(*args: str | Path, env: dict[str, str], stdin: bytes = b"") -> Any:
-    command = [*LOCALRT, *map(str, args)]
-    return subprocess.run(command, input=stdin, capture_output=True, env=env, timeout=600)
+    """A command in this process, which saves the seconds that a new one needs for its imports."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    with (
+        mock.patch.dict(os.environ, env, clear=True),
+        mock.patch.multiple(
+            sys, stdin=io.TextIOWrapper(io.BytesIO(stdin), "utf-8"), stdout=out, stderr=err
+        ),
+    ):
+        try:
+            status: Any = main([str(arg) for arg in args])
+        except SystemExit as exit_:  # argparse's
+            status = exit_.code
+        out.flush()
+        err.flush()
+    written = [stream.buffer.getvalue() for stream in (out, err)]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(args, status, *written)
+
+
+def test_the_command_as_a_process(tiny_folder: Path, home: dict[str, str]) -> None:
+    def command(*args: str | Path, stdin: bytes = b"") -> Any:
+        command = [*LOCALRT, *map(str, args)]
+        return subprocess.run(command, input=stdin, capture_output=True, env=home, timeout=600)
+
+    result = command("run", tiny_folder, "Read this:", *FAST, stdin=b"text\n")
+    again = localrt("run", tiny_folder, "Read this:", *FAST, env=home, stdin=b"text\n")
+    assert (result.returncode, result.stdout, result.stderr) == (0, again.stdout, b"")
+    assert command("nonsense").returncode == 2
+    assert_one_line(command("run", "none.gguf", "hi"), 1, "none.gguf")
 
 
 def assert_one_line(result: Any, status: int, *words: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from localrt.cli import main
+from localrt.cli import quantize as quantize_command
 from localrt.errors import OptionError
-from localrt.quantizing import text as calibration_text
 from localrt.quantizing.text import builtin_text, read_text
 
 
@@ -118,7 +118,7 @@ def test_a_format_that_is_rounded_says_that_the_text_was_not_used(
 def test_without_any_text_it_rounds_and_says_so(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibration_text, "builtin_text", lambda: None)
+    monkeypatch.setattr(quantize_command, "builtin_text", lambda: None)
     assert quantize(model, "--format", "int4-g32") == 0
     captured = capsys.readouterr()
     assert "int4-g32 (rtn)" in captured.out

@@ -13,7 +13,7 @@ def _script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def _commands() -> list[str]:
-    actions = build_parser()._actions
+    actions = build_parser(complete=True)._actions
     return list(next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices)
 
 

@@ -1,11 +1,13 @@
 """The command line: one parser, one file per command, errors as one line.
 
-Starting must stay cheap: a command's module imports what it needs inside ``run``.
+A command's file is imported when its arguments are parsed or explained, so that no command pays for
+what another needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,23 +17,23 @@ from typing import Any
 from localrt.errors import LocalrtError, OptionError
 from localrt.version import __version__
 
-__all__ = ["build_parser", "main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
 
-COMMANDS = (
-    "chat",
-    "run",
-    "serve",
-    "pull",
-    "list",
-    "rm",
-    "quantize",
-    "draft",
-    "plan",
-    "bench",
-    "eval",
-    "doctor",
-    "completion",
-)
+COMMANDS = {
+    "chat": "chat in the terminal",
+    "run": "answer one prompt, or a file of prompts, on stdout",
+    "serve": "answer other programs, over OpenAI's HTTP protocol",
+    "pull": "download a model",
+    "list": "list the models on this machine",
+    "rm": "delete downloaded models",
+    "quantize": "write a copy of a model in fewer bits",
+    "draft": "train a draft head, which makes a model's answers come sooner",
+    "plan": "say where a model would live, how fast it would run, and what would help",
+    "bench": "measure engines side by side on one model",
+    "eval": "measure how well a model predicts a text",
+    "doctor": "show what this machine has, what is installed and what is missing",
+    "completion": "print a script that completes localrt's commands in a shell",
+}
 
 _USAGE = 2
 # As shells report a process that a signal ended.
@@ -39,8 +41,8 @@ _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def build_parser(*, complete: bool = False) -> argparse.ArgumentParser:
+    """The command line; commands declare their arguments when they are parsed, or all at once."""
     parser = argparse.ArgumentParser(
         prog="localrt",
         description="Run language models that are bigger than your GPU, on your own machine.",
@@ -51,23 +53,31 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )
-    for name in COMMANDS:
-        module = _command(name)
-        sub = commands.add_parser(
-            name, help=module.HELP, description=module.HELP, allow_abbrev=False
-        )
-        module.add_arguments(sub)
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.command = name
+        if complete:
+            sub.declare()
     return parser
 
 
 class _CommandParser(argparse.ArgumentParser):
     """Takes flags between positionals too: ``run MODEL -c PROMPT``."""
 
+    command = ""
+    _declared = False
     _mixing = False
+
+    def declare(self) -> None:
+        """Add the command's arguments, once."""
+        if not self._declared:
+            self._declared = True
+            _command(self.command).add_arguments(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._mixing:  # argparse's own passes over flags and positionals
             return super().parse_known_args(args, namespace)
+        self.declare()
         self._mixing = True
         try:
             return self.parse_known_intermixed_args(args, namespace)
@@ -90,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        _silence_stdout()
+        # Keeps the interpreter from failing again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return _BROKEN_PIPE
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
@@ -101,10 +112,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> ModuleType:
     return import_module(f"localrt.cli.{name}")
-
-
-def _silence_stdout() -> None:
-    """Keep the interpreter from failing again when it flushes stdout at exit."""
-    import os
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

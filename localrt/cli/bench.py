@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from localrt.cli.model_options import DEMO_MODEL
+from localrt.bench.card_mode import simulate_card, wants_card
+from localrt.bench.engines import ENGINES
+from localrt.bench.outcome import BenchOptions, Outcome
+from localrt.bench.report import to_json, to_table
+from localrt.bench.runner import run_bench
+from localrt.bench.trace import write_trace
+from localrt.bench.workload import Workload
+from localrt.cli.options import add_model_argument
+from localrt.cli.progress import ProgressLine
 from localrt.errors import LocalrtError, OptionError
+from localrt.formatting import parse_size
+from localrt.hub import resolve
+from localrt.machine import hardware
+from localrt.settings import Settings
+from localrt.version import __version__
 
-if TYPE_CHECKING:
-    from localrt.bench.outcome import BenchOptions, Outcome
-    from localrt.settings import Settings
-
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "measure engines side by side on one model"
+__all__ = ["add_arguments", "run"]
 
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--engines",
         type=_engines,
@@ -67,14 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 when no engine could run."""
-    from localrt.bench.card_mode import wants_card
-    from localrt.bench.outcome import BenchOptions
-    from localrt.bench.report import to_json, to_table
-    from localrt.bench.runner import run_bench
-    from localrt.bench.workload import Workload
-    from localrt.formatting import parse_size
-    from localrt.machine import hardware
-    from localrt.settings import Settings
 
     def size(text: str | None) -> int | None:
         return None if text is None else parse_size(text)
@@ -133,10 +130,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where: Settings) -> int:
     """Print what a named card would do; no engine runs."""
-    from localrt.bench.card_mode import simulate_card
-    from localrt.bench.report import to_json, to_table
-    from localrt.machine import hardware
-
     _notify("no GPU here: planning for a named card, running nothing")
     for option in ("trace", "expert_trace"):
         if getattr(args, option) is not None:
@@ -165,8 +158,6 @@ def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where:
 
 def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
     """The native engine's tasks; an error where there are none, as with a resident model."""
-    from localrt.bench.trace import write_trace
-
     for result in outcome.results:
         if result.trace:
             write_trace(path, result.trace, process=f"localrt {name}")
@@ -179,8 +170,6 @@ def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
 
 
 def _engines(text: str) -> tuple[str, ...]:
-    from localrt.bench.engines import ENGINES
-
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in ENGINES]
     if unknown or not names:
@@ -191,25 +180,14 @@ def _engines(text: str) -> tuple[str, ...]:
 
 def _resolve(model: str) -> tuple[str, Path]:
     """The model on this machine, downloaded first if need be: children get a path."""
-    from localrt.cli.pull import ProgressLine
-    from localrt.hub import resolve
-    from localrt.settings import Settings
-
-    line = ProgressLine(sys.stderr)
-    try:
+    with ProgressLine() as line:
         resolved = resolve(model, settings=Settings.from_environment(), progress=line)
-    finally:
-        line.close()
     # File names only: results are made to be passed on.
     name = resolved.path.name if Path(resolved.name).exists() else resolved.name
     return name, resolved.path
 
 
 def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    from localrt.version import __version__
-
     versions = {"localrt": __version__}
     for package in _PACKAGES:
         try:

@@ -11,23 +11,25 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.cli.endpoint import add_endpoint_arguments, choose_model, connect_endpoint, model_title
-from localrt.cli.model_options import (
+import localrt
+from localrt.cli.loading import choose_model, connect_endpoint, model_title
+from localrt.cli.options import (
     DEMO_MODEL,
+    add_endpoint_arguments,
     add_load_arguments,
     add_sampling_arguments,
     load_options,
     sampling_options,
 )
+from localrt.cli.run import answer, read_prompt
+from localrt.engine.options import read_options
 from localrt.errors import OptionError
+from localrt.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.progress import ProgressCallback
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "chat in the terminal"
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,33 +62,25 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and args.load is not None:
         raise OptionError("--continue and --load exclude one another: give one of them")
     if args.prompt is not None or not (args.plain or sys.stdin.isatty()):
-        from localrt.cli.run import answer, read_prompt
-
         if args.resume:
             raise OptionError("one plain answer goes without --continue: localrt run has its own")
         return answer(args, read_prompt(args.prompt), None)
-    from localrt.engine.options import read_options
-
     options = sampling_options(args)
     read_options(options)
 
     def load(progress: ProgressCallback) -> Model:
         if args.endpoint is not None:
             return connect_endpoint(args, progress)
-        import localrt
-
         return localrt.load(args.model, progress=progress, **load_options(args))
 
     def load_by_name(name: str, progress: ProgressCallback) -> Model:
-        import localrt
-
         # One that is here: choosing it is no wish to ask the network.
         others = {**load_options(args), "revision": None, "offline": True}
         return localrt.load(name, progress=progress, **others)
 
     more: dict[str, Any] = {}
     if args.plain or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        from localrt.tui.plain import run_plain as chat
+        from localrt.tui.plain import run_plain as chat  # neither imports the other's toolkit
     else:
         from localrt.tui import run_chat as chat
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["HELP", "SHELLS", "add_arguments", "run"]
+import shtab
 
-HELP = "print a script that completes localrt's commands in a shell"
+from localrt.cli import build_parser
+
+__all__ = ["SHELLS", "add_arguments", "run"]
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -30,10 +32,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script for ``args.shell``."""
-    import shtab
-
-    from localrt.cli import build_parser
-
-    parser: argparse.ArgumentParser = build_parser()
-    print(shtab.complete(parser, args.shell))
+    print(shtab.complete(build_parser(complete=True), args.shell))
     return 0

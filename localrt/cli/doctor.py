@@ -12,16 +12,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from localrt.errors import LocalrtError
 from localrt.formatting import format_bytes, table
+from localrt.hub import DEMO_NAME, resolve
+from localrt.machine import hardware
 from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
+from localrt.version import __version__
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "show what this machine has, what is installed and what is missing"
+__all__ = ["add_arguments", "run"]
 
 _PACKAGES = (
     ("torch", "gpu", "NVIDIA cards, and computing in bf16 or f32"),
@@ -67,9 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(*, quick: bool) -> dict[str, Any]:
-    from localrt.machine import hardware
-    from localrt.version import __version__
-
     settings = Settings.from_environment()
     machine = hardware.probe()
     notes: list[str] = []
@@ -104,8 +104,6 @@ def _examine(*, quick: bool) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version(package)
     except PackageNotFoundError:
@@ -113,8 +111,6 @@ def _version(package: str) -> str | None:
 
 
 def _disk_speed(folder: Path) -> Any:
-    from localrt.machine import hardware
-
     folder.mkdir(parents=True, exist_ok=True)
     return hardware.measure_disk_read(folder)
 
@@ -138,9 +134,6 @@ def _folder(what: str, path: Path) -> _Folder:
 
 
 def _demo_model(settings: Settings) -> Path | None:
-    from localrt.errors import LocalrtError
-    from localrt.hub import DEMO_NAME, resolve
-
     try:
         return resolve(DEMO_NAME, settings=settings, download=False).path
     except LocalrtError:

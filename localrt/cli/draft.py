@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
+from localrt.cli.loading import resolve_model
+from localrt.cli.options import add_hub_arguments
+from localrt.cli.progress import ProgressLine
+from localrt.drafts.head import TRAINED
+from localrt.drafts.training import DraftTraining, TrainingReport, train_draft
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes, format_count, format_seconds
+from localrt.quantizing.text import read_text
 from localrt.settings import Settings
 
-if TYPE_CHECKING:
-    from localrt.drafts.training import TrainingReport
-    from localrt.progress import Progress
-
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "train a draft head, which makes a model's answers come sooner"
+__all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 The model writes text itself (--generate), going on from pieces of --text and in conversations that
@@ -30,8 +28,6 @@ it invents; the head learns to guess it. Then: localrt run TARGET --draft DIR (-
 one in the default folder). Torch is needed: pip install 'localrt[quantize]'.
 """
 
-_CLEAR_LINE = "\r\x1b[K"
-_STAGES = {"load": "loading", "write": "writing text", "train": "training"}
 _PLAIN_LINE_S = 60.0  # between lines where the output is no terminal
 
 
@@ -77,20 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-work", action="store_true", help="keep the text and its hidden states afterwards"
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
-    parser.add_argument(
-        "--offline", action="store_true", default=None, help="never use the network"
-    )
+    add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, and say where the head lies and how well it guesses."""
-    from localrt.drafts.head import TRAINED
-    from localrt.drafts.training import DraftTraining, train_draft
-    from localrt.hub import resolve
-    from localrt.quantizing.text import read_text
-
     names = ("generate", "tokens", "depth", "vocab", "length", "batch", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     training = DraftTraining(**given)  # before anything is downloaded
@@ -103,15 +91,8 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("there is nothing to learn from: give --text, or --generate above 0")
     settings = Settings.from_environment()
     started = time.monotonic()
-    line = _Line(sys.stderr)
-    try:
-        model = resolve(
-            args.model,
-            settings=settings,
-            revision=args.revision,
-            offline=args.offline,
-            progress=line,
-        )
+    with ProgressLine(plain_s=_PLAIN_LINE_S) as line:
+        model = resolve_model(args, settings, line)
         base = model.path.stem if model.path.is_file() else model.path.resolve().name
         report = train_draft(
             model.path,
@@ -123,8 +104,6 @@ def run(args: argparse.Namespace) -> int:
             keep=args.keep_work,
             progress=line,
         )
-    finally:
-        line.close()
     seconds = time.monotonic() - started
     if args.json:
         print(json.dumps({"model": model.name, **report.to_dict(), "seconds": seconds}, indent=2))
@@ -141,52 +120,3 @@ def _summary(name: str, report: TrainingReport, seconds: float) -> str:
         f"{format_seconds(seconds)}\n"
         f"its best guess is the model's own for {agreed} of the tokens 1, 2, 3 ahead"
     )
-
-
-class _Line:
-    """One line on a terminal, rewritten as work goes on; elsewhere, a line a minute."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._live = stream.isatty()
-        self._stage = ""
-        self._began = 0.0
-        self._first = 0
-        self._shown = 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        """Show one step. What an earlier run had done does not count for the rate."""
-        now = time.monotonic()
-        if progress.stage != self._stage:
-            self._stage, self._began, self._first = progress.stage, now, progress.done
-            self._shown = now
-        if self._live:
-            self._stream.write(_CLEAR_LINE + self._describe(progress, now))
-            self._stream.flush()
-        elif now - self._shown >= _PLAIN_LINE_S:
-            self._shown = now
-            self._stream.write(self._describe(progress, now) + "\n")
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Leave a clean line."""
-        if self._live:
-            self._stream.write(_CLEAR_LINE)
-            self._stream.flush()
-
-    def _describe(self, progress: Progress, now: float) -> str:
-        """``training  43 %  1.2 M of 2.8 M tokens  640/s  40 min left  52 % guessed``."""
-        size = format_bytes if progress.unit == "bytes" else format_count
-        parts = [_STAGES.get(progress.stage, progress.stage)]
-        total = progress.total
-        if total:
-            parts.append(f"{100 * progress.done // total} %")
-            parts.append(f"{size(progress.done)} of {size(total)} {progress.unit}")
-        elapsed = now - self._began
-        rate = (progress.done - self._first) / elapsed if elapsed > 0.2 else 0.0
-        if rate > 0 and total:
-            parts.append(f"{size(int(rate))}/s")
-            parts.append(f"{format_seconds((total - progress.done) / rate)} left")
-        if progress.detail and progress.unit == "tokens":
-            parts.append(progress.detail)
-        return "  ".join(parts)

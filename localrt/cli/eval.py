@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from localrt.cli.model_options import DEMO_MODEL, add_load_arguments, load_options
+from localrt.cli.loading import load
+from localrt.cli.options import add_load_arguments, add_model_argument, load_options
+from localrt.cli.progress import StatusLine
+from localrt.evaluating.evaluate import Evaluation, evaluate
 from localrt.formatting import format_rate
 from localrt.quantizing.text import read_file
 
-if TYPE_CHECKING:
-    from localrt.api import Model
-    from localrt.evaluating.evaluate import Evaluation
-    from localrt.progress import Progress
-
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "measure how well a model predicts a text"
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
-    )
+    add_model_argument(parser)
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text")
     parser.add_argument(
         "--stride", type=int, metavar="N", help="tokens between windows (default: --ctx)"
@@ -52,11 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print."""
-    from localrt.evaluating.evaluate import evaluate
-
     text = read_file(args.text)
     with ExitStack() as models:
-        model = models.enter_context(_load(args.model, load_options(args)))
+        model = models.enter_context(load(args.model, load_options(args)))
         against = None
         if args.against or args.against_engine or args.against_format:
             options = load_options(args)
@@ -64,38 +54,19 @@ def run(args: argparse.Namespace) -> int:
                 # One of the two alone replaces both: llamacpp knows no formats to compute in.
                 options["engine"] = args.against_engine or "native"
                 options["format"] = args.against_format
-            against = models.enter_context(_load(args.against or args.model, options))
-        try:
-            found = evaluate(
-                model,
-                text,
-                ctx=args.ctx,
-                stride=args.stride,
-                limit_tokens=args.limit_tokens,
-                against=against,
-                progress=_show if sys.stderr.isatty() else None,
-            )
-        finally:
-            if sys.stderr.isatty():
-                sys.stderr.write("\r\x1b[K")
+            against = models.enter_context(load(args.against or args.model, options))
+        line = models.enter_context(StatusLine())
+        found = evaluate(
+            model,
+            text,
+            ctx=args.ctx,
+            stride=args.stride,
+            limit_tokens=args.limit_tokens,
+            against=against,
+            progress=lambda step: line.show(f"window {step.done} of {step.total}"),
+        )
     print(json.dumps(found.to_dict(), indent=2) if args.json else _describe(found))
     return 0
-
-
-def _load(name: str, options: dict[str, Any]) -> Model:
-    import localrt
-    from localrt.cli.pull import ProgressLine
-
-    line = ProgressLine(sys.stderr)
-    try:
-        return localrt.load(name, progress=line, **options)
-    finally:
-        line.close()
-
-
-def _show(progress: Progress) -> None:
-    sys.stderr.write(f"\r\x1b[Kwindow {progress.done} of {progress.total}")
-    sys.stderr.flush()
 
 
 def _describe(found: Evaluation) -> str:

@@ -11,9 +11,7 @@ from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, LocalModel, list_models
 from localrt.settings import Settings
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "list the models on this machine"
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

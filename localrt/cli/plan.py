@@ -13,17 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from localrt.cli.plan_draft import add_draft_arguments, check_draft_arguments, plan_draft
-from localrt.errors import OptionError
+from localrt.cli.options import add_hub_arguments
+from localrt.drafts.acceptance import known_acceptance
+from localrt.errors import MemoryBudgetError, OptionError
 from localrt.files import write_text
 from localrt.offload.planner import Plan
-from localrt.offload.planner.pair import PairPlan
+from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
+from localrt.offload.planner.pair import AcceptanceSource, PairPlan, PairRequest, plan_pair
 from localrt.offload.planner.picture import to_html, to_svg
+from localrt.planning.inputs import find_model, shape_of
 from localrt.planning.plan import plan
+from localrt.settings import Settings
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
-HELP = "say where a model would live, how fast it would run, and what would help"
+_DRAFT_CTX, _DRAFT_NODES = 2048, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-on-ssd", action="store_true", help="let keys and values that do not fit be read"
     )
-    add_draft_arguments(parser)
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--draft", metavar="MODEL", help="a smaller model that guesses ahead")
+    group.add_argument(
+        "--acceptance",
+        type=float,
+        metavar="SHARE",
+        help="of the draft's first choices that come true (default: as measured, or 0.7)",
+    )
     group = parser.add_argument_group("hardware", "this machine's where nothing is given")
     group.add_argument("--ram", metavar="SIZE", help="RAM to use, like 32GB")
     group.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory to use, like 8GB")
@@ -53,19 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a timeline as SVG")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the timeline")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
-    parser.add_argument(
-        "--offline", action="store_true", default=None, help="never use the network"
-    )
+    add_hub_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print."""
-    for name in ("ctx", "batch"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise OptionError(f"--{name} must be at least 1, is {value}")
-    check_draft_arguments(args)
+    _check(args)
     found = plan(
         args.model,
         ctx=args.ctx,
@@ -82,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         revision=args.revision,
         offline=args.offline,
     )
-    pair = None if args.draft is None else plan_draft(args, found)
+    pair = None if args.draft is None else _plan_draft(args, found)
     if args.svg is not None:
         write_text(args.svg, to_svg(found))
     if args.html is not None:
@@ -94,6 +98,47 @@ def run(args: argparse.Namespace) -> int:
         if pair is not None:
             print("\n" + "\n".join(pair.table()))
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("ctx", "batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise OptionError(f"--{name} must be at least 1, is {value}")
+    if args.acceptance is not None and not 0.0 <= args.acceptance <= 1.0:
+        raise OptionError(f"--acceptance must be from 0 to 1, is {args.acceptance}")
+    if args.draft is None and args.acceptance is not None:
+        raise OptionError("--acceptance is that of a draft: name one with --draft")
+    if args.draft is not None and args.batch > 1:
+        raise OptionError("--draft plans for one sequence: leave --batch out")
+
+
+def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
+    """The ways to place the draft of ``args`` beside the target that ``target_plan`` is for.
+
+    Raises:
+        MemoryBudgetError: the target fits neither with nor without it.
+        LocalrtError: there is no such draft, or it cannot be planned.
+    """
+    settings, target = Settings.from_environment(), target_plan.request
+    draft = shape_of(find_model(args.draft, settings, revision=args.revision, offline=args.offline))
+    known = known_acceptance(settings, target.shape.name, draft.name)
+    acceptance, source = PRIOR_ACCEPTANCE, AcceptanceSource.ASSUMED
+    if args.acceptance is not None:
+        acceptance, source = args.acceptance, AcceptanceSource.GIVEN
+    elif known is not None:
+        acceptance, source = known, AcceptanceSource.MEASURED
+    request = PairRequest(
+        target=target,
+        draft=draft,
+        draft_ctx=min(min(target.ctx, _DRAFT_CTX) + _DRAFT_NODES, draft.context_length),
+        acceptance=acceptance,
+        source=source,
+    )
+    pair = plan_pair(request)
+    if pair is None:
+        raise MemoryBudgetError(f"{target.shape.name} fits neither with nor without a draft")
+    return pair
 
 
 def _report(found: Plan, pair: PairPlan | None) -> dict[str, Any]:

@@ -11,20 +11,21 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from localrt.cli.loading import resolve_model
+from localrt.cli.options import add_hub_arguments
+from localrt.cli.progress import ProgressLine
 from localrt.errors import OptionError, TokenizerError
 from localrt.formatting import format_bytes, format_seconds
+from localrt.hub import ResolvedModel
+from localrt.models.checkpoints import Checkpoint, open_checkpoint
+from localrt.models.tokenizers import load_tokenizer
+from localrt.quant.methods import default_method, quantized_format
+from localrt.quantizing.quantize import CALIBRATION_TOKENS, QuantizeReport, quantize_model
+from localrt.quantizing.text import BUILTIN, builtin_text, read_text
 from localrt.settings import Settings
 
-if TYPE_CHECKING:
-    from localrt.hub import ResolvedModel
-    from localrt.models.checkpoints import Checkpoint
-    from localrt.quantizing.quantize import QuantizeReport
-
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "write a copy of a model in fewer bits"
+__all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 formats  int4-g32 and so on: int4 or int8 in groups of g32, g64 or g128 (g32m: with minima);
@@ -66,21 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="which parts of the text (default: 0)"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of calibration")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
-    parser.add_argument(
-        "--offline", action="store_true", default=None, help="never use the network"
-    )
+    add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Quantize, and say where the result lies."""
-    from localrt.cli.pull import ProgressLine
-    from localrt.hub import resolve
-    from localrt.models.checkpoints import open_checkpoint
-    from localrt.quant.methods import quantized_format
-    from localrt.quantizing.quantize import CALIBRATION_TOKENS, quantize_model
-
     quantized_format(args.format)  # before anything is downloaded
     if args.method == "rtn" and args.calibration is not None:
         raise OptionError(
@@ -89,15 +81,8 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings.from_environment()
     notes: list[str] = []
     started = time.monotonic()
-    line = ProgressLine(sys.stderr)
-    try:
-        model = resolve(
-            args.model,
-            settings=settings,
-            revision=args.revision,
-            offline=args.offline,
-            progress=line,
-        )
+    with ProgressLine() as line:
+        model = resolve_model(args, settings, line)
         out = args.out or settings.data_dir / "stores" / _store_name(model, args.format)
         with closing(open_checkpoint(model.path)) as checkpoint:
             report = quantize_model(
@@ -114,8 +99,6 @@ def run(args: argparse.Namespace) -> int:
                 threads=args.threads,
                 progress=line,
             )
-    finally:
-        line.close()
     notes += _fallback_notes(report)
     seconds = time.monotonic() - started
     if args.json:
@@ -146,10 +129,6 @@ def _calibration(
     args: argparse.Namespace, checkpoint: Checkpoint, notes: list[str]
 ) -> list[int] | None:
     """Token ids of the text to calibrate with; None where only rounding is possible or wanted."""
-    from localrt.models.tokenizers import load_tokenizer
-    from localrt.quant.methods import default_method, quantized_format
-    from localrt.quantizing.text import BUILTIN, builtin_text, read_text
-
     method = args.method or default_method(quantized_format(args.format), calibrated=True)
     if method == "rtn":
         if args.calibration is not None:

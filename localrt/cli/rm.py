@@ -10,9 +10,7 @@ from localrt.formatting import format_bytes
 from localrt.hub import remove_model
 from localrt.settings import Settings
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "delete downloaded models"
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,26 +13,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.cli.endpoint import add_endpoint_arguments, choose_model, connect_endpoint
-from localrt.cli.model_options import (
+from localrt.cli.loading import choose_model, load_model
+from localrt.cli.options import (
     DEMO_MODEL,
     add_constraint_arguments,
+    add_endpoint_arguments,
     add_load_arguments,
     add_sampling_arguments,
     constraint_options,
-    load_options,
     sampling_options,
 )
-from localrt.errors import OptionError, StorageError
+from localrt.cli.run_batch import read_stdin, run_batch
+from localrt.errors import OptionError
 from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.api import Model
+    from localrt.chat import ChatSession
     from localrt.engine.types import Chunk, Metrics
 
-__all__ = ["HELP", "add_arguments", "answer", "load_model", "read_prompt", "run"]
-
-HELP = "answer one prompt, or a file of prompts, on stdout"
+__all__ = ["add_arguments", "answer", "read_prompt", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +72,6 @@ def run(args: argparse.Namespace) -> int:
     if args.endpoint is not None and (args.raw or args.batch is not None):
         raise OptionError("--raw and --batch are for models on this machine: not with --endpoint")
     if args.batch is not None:
-        from localrt.cli.run_batch import run_batch
-
         return run_batch(args)
     if args.batch_size is not None:
         raise OptionError("--batch-size goes with --batch FILE")
@@ -83,24 +82,6 @@ def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
     """Print the answer to ``prompt``; the conversation is saved to ``remember`` if given."""
     with load_model(args) as model:
         return _answer(args, model, prompt, remember)
-
-
-def load_model(args: argparse.Namespace) -> Model:
-    """The model that the arguments ask for; progress and its notes go to stderr."""
-    if getattr(args, "endpoint", None) is not None:
-        model = connect_endpoint(args)
-    else:
-        import localrt
-        from localrt.cli.pull import ProgressLine
-
-        line = ProgressLine(sys.stderr)
-        try:
-            model = localrt.load(args.model, progress=line, **load_options(args))
-        finally:
-            line.close()
-    for note in model.info.notes:
-        print(f"localrt: {note}", file=sys.stderr)
-    return model
 
 
 def _answer(args: argparse.Namespace, model: Model, prompt: str, remember: Path | None) -> int:
@@ -117,7 +98,7 @@ def _answer(args: argparse.Namespace, model: Model, prompt: str, remember: Path 
         return _print(args, model, chat.stream(prompt, **options))
     finally:
         if remember is not None and chat.messages:
-            _remember(chat.save, remember)
+            _remember(chat, remember)
             if resume:  # who has gone on once may do so again
                 chat.try_park()
 
@@ -185,13 +166,7 @@ def read_prompt(prompt: str | None) -> str:
     """
     piped = ""
     if sys.stdin is not None and not sys.stdin.isatty():
-        data = sys.stdin.buffer.read()
-        try:
-            piped = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise OptionError(
-                f"stdin is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
-            ) from error
+        piped = read_stdin()
     parts = [text for text in (prompt, piped.strip("\n")) if text]
     if not parts:
         raise OptionError("the prompt is empty: give it as an argument or on stdin")
@@ -200,17 +175,13 @@ def read_prompt(prompt: str | None) -> str:
 
 def last_run_path() -> Path:
     """Where ``run`` keeps its last conversation."""
-    from localrt.settings import Settings
-
     return Settings.from_environment().data_dir / "last-run.json"
 
 
-def _remember(save: object, path: Path) -> None:
+def _remember(chat: ChatSession, path: Path) -> None:
     """A conversation that cannot be kept is worth a line, not a failure."""
-    assert callable(save)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save(path)
-    except (OSError, StorageError) as error:
-        reason = getattr(error, "strerror", None) or error
-        print(f"localrt: --continue will not work: {reason}", file=sys.stderr)
+        chat.save(path)
+    except OSError as error:  # StorageError is one
+        print(f"localrt: --continue will not work: {error.strerror or error}", file=sys.stderr)

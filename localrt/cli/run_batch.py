@@ -16,17 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.cli.model_options import constraint_options, sampling_options
-from localrt.cli.run import load_model
+from localrt.answering.streams import joined
+from localrt.cli.loading import load_model
+from localrt.cli.options import constraint_options, sampling_options
+from localrt.cli.progress import StatusLine
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_rate, format_seconds
 
 if TYPE_CHECKING:
     from localrt.api import Model
     from localrt.engine.types import Chunk
-    from localrt.progress import Progress
 
-__all__ = ["BatchPrompt", "parse_prompts", "run_batch"]
+__all__ = ["BatchPrompt", "parse_prompts", "read_stdin", "run_batch"]
 
 _KEYS = ("prompt", "messages", "id")
 
@@ -97,12 +98,23 @@ def _parse_json(line: str, number: int, where: str) -> BatchPrompt:
     return BatchPrompt(number, prompt, value.get("id"))
 
 
+def read_stdin() -> str:
+    """All text on stdin.
+
+    Raises:
+        OptionError: it is not UTF-8.
+    """
+    return _decoded(sys.stdin.buffer.read(), "stdin")
+
+
 def _read(file: str) -> str:
-    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    return read_stdin() if file == "-" else _decoded(Path(file).read_bytes(), file)
+
+
+def _decoded(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        name = "stdin" if file == "-" else file
         raise OptionError(
             f"{name} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
         ) from error
@@ -124,18 +136,19 @@ def _print(args: argparse.Namespace, model: Model, prompts: Sequence[BatchPrompt
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")
     started, failed, tokens = time.perf_counter(), 0, 0
-    line = _ProgressLine()
+    # Where answers appear as they come, a line between them would only flicker.
+    line = StatusLine(live=sys.stderr.isatty() and not out.isatty())
     stream = model.stream_batch(
         [prompt.prompt for prompt in prompts],
         raw=args.raw,
         batch_size=args.batch_size,
         errors="return",
-        on_progress=line.show,
+        on_progress=lambda step: line.show(f"{step.done} of {step.total} prompts, {step.detail}"),
         **sampling_options(args),
         **constraint_options(args),
     )
     for prompt, answer in zip(prompts, _in_order(stream), strict=True):
-        line.clear()
+        line.close()
         if args.json:
             print(json.dumps(_record(prompt, answer), ensure_ascii=False), file=out)
         elif isinstance(answer, LocalrtError):
@@ -147,7 +160,7 @@ def _print(args: argparse.Namespace, model: Model, prompts: Sequence[BatchPrompt
             failed += 1
         else:
             tokens += len(answer.token_ids)
-    line.clear()
+    line.close()
     if args.stats:
         seconds = time.perf_counter() - started
         rate = format_rate(tokens / seconds if seconds > 0 else None)
@@ -165,8 +178,6 @@ def _in_order(
     stream: Iterator[tuple[int, Chunk | LocalrtError]],
 ) -> Iterator[Chunk | LocalrtError]:
     """Whole answers in the order of their prompts, each as soon as it can be."""
-    from localrt.answering.streams import joined
-
     chunks: dict[int, list[Chunk]] = {}
     whole: dict[int, Chunk | LocalrtError] = {}
     following = 0
@@ -195,22 +206,3 @@ def _record(prompt: BatchPrompt, answer: Chunk | LocalrtError) -> dict[str, Any]
         "finish_reason": answer.finish_reason,
         "metrics": answer.metrics.to_dict(),
     }
-
-
-class _ProgressLine:
-    """``3 of 10 prompts, 412 tokens`` on stderr, where that is a terminal and stdout is not."""
-
-    def __init__(self) -> None:
-        # Where answers appear as they come, a line between them would only flicker.
-        self._live = sys.stderr.isatty() and not sys.stdout.isatty()
-
-    def show(self, progress: Progress) -> None:
-        if self._live:
-            text = f"{progress.done} of {progress.total} prompts, {progress.detail}"
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self._live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()

@@ -13,29 +13,28 @@ import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from localrt.cli.model_options import (
-    DEMO_MODEL,
+from localrt.cli.loading import load_model
+from localrt.cli.options import (
     add_load_arguments,
+    add_model_argument,
     add_sampling_arguments,
     sampling_options,
 )
+from localrt.engine.options import read_options
 from localrt.errors import MissingExtraError
+from localrt.formatting import parse_size
+from localrt.serve.options import ServeOptions, is_loopback
 from localrt.settings import SERVE_KEY, Settings
 
 if TYPE_CHECKING:
     from localrt.serve.guard import LogLine
-    from localrt.serve.options import ServeOptions
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "answer other programs, over OpenAI's HTTP protocol"
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
-    )
+    add_model_argument(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="0.0.0.0: reachable from outside")
     group.add_argument("--port", type=int, default=8080, help="0 takes any that is free")
@@ -69,10 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Listen, load, serve, and let answers finish."""
     _check_extra()
-    from localrt.cli.run import load_model
-    from localrt.engine.options import read_options
-    from localrt.serve import open_socket, serve
-    from localrt.serve.options import is_loopback
+    from localrt.serve import open_socket, serve  # once the extra is known to be there
 
     options = _options(args)
     defaults = sampling_options(args)
@@ -111,9 +107,6 @@ def _check_extra() -> None:
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
-    from localrt.formatting import parse_size
-    from localrt.serve.options import ServeOptions
-
     return ServeOptions(
         host=args.host,
         port=args.port,

@@ -12,7 +12,7 @@ import pytest
 from localrt.cli import list as list_command
 from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
-from localrt.cli.pull import ProgressLine, describe
+from localrt.cli.progress import ProgressLine, describe
 from localrt.progress import Progress
 from localrt.settings import Settings
 from tests.hub.conftest import QUANTS

@@ -1,4 +1,4 @@
-"""The flags that ``chat``, ``run`` and others share: what to load, and how to sample.
+"""The flags that commands share: which model, how to load it, and how to sample.
 
 Names are the Python options' names with dashes.
 """
@@ -9,11 +9,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from localrt.engine.options import read_options
 from localrt.errors import OptionError
+from localrt.settings import ENDPOINT_KEY
 
 __all__ = [
+    "DEMO_MODEL",
     "add_constraint_arguments",
+    "add_endpoint_arguments",
+    "add_hub_arguments",
     "add_load_arguments",
+    "add_model_argument",
     "add_sampling_arguments",
     "constraint_options",
     "load_options",
@@ -22,9 +28,44 @@ __all__ = [
 
 DEMO_MODEL = "smollm2"
 
-_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p")
-_MORE_SAMPLING = ("repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop")
-_LOADING = ("engine", "format", "device", "gpu_memory", "ram", "ctx", "kv_format", "threads")
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop"),
+    *("draft", "tree_budget", "overflow"),
+)
+_LOADING = (
+    *("engine", "format", "device", "gpu_memory", "ram", "ctx", "kv_format", "threads"),
+    *("revision", "offline"),
+)
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL, by default the demo model."""
+    parser.add_argument(
+        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
+    )
+
+
+def add_hub_arguments(parser: argparse._ActionsContainer) -> None:
+    """Flags of a model of the hub."""
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument(
+        "--offline", action="store_true", default=None, help="never use the network"
+    )
+
+
+def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of a model that runs elsewhere, behind OpenAI's protocol."""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="use a model of this server (vLLM, localrt serve, any of OpenAI's protocol); MODEL is "
+        "its name there, by default the first that the server lists",
+    )
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"for the server; better in ${ENDPOINT_KEY}, '' sends none"
+    )
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +83,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         help="int8 halves the KV cache, int4 takes a third (CPU kernels)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    group.add_argument("--revision", help="branch, tag or commit of a hub model")
-    group.add_argument("--offline", action="store_true", default=None, help="never use the network")
+    add_hub_arguments(group)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,14 +128,13 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
-    names = (*_LOADING, "revision", "offline", *(["draft"] if getattr(args, "draft", None) else []))
+    names = (*_LOADING, *(["draft"] if getattr(args, "draft", None) else []))
     return {name: getattr(args, name) for name in names}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
-    names = (*_SAMPLING, *_MORE_SAMPLING, "draft", "tree_budget", "overflow")
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
 
 
 def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -104,8 +143,6 @@ def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OptionError: the file cannot be read, or what it holds is no schema.
     """
-    from localrt.engine.options import read_options
-
     options: dict[str, Any] = {}
     schema = getattr(args, "json_schema", None)
     if schema is not None:

@@ -1,0 +1,97 @@
+"""The model that a command's arguments ask for: of this machine, of the hub, or of a server.
+
+The library is imported with the first model, and the remote client with the first server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import localrt
+from localrt.cli.options import DEMO_MODEL, load_options
+from localrt.cli.progress import ProgressLine
+from localrt.errors import OptionError
+from localrt.hub import ResolvedModel, resolve
+from localrt.progress import ProgressCallback
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+
+__all__ = ["choose_model", "connect_endpoint", "load", "load_model", "model_title", "resolve_model"]
+
+
+def load(name: str, options: dict[str, Any]) -> Model:
+    """``localrt.load`` with a line of progress."""
+    with ProgressLine() as line:
+        return localrt.load(name, progress=line, **options)
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """The model that the arguments ask for; progress and its notes go to stderr."""
+    if getattr(args, "endpoint", None) is not None:
+        model = connect_endpoint(args)
+    else:
+        model = load(args.model, load_options(args))
+    for note in model.info.notes:
+        print(f"localrt: {note}", file=sys.stderr)
+    return model
+
+
+def resolve_model(
+    args: argparse.Namespace, settings: Settings, line: ProgressLine
+) -> ResolvedModel:
+    """The files of ``args.model``, downloaded where they are missing."""
+    return resolve(
+        args.model,
+        settings=settings,
+        revision=args.revision,
+        offline=args.offline,
+        progress=line,
+    )
+
+
+# -- servers -------------------------------------------------------------------------------------
+
+
+def choose_model(args: argparse.Namespace) -> None:
+    """Check ``--endpoint`` against the other flags; without a server, MODEL has a default.
+
+    Raises:
+        OptionError: they do not go together.
+    """
+    if args.endpoint is None:
+        if args.api_key is not None:
+            raise OptionError("--api-key goes with --endpoint URL")
+        args.model = DEMO_MODEL if args.model is None else args.model
+        return
+    from localrt.remote.address import read_address
+
+    read_address(args.endpoint, _key(args))
+    given = [name for name, value in load_options(args).items() if value not in (None, "auto")]
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        raise OptionError(f"{flag} is about models on this machine: leave it out with --endpoint")
+
+
+def connect_endpoint(args: argparse.Namespace, progress: ProgressCallback | None = None) -> Model:
+    """The server's model."""
+    from localrt.remote.model import connect
+
+    model = connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
+    # It has what commands and the app use of a model.
+    return cast("Model", model)
+
+
+def model_title(args: argparse.Namespace) -> str:
+    """What to call the model until it says its own name."""
+    from localrt.remote.address import read_address
+
+    return str(args.model or read_address(args.endpoint).place)
+
+
+def _key(args: argparse.Namespace) -> str | None:
+    key: str | None = args.api_key
+    return Settings.from_environment().endpoint_key if key is None else key
