@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 import localrt
 from benchmarks.fixture_gguf import write_fixture
 from benchmarks.fixture_text import encode, read_texts
+from localrt.answering.core import Core
 
 __all__ = ["held_out", "serve", "widened"]
 
@@ -35,20 +36,20 @@ def held_out(folder: Path, count: int, size: int, apart: int) -> list[list[int]]
 
 
 def serve(
-    load: Callable[[dict[str, Any]], localrt.Model],
-    decode: Callable[[localrt.Model, list[int]], dict[str, Any]],
+    load: Callable[[dict[str, Any]], Core],
+    decode: Callable[[Core, list[int]], dict[str, Any]],
 ) -> None:
     """Answer the requests on stdin, a line of JSON each."""
-    model: localrt.Model | None = None
+    core: Core | None = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request["do"] == "load":
-                model = load(request)
-                answer: Any = {"notes": list(model.info.notes)}
+                core = load(request)
+                answer: Any = {"notes": list(core.info.notes)}
             else:
-                assert model is not None, "a model is loaded first"
-                answer = decode(model, request["tokens"])
+                assert core is not None, "a model is loaded first"
+                answer = decode(core, request["tokens"])
         except (localrt.LocalrtError, MemoryError) as error:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
         else:

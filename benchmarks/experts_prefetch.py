@@ -25,13 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 
-import localrt  # noqa: E402
 from benchmarks.experts_child import held_out, serve, widened  # noqa: E402
 from benchmarks.experts_ssd import PROCESS, PROMPT  # noqa: E402
+from localrt.answering.core import Core, open_core  # noqa: E402
 from localrt.bench.memory_limit import MemoryLimit  # noqa: E402
 from localrt.bench.page_cache import drop_from_cache  # noqa: E402
 from localrt.bench.process import ChildProcess  # noqa: E402
 from localrt.formatting import format_bytes, format_rate  # noqa: E402
+from localrt.loading.parts import LoadOptions  # noqa: E402
 from localrt.machine import hardware  # noqa: E402
 from localrt.offload.experts.prefetch import SOURCES, PrefetchSources  # noqa: E402
 
@@ -47,39 +48,40 @@ START = (
 def child() -> None:
     """Serve one parent: load with a mode, then decode what comes."""
 
-    def load(request: dict[str, Any]) -> localrt.Model:
-        model = localrt.load(request["path"], **request["options"])
-        _choose(model, request["mode"])
-        return model
+    def load(request: dict[str, Any]) -> Core:
+        options = LoadOptions(**request["options"])
+        core = open_core(request["path"], options, draft="off")
+        _choose(core, request["mode"])
+        return core
 
     serve(load, _decode)
 
 
-def _decoder(model: localrt.Model) -> Any:
-    engine: Any = model._parts.engine
+def _decoder(core: Core) -> Any:
+    engine: Any = core.engine
     return engine._decoder
 
 
-def _choose(model: localrt.Model, mode: str) -> None:
+def _choose(core: Core, mode: str) -> None:
     sources = {
         "off": PrefetchSources(),
         "measured": None,
         **{name: PrefetchSources(**{name: True}) for name in SOURCES},
     }[mode]
-    for foresight in _decoder(model).foresights.values():
+    for foresight in _decoder(core).foresights.values():
         foresight.force(sources)
 
 
-def _decode(model: localrt.Model, tokens: Sequence[int]) -> dict[str, Any]:
+def _decode(core: Core, tokens: Sequence[int]) -> dict[str, Any]:
     """A prompt, then the tokens after it one by one; what these took."""
-    session: Any = model.new_session()
+    session: Any = core.new_session()
     try:
         session.extend(tokens[:PROMPT])
         before, began = session.counts(), time.perf_counter()
         for token in tokens[PROMPT:]:
             session.extend([token])
         seconds, after = time.perf_counter() - began, session.counts()
-        if _decoder(model).simulated:
+        if _decoder(core).simulated:
             seconds = after.clock_s - before.clock_s
         count = len(tokens) - PROMPT
         guesses = after.expert_prefetches - before.expert_prefetches
@@ -98,7 +100,7 @@ def _decode(model: localrt.Model, tokens: Sequence[int]) -> dict[str, Any]:
                     "measuring_share": each.measuring_share,
                     "judged": {name: asdict(j) for name, j in each.judgements.items()},
                 }
-                for lane, each in _decoder(model).foresights.items()
+                for lane, each in _decoder(core).foresights.items()
             },
         }
     finally:
@@ -112,7 +114,7 @@ def measure(
     drop_from_cache([path])
     group = None if limit is None else MemoryLimit.create(limit)
     with ChildProcess([sys.executable, "-c", START, str(ROOT)], group) as running:
-        loaded = {"engine": "native", "threads": 2, "ctx": 512, "draft": "off", **options}
+        loaded = {"engine": "native", "threads": 2, "ctx": 512, **options}
         running.ask("load", mode=mode, path=str(path), options=loaded)
         rounds = [running.ask("decode", tokens=text) for text in texts][1:]
     found: dict[str, Any] = {"tok_s": statistics.harmonic_mean([r["tok_s"] for r in rounds])}

@@ -25,13 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 
-import localrt  # noqa: E402
 from benchmarks.experts_child import held_out, serve, widened  # noqa: E402
+from localrt.answering.core import Core, open_core  # noqa: E402
+from localrt.bench.engines import Launch, llamacpp_core  # noqa: E402
 from localrt.bench.memory_limit import MemoryLimit  # noqa: E402
 from localrt.bench.page_cache import drop_from_cache  # noqa: E402
 from localrt.bench.process import ChildProcess  # noqa: E402
 from localrt.bench.process_io import disk_bytes_read  # noqa: E402
 from localrt.formatting import format_bytes, format_rate  # noqa: E402
+from localrt.loading.parts import LoadOptions  # noqa: E402
 from localrt.machine import hardware  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/experts_ssd.json"
@@ -48,21 +50,19 @@ def child() -> None:
     serve(lambda request: _load(request["engine"], request["path"], request["repack"]), _decode)
 
 
-def _load(engine: str, path: str, repack: bool) -> localrt.Model:
+def _load(engine: str, path: str, repack: bool) -> Core:
     if engine == "native":
-        return localrt.load(path, engine="native", threads=2, ctx=512, draft="off")
-    from localrt.bench.engines import Launch, load_engine
-
+        options = LoadOptions(engine="native", threads=2, ctx=512)
+        return open_core(path, options, draft="off")
     settings = {"repack": repack}
-    launch = Launch(engine="llamacpp", path=path, ctx=512, threads=2, settings=settings)
-    loaded: Any = load_engine(launch)
-    model: localrt.Model = loaded._model
-    return model
+    return llamacpp_core(
+        Launch(engine="llamacpp", path=path, ctx=512, threads=2, settings=settings)
+    )
 
 
-def _decode(model: localrt.Model, tokens: Sequence[int]) -> dict[str, Any]:
+def _decode(core: Core, tokens: Sequence[int]) -> dict[str, Any]:
     """A prompt, then the tokens after it one by one; what these took."""
-    session: Any = model.new_session()
+    session: Any = core.new_session()
     try:
         session.extend(tokens[:PROMPT])
         before, read, seconds = session.counts(), disk_bytes_read() or 0, list[float]()

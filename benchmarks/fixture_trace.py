@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,11 +18,11 @@ sys.path[0] = str(ROOT)
 
 from tokenizers import Tokenizer  # noqa: E402
 
-import localrt  # noqa: E402
 from benchmarks.fixture_gguf import fixture_model  # noqa: E402
 from benchmarks.fixture_text import encode, read_texts  # noqa: E402
-from localrt.engine.native.engine import NativeEngine  # noqa: E402
+from localrt.answering.core import open_core  # noqa: E402
 from localrt.engine.native.routing import RoutingRecorder  # noqa: E402
+from localrt.loading.parts import LoadOptions  # noqa: E402
 
 PROMPT, LENGTH = 64, 512  # of each stretch of text
 
@@ -35,12 +36,11 @@ def main() -> int:
     args = parser.parse_args()
     ids = encode(Tokenizer.from_file(str(args.folder / "tokenizer.json")), read_texts().held_out)
     path = fixture_model(args.folder)
-    with localrt.load(path, draft="off", ctx=LENGTH) as model:
-        engine = model._parts.engine
-        assert isinstance(engine, NativeEngine)
-        recorder = RoutingRecorder(engine, path)
+    core = open_core(str(path), LoadOptions(ctx=LENGTH), draft="off")
+    with closing(core):
+        recorder = RoutingRecorder(core.engine, path)
         for start in range(0, args.tokens, LENGTH):
-            session = model.new_session()
+            session = core.new_session()
             text = ids[start : start + min(LENGTH, args.tokens - start)].tolist()
             session.extend(text[:PROMPT])
             for token in text[PROMPT:]:

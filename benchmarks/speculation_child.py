@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import localrt
 from benchmarks.speculation_llamacpp import LlamaSequence, generate
+from localrt.answering.core import Core, open_core
+from localrt.api import Model
 from localrt.bench.process_io import disk_bytes_read
 from localrt.engine.options import read_options
 from localrt.errors import LocalrtError
+from localrt.loading.parts import LoadOptions
 from localrt.offload.memory.process import current_rss
 
 __all__ = ["child_command", "main"]
@@ -76,8 +78,10 @@ class Native:
     """A model of localrt, with what drafts for it."""
 
     def __init__(self, *, target: str, draft: str | None, **options: Any) -> None:
-        self._load = lambda: localrt.load(target, draft=draft or "off", **options)
-        self._model = self._load()
+        loaded = LoadOptions(**options)
+        self._load = lambda: open_core(target, loaded, draft=draft or "off")
+        self._core = self._load()
+        self._model = Model(self._core)
         info = self._model.info
         self.info: Answer = {
             "weight_bytes": info.weight_bytes,
@@ -93,7 +97,7 @@ class Native:
         if do == "verify":
             return self._verify(**values)
         if do == "bubbles":
-            return draft_in_bubbles(self._model, values["on"])
+            return draft_in_bubbles(self._core, values["on"])
         if do == "another":
             return self._another(**values)
         raise LocalrtError(f"unknown request {do!r}")
@@ -102,7 +106,8 @@ class Native:
         """A text goes through the chat template; options are those of ``Model.generate``."""
         given: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {}
         given = given or {"token_ids": prompt}
-        forget_answers(self._model)
+        if self._core.drafts is not None:  # a prompt's second round would only repeat the first
+            self._core.drafts.archive.clear()
         before = disk_bytes_read()
         chunk = self._model.generate(**given, max_tokens=tokens, **options)
         after = disk_bytes_read()
@@ -122,7 +127,7 @@ class Native:
     def _another(self, *, prompt: list[int], tokens: int) -> int:
         """Bytes that one more of the same model adds to this process, once it has answered."""
         before = current_rss()
-        with self._load() as model:
+        with Model(self._load()) as model:
             model.generate(token_ids=prompt, max_tokens=tokens, temperature=0.0)
             return current_rss() - before
 
@@ -130,7 +135,7 @@ class Native:
         """Seconds of one target pass over a tree of ``budget`` nodes, the median."""
         from localrt.speculative.tree import TokenTree
 
-        session: Any = self._model.new_session()
+        session: Any = self._core.new_session()
         session.extend(prompt)
         tree = TokenTree.of(
             [5 + i for i in range(budget)], [i // 2 - 1 for i in range(budget)], [0.0] * budget, "x"
@@ -165,22 +170,14 @@ class Peer:
         return generate(self._target, draft=draft, ahead=ahead, **values)
 
 
-def forget_answers(model: localrt.Model) -> None:
-    """Drop what a model remembers of its answers: a prompt's second round would only repeat it."""
-    if model._drafts is not None:
-        archive = model._drafts._archive
-        archive._index = type(archive._index)()
-
-
-def draft_in_bubbles(model: localrt.Model, on: bool) -> None:
+def draft_in_bubbles(core: Core, on: bool) -> None:
     """Let a model's draft work while weights are being loaded, or after the pass.
 
     Raises:
-        LocalrtError: this version has no such switch.
+        LocalrtError: nothing drafts.
     """
-    drafts = model._drafts
-    options = read_options(model.defaults, {"temperature": 0.0})  # of the generations to come
-    speculation = None if drafts is None else drafts.speculation(options)
-    if not hasattr(speculation, "in_gaps"):
-        raise LocalrtError("this version does not draft while weights are being loaded")
-    speculation.in_gaps = on  # type: ignore[union-attr]
+    options = read_options(core.defaults, {"temperature": 0.0})  # of the generations to come
+    speculation = None if core.drafts is None else core.drafts.speculation(options)
+    if speculation is None:
+        raise LocalrtError("nothing drafts for this model")
+    speculation.in_gaps = on

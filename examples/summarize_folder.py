@@ -62,16 +62,15 @@ def summarize(
         on_progress=lambda step: print(f"{step.done} of {step.total} {step.unit}", file=sys.stderr),
     )
     try:
-        for index, item in stream:
+        for index, chunk in stream:
             name = files[index].name
-            if isinstance(item, localrt.LocalrtError):
-                found[name] = {"error": str(item)}
-                continue
-            texts[index] += item.text
-            if item.finish_reason == "stop":
+            texts[index] += chunk.text
+            if chunk.error is not None:
+                found[name] = {"error": str(chunk.error)}
+            elif chunk.finish_reason == "stop":
                 found[name] = json.loads(texts[index])
-            elif item.finish_reason is not None:
-                found[name] = {"error": f"no room for the summary ({item.finish_reason})"}
+            elif chunk.finish_reason is not None:
+                found[name] = {"error": f"no room for the summary ({chunk.finish_reason})"}
     except KeyboardInterrupt:
         cancel.set()
     return found

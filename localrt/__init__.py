@@ -22,19 +22,20 @@ if TYPE_CHECKING:
     from localrt.answering.status import Flow as Flow
     from localrt.answering.status import LaneUse as LaneUse
     from localrt.answering.status import MemoryUse as MemoryUse
+    from localrt.answering.status import ModelInfo as ModelInfo
     from localrt.answering.status import PassTrace as PassTrace
     from localrt.answering.status import Status as Status
     from localrt.api import Model as Model
-    from localrt.api import ModelInfo as ModelInfo
     from localrt.api import load as load
     from localrt.background import Loading as Loading
     from localrt.background import load_in_background as load_in_background
+    from localrt.chat import ChatModel as ChatModel
     from localrt.chat import ChatSession as ChatSession
-    from localrt.chat import Message as Message
     from localrt.engine.batch.live_answer import LiveAnswer as LiveAnswer
     from localrt.engine.options import Options as Options
     from localrt.engine.sampling import Sampling as Sampling
     from localrt.engine.types import Chunk as Chunk
+    from localrt.engine.types import Message as Message
     from localrt.engine.types import Metrics as Metrics
     from localrt.engine.types import TokenLogprob as TokenLogprob
     from localrt.engine.types import ToolCall as ToolCall
@@ -86,11 +87,12 @@ _HOME = {
     "Outlook": "localrt.planning.outlook",
     "load": "localrt.api",
     "Model": "localrt.api",
-    "ModelInfo": "localrt.api",
+    "ModelInfo": "localrt.answering.status",
     "load_in_background": "localrt.background",
     "Loading": "localrt.background",
+    "ChatModel": "localrt.chat",
     "ChatSession": "localrt.chat",
-    "Message": "localrt.chat",
+    "Message": "localrt.engine.types",
     "LiveAnswer": "localrt.engine.batch.live_answer",
     "Options": "localrt.engine.options",
     "Sampling": "localrt.engine.sampling",
@@ -149,6 +151,7 @@ __all__ = [
     "AnswerWriter",
     "CancelledError",
     "Change",
+    "ChatModel",
     "ChatSession",
     "CheckpointError",
     "Chunk",

@@ -1,74 +1,36 @@
 """The library's front: ``load`` a model, then ``stream``, ``generate`` or ``chat``.
 
 Thread-safe and cancellable; no prints, no signal handlers, no global state. Everything below works
-the same on every engine.
+the same on every engine; what does the work is ``localrt.answering.core``.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
-from localrt.answering.batching import BatchMethods
-from localrt.answering.parking import Parking, prompt_cache
-from localrt.answering.requests import Requests
+from localrt.answering.batching import Errors, Prompts, gathered, stream_batch
+from localrt.answering.core import Core, open_core
+from localrt.answering.embedding import embed
+from localrt.answering.status import ModelInfo, Status
 from localrt.answering.streams import in_thread, joined
-from localrt.answering.watching import Watch
+from localrt.chat import ChatSession
 from localrt.closing import Closing
-from localrt.drafts.choice import Drafts
-from localrt.drafts.loading import draft_loader, load_beside
-from localrt.engine.loop import generate
-from localrt.engine.options import Options, read_options
-from localrt.engine.parking.keeper import KvKeeper, Tier
-from localrt.engine.parking.prompt_cache import PromptCache
-from localrt.engine.pool import SessionPool
-from localrt.engine.request import Request
-from localrt.engine.types import Chunk
-from localrt.errors import (
-    ContextOverflowError,
-    OptionError,
-)
-from localrt.hub.usage import note_use
-from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
+from localrt.engine.batch.live import LiveLimits
+from localrt.engine.protocol import Logits
+from localrt.engine.types import Chunk, Message
+from localrt.formatting import parse_size
+from localrt.live import LiveModel
+from localrt.loading.parts import LoadOptions
+from localrt.models.tokenizers.base import Tokenizer
 from localrt.progress import ProgressCallback
-from localrt.settings import Settings
 
-if TYPE_CHECKING:
-    from localrt.answering.status import Status
-    from localrt.chat import ChatSession, Message
-    from localrt.engine.protocol import EngineSession, Logits
-    from localrt.models.tokenizers import Tokenizer
+if TYPE_CHECKING:  # it brings the planner
     from localrt.planning.outlook import Outlook
 
 __all__ = ["Model", "ModelInfo", "load"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
-
-    ``notes`` are lines that a user should see: a plain chat format, a shortened context.
-    """
-
-    name: str
-    path: Path
-    architecture: str
-    parameters: int
-    layers: int
-    vocab_size: int
-    engine: str
-    device: str
-    format: str
-    weight_bytes: int
-    context_length: int
-    ctx: int
-    has_chat_template: bool
-    exactness: str
-    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -92,17 +54,24 @@ def load(
 
     Args:
         model: a hub id (``org/name``, ``org/name:Q4_K_M``), a folder or .gguf file, or ``smollm2``.
-        engine: ``"native"``, ``"llamacpp"``, or ``"auto"``: native where it knows the architecture.
-        format: ``"bf16"`` or ``"f32"`` to compute in; None chooses.
-        device: ``"cpu"``, ``"cuda"`` or ``"auto"``.
-        gpu_memory, ram: budgets, such as ``"8GB"``; loading fails early when they cannot hold it.
-        ctx: context length in tokens; None takes the model's own, or what fits.
-        kv_format: how the KV cache is kept: ``"bf16"``, or ``"int8"``, which takes half the memory
-            (CPU kernels only); None is bf16.
-        draft: default for speculation: ``"auto"``, ``"off"``, ``"ngram"`` (guesses from text that
-            repeats itself), ``"head"`` (the trained head that there is for it, or its folder) or a
-            model with the same vocabulary that guesses; it is loaded first, within the same
-            budgets, and left out where it does not fit.
+        engine: ``"native"``, ``"llamacpp"``, or ``"auto"``: native where it knows the architecture,
+            else llamacpp for a GGUF file.
+        format: None keeps weights as they were published: quantized ones stay so. ``"bf16"`` or
+            ``"f32"`` unpacks them and computes in that format, for measuring; it takes more memory.
+            (``localrt quantize`` packs a model anew.)
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``, ``"auto"``: the card if there is one, or
+            ``"virtual:8GB@12GB/s,256GB/s,20TFLOPS"``: a simulated card, of that memory, link,
+            memory rate and arithmetic.
+        gpu_memory, ram: the most that may be used, in bytes or as ``"8GB"``; None takes what is
+            free. ``ram`` is for the whole process. A model that does not fit is streamed: weights
+            are read again for every token. Loading fails where not even that fits.
+        ctx: context length in tokens; None takes the model's own, or as much as fits.
+        kv_format: how keys and values are kept: ``"bf16"``, ``"int8"`` (half of its memory) or
+            ``"int4"`` (about a third); None is bf16. int8 and int4 need the CPU kernels.
+        draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself),
+            ``"head"`` (the trained head that there is for the model, or a head's folder) or a model
+            with the same vocabulary, which is loaded first, within the same budgets, and left out
+            where it does not fit. ``"MODEL+ngram"`` is both. Every request may choose again.
         threads: CPU threads of the engine; None takes the machine's physical cores.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
@@ -112,9 +81,6 @@ def load(
     Raises:
         LocalrtError: with one line that says what is wrong and what to do.
     """
-    from localrt.formatting import parse_size
-    from localrt.hub import resolve
-
     options = LoadOptions(
         engine=engine,
         format=format,
@@ -125,88 +91,31 @@ def load(
         kv_format=kv_format,
         threads=threads,
     )
-    read_options({"draft": draft})
-    settings = Settings.from_environment()
-    resolved = resolve(
-        str(model),
-        settings=settings,
-        revision=revision,
-        offline=offline,
-        progress=progress,
-        cancel=cancel,
-    )
-    with load_beside(
-        draft,
-        options,
-        settings,
-        target=resolved.path,
-        offline=offline,
-        progress=progress,
-        cancel=cancel,
-    ) as beside:
-        parts = beside.target(
-            lambda own: load_parts(
-                resolved.path, own, settings=settings, progress=progress, cancel=cancel
-            )
-        )
-        drafts = Drafts(parts, draft_loader(options, settings, offline=offline))
-        beside.hand_over(drafts)
-    note_use(resolved.name, settings)
     return Model(
-        resolved.name,
-        parts,
-        {"draft": draft},
-        ram=options.ram,
-        gpu_memory=options.gpu_memory,
-        drafts=drafts,
-        prompts=prompt_cache(parts, settings),
+        open_core(
+            str(model),
+            options,
+            draft=draft,
+            revision=revision,
+            offline=offline,
+            progress=progress,
+            cancel=cancel,
+        )
     )
 
 
-class Model(BatchMethods, Closing):
-    """A loaded model. Use ``localrt.load``; close it, or use it as a context manager."""
+class Model(Closing):
+    """A loaded model. Use ``localrt.load``; close it, or use it as a context manager.
 
-    def __init__(
-        self,
-        name: str,
-        parts: LoadedModel,
-        defaults: Mapping[str, Any],
-        *,
-        ram: int | None = None,
-        gpu_memory: int | None = None,
-        drafts: Drafts | None = None,
-        prompts: PromptCache | None = None,
-    ) -> None:
-        self._parts = parts
-        self._drafts = drafts
-        self._ram, self._gpu_memory = ram, gpu_memory
-        self._requests = Requests(parts)
-        self._chats: WeakSet[ChatSession] = WeakSet()
-        # Where weights are streamed, an idle cache is memory that they would need.
-        keep = 1 if parts.engine.info.streamed else 4
-        self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
-        self._watch = Watch(parts.engine, ctx=parts.ctx, ram=ram, gpu_memory=gpu_memory)
-        self._parking = Parking(parts, prompts, lambda: (self._ram, self._gpu_memory))
-        engine = parts.engine.info
-        self.name = name
-        self.defaults: dict[str, Any] = {**parts.defaults, **defaults}
-        self.info = ModelInfo(
-            name=name,
-            path=parts.path,
-            architecture=engine.architecture,
-            parameters=engine.parameters,
-            layers=engine.layers,
-            vocab_size=engine.vocab_size,
-            engine=engine.engine,
-            device=engine.device,
-            format=engine.format,
-            weight_bytes=engine.weight_bytes,
-            context_length=engine.context_length,
-            ctx=parts.ctx,
-            has_chat_template=not parts.template.is_plain,
-            exactness=engine.exactness,
-            notes=parts.notes,
-        )
+    ``defaults`` are the options of requests that say nothing else.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._batches: list[LiveModel] = []
+        self.name = core.name
+        self.info = core.info
+        self.defaults = core.defaults
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -223,22 +132,36 @@ class Model(BatchMethods, Closing):
     ) -> Iterator[Chunk]:
         """Generate, one chunk per token; the last carries the finish reason and all metrics.
 
-        A string is one user turn through the chat template, a list of messages a conversation;
-        ``raw=True`` takes the string as it is and ``token_ids`` the ids as they are. Options
-        (``max_tokens``, ``temperature``, ``seed``, ...) are those of ``Options`` and ``Sampling``.
-        Closing the iterator, or setting ``cancel``, stops within one layer's time.
+        Args:
+            prompt: a string is one user turn through the chat template, a list of messages a
+                conversation.
+            token_ids: the prompt's ids as they are, instead of ``prompt``.
+            raw: take the string as it is, without the template.
+            tools: functions that the model may ask to be called, in OpenAI's form; what it asks
+                for is in the last chunk's ``tool_calls``.
+            cancel: set it from another thread to stop within one layer's time, with finish reason
+                ``"cancelled"``. So does closing the iterator.
+            on_progress: called with ``Progress`` while the prompt is computed.
+            options: those of ``Options`` and ``Sampling``: ``max_tokens``, ``temperature``,
+                ``top_k``, ``top_p``, ``seed``, ``stop``, ``logprobs``, ``json_schema``, ``draft``
+                and others. One that is None or left out has its value in ``defaults``, or its own.
+
+        Raises:
+            OptionError: an unknown option or an impossible value, or no prompt.
+            ContextOverflowError: the prompt leaves no room for one token.
+            TokenizerError: the model has no tokenizer, and not only ``token_ids`` are given.
+            LocalrtError: what else goes wrong, when it does.
         """
-        checked = read_options(self.defaults, options)
-        request = self._requests.make(
+        request = self._core.request(
             prompt,
-            checked,
+            options,
             token_ids=token_ids,
             raw=raw,
             tools=tools,
             cancel=cancel,
             on_progress=on_progress,
         )
-        return self._leased(self._guessing(request, checked))
+        return self._core.stream(request)
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
         """Like ``stream``, as one chunk that holds the whole text."""
@@ -268,19 +191,96 @@ class Model(BatchMethods, Closing):
 
         ``tools`` are functions that the model may ask to be called, in OpenAI's form.
         """
-        from localrt.chat import ChatSession
-
-        chat = ChatSession(self, system=system, tools=tools, **options)
-        self._chats.add(chat)
-        return chat
+        return ChatSession(self._core, system=system, tools=tools, **options)
 
     def load_chat(self, path: str | Path) -> ChatSession:
         """A conversation saved with ``ChatSession.save``."""
-        from localrt.chat import ChatSession
+        return ChatSession.load(self._core, path)
 
-        chat = ChatSession.load(self, path)
-        self._chats.add(chat)
-        return chat
+    # -- many at a time --------------------------------------------------------------------------
+
+    def stream_batch(
+        self,
+        prompts: Prompts | None = None,
+        *,
+        token_ids: Sequence[Sequence[int]] | None = None,
+        raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        batch_size: int | None = None,
+        errors: Errors = "raise",
+        cancel: threading.Event | None = None,
+        on_progress: ProgressCallback | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Chunk]]:
+        """Generate for many prompts; yields ``(index of the prompt, chunk)`` as chunks come.
+
+        Each prompt is what ``stream`` takes, and its chunks are those that ``stream`` would yield
+        (bit for bit on the CPU kernels), with ``seed + index`` as its seed where one is given. The
+        prompts share passes, with guesses ahead that are worth it: up to ``batch_size`` at a time,
+        by default as many of 64 as memory holds KV caches for, which ``max_tokens`` bounds; others
+        join as soon as one has finished.
+
+        With ``errors="raise"`` a prompt that cannot be run (longer than the context) raises before
+        any work; with ``"return"`` its last chunk has the ``error``, and the others run. A failure
+        that stops all raises in either case. ``cancel`` ends every prompt with finish reason
+        ``"cancelled"``; ``on_progress`` counts finished prompts after each pass.
+        """
+        return stream_batch(
+            self._core,
+            prompts,
+            options,
+            token_ids=token_ids,
+            raw=raw,
+            tools=tools,
+            batch_size=batch_size,
+            errors=errors,
+            cancel=cancel,
+            on_progress=on_progress,
+        )
+
+    def generate_batch(self, prompts: Prompts | None = None, **options: Any) -> list[Chunk]:
+        """Like ``stream_batch``: one chunk with the whole text for each prompt, in their order."""
+        return gathered(self.stream_batch(prompts, **options))
+
+    def astream_batch(
+        self, prompts: Prompts | None = None, **options: Any
+    ) -> AsyncIterator[tuple[int, Chunk]]:
+        """Like ``stream_batch``, for asyncio: the work runs in a thread."""
+        cancel = options.pop("cancel", None) or threading.Event()
+        return in_thread(lambda: self.stream_batch(prompts, cancel=cancel, **options), cancel.set)
+
+    async def agenerate_batch(self, prompts: Prompts | None = None, **options: Any) -> list[Chunk]:
+        """Like ``generate_batch``, for asyncio."""
+        return gathered([item async for item in self.astream_batch(prompts, **options)])
+
+    def live(
+        self,
+        *,
+        most: int = 64,
+        buffer: int = 256,
+        patience_s: float = 60.0,
+        reserve_ram: str | int | None = None,
+    ) -> LiveModel:
+        """A batch that stays open: requests of many threads or tasks join it and leave it.
+
+            with model.live() as live:
+                for chunk in live.stream("Why is the sky blue?"):  # from any thread
+                    print(chunk.text, end="")
+
+        All answers that are on their way share each pass over the weights, up to ``most`` of them,
+        fewer where memory is short, and guesses ahead that are worth it. What each says is what
+        ``stream`` would yield (bit for bit on the CPU kernels). ``client=`` of a request says whose
+        it is: clients take turns. An answer pauses while its reader is ``buffer`` chunks behind,
+        and is cancelled when that lasts ``patience_s``. An engine that cannot join sequences runs
+        one after another. ``reserve_ram`` bytes of the budget are left to the program meanwhile,
+        where weights are streamed.
+        """
+        limits = LiveLimits(ctx=self.info.ctx, most=most, buffer=buffer, patience_s=patience_s)
+        live = LiveModel(
+            self._core, limits, reserve_ram=0 if reserve_ram is None else parse_size(reserve_ram)
+        )
+        self._batches = [*(other for other in self._batches if not other.closed), live]
+        return live
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Model(BatchMethods, Closing):
         Raises:
             TokenizerError: the model has none; ``token_ids`` still work.
         """
-        return self._requests.tokenizer
+        return self._core.tokenizer
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of plain text."""
@@ -305,7 +305,7 @@ class Model(BatchMethods, Closing):
         """Tokens of a plain text, or of a conversation as the chat template writes it."""
         if isinstance(prompt, str):
             return len(self.tokenize(prompt))
-        return len(self._requests.render(prompt))
+        return len(self._core.render(prompt))
 
     def logits(self, token_ids: Sequence[int], *, first: int = 0) -> Iterator[Logits]:
         """Logits after each token from index ``first`` on, for measuring a model.
@@ -316,13 +316,7 @@ class Model(BatchMethods, Closing):
             ContextOverflowError: more tokens than the context holds.
             OptionError: an id outside the vocabulary.
         """
-        engine, ctx = self._parts.engine, self.info.ctx
-        ids = [int(token) for token in token_ids]
-        if len(ids) > ctx:
-            raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {ctx}")
-        if ids and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:
-            raise OptionError(f"token ids must be from 0 to {self.info.vocab_size - 1}")
-        return engine.logits(ids, first=first)
+        return self._core.engine.logits(self._core.check_ids(token_ids), first=first)
 
     def embed(
         self,
@@ -343,9 +337,7 @@ class Model(BatchMethods, Closing):
             ContextOverflowError: a text is longer than the context.
             CancelledError: ``cancel`` was set.
         """
-        from localrt.answering.embedding import embed
-
-        return embed(self, texts, pooling=pooling, normalize=normalize, cancel=cancel)
+        return embed(self._core, texts, pooling=pooling, normalize=normalize, cancel=cancel)
 
     # -- what it is doing ------------------------------------------------------------------------
 
@@ -356,7 +348,7 @@ class Model(BatchMethods, Closing):
         remembers what the disk, the link and the processors did in its last pass, from that call on
         until one with False.
         """
-        return self._watch.status(lanes=lanes)
+        return self._core.status(lanes=lanes)
 
     def advise(self) -> Outlook:
         """The most that decoding can reach here, and which changes would help most.
@@ -364,12 +356,7 @@ class Model(BatchMethods, Closing):
         From the plan that the model was placed by, or a new one; measures nothing and may take a
         second: call it from a thread, while nothing is generated.
         """
-        from localrt.planning.outlook import outlook
-
-        found = outlook(self._parts, ram=self._ram, gpu_memory=self._gpu_memory)
-        self._watch.token_bytes = found.token_bytes
-        self._watch.ceiling_tok_s = found.ceiling_tok_s
-        return found
+        return self._core.advise()
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -387,86 +374,25 @@ class Model(BatchMethods, Closing):
             MemoryBudgetError: it cannot be done, since the model was loaded whole, or not even
                 streaming makes enough room; nothing changes then.
         """
-        from localrt.answering.set_budget import change_gpu_memory, change_ram
-        from localrt.formatting import parse_size
-
-        sizes = [None if size is None else parse_size(size) for size in (ram, gpu_memory)]
-        engine = self._parts.engine
-        if sizes[0] is not None:
-            change_ram(engine, sizes[0], free=self._pool.free)
-            self._ram = self._watch.ram = sizes[0]
-        if sizes[1] is not None:
-            change_gpu_memory(engine, sizes[1])
-            self._gpu_memory = self._watch.gpu_memory = sizes[1]
+        self._core.set_budget(
+            ram=None if ram is None else parse_size(ram),
+            gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
+        )
 
     def unload(self) -> None:
         """``close``, and give all memory back to the system, conversations' caches included.
 
         Answers that are on their way end as cancelled. Takes a tenth of a second.
         """
-        import gc
-
-        from localrt.models.tokenizers.free_memory import return_free_memory
-
-        for chat in list(self._chats):
-            chat.let_go()
-        self.close()
-        gone = "the model is closed: load it again"
-        self._parts = replace(self._parts, tokenizer=None, tokenizer_problem=gone)
-        self._drafts, self._requests = None, Requests(self._parts)
-        gc.collect()
-        return_free_memory()
+        self._end_batches()
+        self._core.unload()
 
     def close(self) -> None:
         """Free weights and caches; running batches (``live``) end."""
-        self._close_lives()
-        self._parking.close()
-        self._pool.close()
-        if self._drafts is not None:
-            self._drafts.close()
-        self._parts.engine.close()
+        self._end_batches()
+        self._core.close()
 
-    # -- for ChatSession ------------------------------------------------------------------------
-
-    def new_session(self) -> EngineSession:
-        """A session of the model's context length, outside the pool."""
-        return self._watch.holds(self._parts.engine.session(self.info.ctx))
-
-    def stream_on(
-        self,
-        session: EngineSession,
-        messages: Sequence[Message],
-        options: Options,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        cancel: threading.Event | None = None,
-        on_progress: ProgressCallback | None = None,
-    ) -> Iterator[Chunk]:
-        """Generate the next turn of ``messages`` on a session that the caller owns."""
-        request = self._requests.make(
-            messages, options, tools=tools, cancel=cancel, on_progress=on_progress
-        )
-        request = replace(self._guessing(request, options), restore=self._parking.restore)
-        return self._watch.over(generate(session, self._parts.tokenizer, request))
-
-    @property
-    def keeper(self) -> KvKeeper:
-        """Who looks after the caches of conversations that wait."""
-        return self._parking.keeper
-
-    def keep(self, session: EngineSession | None, to: Tier) -> int:
-        """Save a session's KV cache: see ``Parking.save``."""
-        return self._parking.save(session, to)
-
-    # -- parts -----------------------------------------------------------------------------------
-
-    def _leased(self, request: Request) -> Iterator[Chunk]:
-        with self._pool.lease(request.prompt) as session:
-            self._watch.holds(session)
-            yield from self._watch.over(generate(session, self._parts.tokenizer, request))
-
-    def _guessing(self, request: Request, options: Options) -> Request:
-        """The request with what drafts for it."""
-        if self._drafts is None:
-            return request
-        return replace(request, speculation=self._drafts.speculation(options))
+    def _end_batches(self) -> None:
+        batches, self._batches = self._batches, []
+        for live in batches:
+            live.close()

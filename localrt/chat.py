@@ -1,44 +1,119 @@
-"""A conversation: messages, options, and the session whose KV cache carries over from turn to turn.
+"""A conversation: messages and options, answered by a model here or behind a server.
 
-It knows the public ``Model`` alone. What a template makes of the messages is not its business.
+What it needs of that model is ``ChatHost``; what both kinds of models have, ``ChatModel``.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
-from localrt.engine.options import Options, read_options
-from localrt.engine.parking.keeper import PERSON, Tier
-from localrt.engine.types import Chunk, ToolCall
+from localrt.answering.status import ModelInfo, Status
+from localrt.answering.streams import in_thread, joined
+from localrt.engine.parking.keeper import Tier
+from localrt.engine.types import Chunk, Message, ToolCall
 from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.files import write_text
 from localrt.progress import ProgressCallback
 from localrt.text.tools import as_message_calls
 
-if TYPE_CHECKING:
-    from localrt.api import Model
-    from localrt.engine.protocol import EngineSession
+if TYPE_CHECKING:  # it brings the planner
+    from localrt.planning.outlook import Outlook
 
-__all__ = ["ChatSession", "Message"]
+__all__ = ["ChatCache", "ChatHost", "ChatModel", "ChatSession", "Message"]
 
 _VERSION = 1
 _ROLES = ("system", "user", "assistant", "tool")
 _ASKING = ("user", "tool")
-_PATIENCE_S = 2.0
 
 
-class Message(TypedDict, total=False):
-    """One turn, in the form that chat templates take."""
+class ChatCache(Protocol):
+    """One conversation at its model: it answers, and keeps what saves work in the next turn."""
 
-    role: Required[str]
-    content: Required[Any]
-    name: NotRequired[str]
-    tool_calls: NotRequired[list[Any]]
-    tool_call_id: NotRequired[str]
+    @property
+    def tokens(self) -> int:
+        """Tokens of the conversation that need not be computed again."""
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes that they take in memory here."""
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        cancel: threading.Event,
+        on_progress: ProgressCallback | None,
+    ) -> Generator[Chunk, None, None]:
+        """Generate the next turn of ``messages``; ``options`` are those that somebody chose."""
+
+    def park(self, to: Tier) -> int:
+        """Save the KV cache and free it; the bytes saved, 0 where it stays."""
+
+    def close(self) -> None:
+        """Free the KV cache, once an answer on its way has ended."""
+
+
+class ChatHost(Protocol):
+    """What a conversation needs of a model, here or behind a server."""
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+
+    @property
+    def ctx(self) -> int:
+        """Tokens that its context holds; 0: not known."""
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise ``OptionError`` where a conversation cannot have these options."""
+
+    def open_chat(self) -> ChatCache:
+        """A new conversation."""
+
+
+class ChatModel(Protocol):
+    """A model to chat with: what ``Model`` and a model behind a server have in common.
+
+    What a server does not tell is None, or 0 in ``info``.
+    """
+
+    name: str
+    defaults: dict[str, Any]
+    info: ModelInfo
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> ChatSession:
+        """A conversation that keeps its history."""
+
+    def load_chat(self, path: str | Path) -> ChatSession:
+        """A conversation saved with ``ChatSession.save``."""
+
+    def count(self, prompt: str | Sequence[Message]) -> int:
+        """Tokens of a text or of a conversation, or an estimate."""
+
+    def status(self, *, lanes: bool | None = None) -> Status | None:
+        """What it is doing just now."""
+
+    def advise(self) -> Outlook | None:
+        """What bounds it, and what would help."""
+
+    def unload(self) -> None:
+        """``close``, and give all memory back to the system."""
+
+    def close(self) -> None:
+        """End its answers, and free what it holds."""
 
 
 class ChatSession:
@@ -46,14 +121,14 @@ class ChatSession:
 
     def __init__(
         self,
-        model: Model,
+        host: ChatHost,
         *,
         system: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
-        self._model = model
-        self._session: EngineSession | None = None
+        self._host = host
+        self._cache = host.open_chat()
         self._cancel = threading.Event()
         self._busy = threading.Lock()
         self.messages: list[Message] = []
@@ -81,12 +156,12 @@ class ChatSession:
     @property
     def tokens_used(self) -> int:
         """Tokens in the KV cache."""
-        return len(self._session.tokens) if self._session is not None else 0
+        return self._cache.tokens
 
     @property
     def capacity(self) -> int:
         """Tokens that the context holds."""
-        return self._model.info.ctx
+        return self._host.ctx
 
     def set(self, **options: Any) -> None:
         """Change defaults of this conversation (``temperature=0.2``); None takes one back.
@@ -95,7 +170,7 @@ class ChatSession:
             OptionError: unknown name or impossible value; nothing changes then.
         """
         changed = {**self.options, **options}
-        read_options(self._model.defaults, changed)
+        self._host.check(changed)
         self.options = {name: value for name, value in changed.items() if value is not None}
 
     def clear(self) -> None:
@@ -154,16 +229,18 @@ class ChatSession:
             raise OptionError("there is nothing to answer: give a text")
         if text is not None and not text:
             raise OptionError("the message is empty: write something to answer")
-        checked = read_options(self._model.defaults, self.options, options)
+        chosen = {name: value for name, value in options.items() if value is not None}
+        chosen = {**self.options, **chosen}
+        self._host.check({**options, **chosen})
         if self._busy.locked():
             raise _already_answering()
         self._cancel = cancel = threading.Event()
-        return self._answer(text, checked, tools or self.tools, cancel, on_progress)
+        return self._answer(text, chosen, tools or self.tools, cancel, on_progress)
 
     def _answer(
         self,
         text: str | None,
-        options: Options,
+        options: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None,
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
@@ -173,24 +250,20 @@ class ChatSession:
         turn: list[Message] = [] if text is None else [{"role": "user", "content": text}]
         said: Message = {"role": "assistant", "content": ""}
         keep = False
-        tool = PERSON
-        self._model.keeper.returns(self)
         try:
-            if self._session is None:
-                self._session = self._model.new_session()
-            for chunk in self._model.stream_on(
-                self._session,
+            answer = self._cache.answer(
                 [*self.messages, *turn],
                 options,
                 tools=tools,
                 cancel=cancel,
                 on_progress=on_progress,
-            ):
-                said["content"] += chunk.text
-                if chunk.tool_calls:
-                    said["tool_calls"] = as_message_calls(chunk.tool_calls)
-                    tool = chunk.tool_calls[0].name
-                yield chunk
+            )
+            with closing(answer) as chunks:
+                for chunk in chunks:
+                    said["content"] += chunk.text
+                    if chunk.tool_calls:
+                        said["tool_calls"] = as_message_calls(chunk.tool_calls)
+                    yield chunk
             keep = True
         except GeneratorExit:
             keep = True
@@ -199,24 +272,17 @@ class ChatSession:
             if keep or said["content"]:
                 self.messages += [*turn, said]
             self._busy.release()
-            self._model.keeper.waits(self, tool)
 
     def send(self, text: str | None = None, **options: Any) -> Chunk:
         """Like ``stream``, as one chunk that holds the whole answer."""
-        from localrt.answering.streams import joined
-
         return joined(self.stream(text, **options))
 
     def astream(self, text: str | None = None, **options: Any) -> AsyncIterator[Chunk]:
         """Like ``stream``, for asyncio."""
-        from localrt.answering.streams import in_thread
-
         return in_thread(lambda: self.stream(text, **options), self.cancel)
 
     async def asend(self, text: str | None = None, **options: Any) -> Chunk:
         """Like ``send``, for asyncio."""
-        from localrt.answering.streams import joined
-
         return joined([chunk async for chunk in self.astream(text, **options)])
 
     def cancel(self) -> None:
@@ -226,7 +292,7 @@ class ChatSession:
     @property
     def kv_nbytes(self) -> int:
         """Bytes that the KV cache takes in memory."""
-        return self._session.nbytes if self._session is not None else 0
+        return self._cache.kv_nbytes
 
     def park(self, to: Tier = "disk") -> int:
         """Save the KV cache and free it: the next turn goes on from there.
@@ -242,39 +308,15 @@ class ChatSession:
         if not self._busy.acquire(blocking=False):
             raise _already_answering()
         try:
-            saved = self._model.keep(self._session, to)
-            if saved and self._session is not None:
-                self._session.close()
-                self._session = None
-            return saved
+            return self._cache.park(to)
         finally:
             self._busy.release()
-
-    def try_park(self, to: Tier = "disk") -> bool:
-        """``park`` where that is possible now; whether the cache was moved."""
-        try:
-            return self.park(to) > 0
-        except LocalrtError:
-            return False
 
     def close(self) -> None:
         """Free the KV cache; the messages stay, and a next turn computes them again."""
         self.cancel()
         with self._busy:
-            if self._session is not None:
-                self._session.close()
-            self._session = None
-
-    def let_go(self) -> None:
-        """``close`` without waiting long: an answer that nobody reads any more keeps its cache."""
-        self.cancel()
-        if self._busy.acquire(timeout=_PATIENCE_S):
-            try:
-                if self._session is not None:
-                    self._session.close()
-                self._session = None
-            finally:
-                self._busy.release()
+            self._cache.close()
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -286,7 +328,7 @@ class ChatSession:
         """
         record = {
             "version": _VERSION,
-            "model": self._model.name,
+            "model": self._host.name,
             "options": self.options,
             "messages": self.messages,
         }
@@ -294,8 +336,8 @@ class ChatSession:
         write_text(Path(path).expanduser(), text, mode=0o600)
 
     @classmethod
-    def load(cls, model: Model, path: str | Path) -> ChatSession:
-        """A conversation written by ``save``, to go on with ``model``.
+    def load(cls, host: ChatHost, path: str | Path) -> ChatSession:
+        """A conversation written by ``save``, to go on with this model.
 
         Raises:
             StorageError: the file cannot be read, or is not a saved chat.
@@ -312,7 +354,7 @@ class ChatSession:
         messages, options = record.get("messages"), record.get("options")
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise StorageError(f"{source} is not a saved chat: its messages are malformed")
-        chat = cls(model, **(options if isinstance(options, dict) else {}))
+        chat = cls(host, **(options if isinstance(options, dict) else {}))
         chat.messages = messages
         return chat
 

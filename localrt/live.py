@@ -9,29 +9,35 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from localrt.answering.core import Core
+from localrt.answering.streams import joined
 from localrt.closing import Closing
 from localrt.engine.batch.live import Live, LiveLimits, LiveStats
 from localrt.engine.batch.live_answer import LiveAnswer
-from localrt.engine.options import read_options
-from localrt.engine.types import Chunk
+from localrt.engine.types import Chunk, Message
+from localrt.errors import LocalrtError
 
 if TYPE_CHECKING:
     import asyncio
 
-    from localrt.api import Model
-    from localrt.chat import Message
-
-__all__ = ["AsyncAnswer", "LiveModel", "open_live"]
+__all__ = ["AsyncAnswer", "LiveModel"]
 
 
 class LiveModel(Closing):
     """Made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, model: Model, live: Live) -> None:
-        self._model = model
-        self._live = live
+    def __init__(self, core: Core, limits: LiveLimits, *, reserve_ram: int = 0) -> None:
+        self._core = core
+        self._reserved = 0
+        # Where there is no room at all, a few megabytes more than the budget are taken.
+        with suppress(LocalrtError):
+            core.engine.take_ram(reserve_ram)
+            self._reserved = reserve_ram
+        room = core.budgets.kv_room
+        self._live = Live(core.engine, core.parts.tokenizer, limits, room=room)
 
     def submit(
         self,
@@ -53,12 +59,9 @@ class LiveModel(Closing):
         Raises:
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
         """
-        model = self._model
-        checked = read_options(model.defaults, options)
-        request = model._requests.make(
-            prompt, checked, token_ids=token_ids, raw=raw, tools=tools, cancel=cancel
+        request = self._core.request(
+            prompt, options, token_ids=token_ids, raw=raw, tools=tools, cancel=cancel
         )
-        request = model._guessing(request, checked)
         return self._live.submit(request, client=client, notify=notify)
 
     def stream(
@@ -69,8 +72,6 @@ class LiveModel(Closing):
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
         """Like ``Model.generate``, beside all others."""
-        from localrt.answering.streams import joined
-
         return joined(self.stream(prompt, **options))
 
     async def asubmit(
@@ -109,8 +110,6 @@ class LiveModel(Closing):
         self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> Chunk:
         """Like ``generate``, for asyncio."""
-        from localrt.answering.streams import joined
-
         return joined([chunk async for chunk in self.astream(prompt, **options)])
 
     def stats(self) -> LiveStats:
@@ -129,6 +128,10 @@ class LiveModel(Closing):
     def close(self) -> None:
         """End every answer as cancelled, and free the caches; the model stays loaded."""
         self._live.close()
+        reserved, self._reserved = self._reserved, 0
+        if reserved:
+            with suppress(LocalrtError):  # the model may be closed already
+                self._core.engine.take_ram(-reserved)
 
 
 class AsyncAnswer(AsyncIterator[Chunk]):
@@ -158,13 +161,6 @@ class AsyncAnswer(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """Stop; the last chunk has finish reason ``"cancelled"``."""
         self._answer.cancel()
-
-
-def open_live(model: Model, limits: LiveLimits) -> LiveModel:
-    """A running batch on ``model``."""
-    parts = model._parts
-    live = Live(parts.engine, parts.tokenizer, limits, room=model._parking.room)
-    return LiveModel(model, live)
 
 
 def _until_closed(answer: LiveAnswer) -> Iterator[Chunk]:

@@ -169,6 +169,11 @@ class Archive:
             else:
                 self._index.extend(tokens)
 
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._index = NgramIndex()
+
     def tree(self, history: Sequence[int], budget: int, depth: int) -> TokenTree:
         """Guesses of what follows ``history``."""
         with self._lock:

@@ -124,13 +124,14 @@ def test_a_prompt_that_cannot_run_stops_all_or_none(tiny: localrt.Model) -> None
     with pytest.raises(localrt.ContextOverflowError, match=r"^prompt 1 .*holds 512"):
         tiny.generate_batch(prompts, **GREEDY)
     results = tiny.generate_batch(prompts, errors="return", **GREEDY)
-    assert isinstance(results[1], localrt.ContextOverflowError)
-    assert isinstance(results[2], localrt.OptionError)
+    assert isinstance(results[1].error, localrt.ContextOverflowError)
+    assert isinstance(results[2].error, localrt.OptionError)
+    assert results[1].finish_reason == "error"
     for result in (results[0], results[3]):
-        assert isinstance(result, localrt.Chunk)
+        assert result.error is None
         assert len(result.token_ids) == 8
     bad_ids = tiny.generate_batch(token_ids=[[5], [10**6]], errors="return", **GREEDY)
-    assert isinstance(bad_ids[1], localrt.OptionError)
+    assert isinstance(bad_ids[1].error, localrt.OptionError)
     # A bias for a token that the model lacks is found while sampling.
     with pytest.raises(localrt.OptionError, match=r"^prompt 0 .*logit_bias"):
         tiny.generate_batch(["hi"], logit_bias={10**6: 1.0}, **GREEDY)
@@ -168,7 +169,7 @@ def test_a_model_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
 
 
 def test_memory_bounds_the_batch(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.answering.batching.kv_room", lambda engine, **budgets: 0)
+    monkeypatch.setattr("localrt.answering.budgets.kv_room", lambda engine, **budgets: 0)
     assert len(tiny.generate_batch(["a", "b"], **GREEDY)) == 2  # one at a time
     with pytest.raises(localrt.MemoryBudgetError, match="batch size of 1"):
         tiny.generate_batch(["a", "b"], batch_size=2, **GREEDY)

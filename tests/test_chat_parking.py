@@ -9,6 +9,7 @@ import pytest
 
 import localrt
 from localrt import LocalrtError, Model
+from tests.inside import core_of
 from tests.real_models import real_model
 
 PROMPT = "Count from one to twenty in words. Then do it backwards, and say which was harder. " * 8
@@ -60,7 +61,6 @@ def test_an_answer_is_not_parked(model: Model) -> None:
     next(chunks)
     with pytest.raises(LocalrtError, match="answering"):
         chat.park()
-    assert not chat.try_park()
     chat.cancel()
     list(chunks)
 
@@ -69,8 +69,8 @@ def test_short_memory_parks_who_waits(model: Model, monkeypatch: pytest.MonkeyPa
     chat = model.chat()
     chat.send(PROMPT, max_tokens=4)
     assert chat.kv_nbytes
-    monkeypatch.setattr(model.keeper, "_room", lambda: 0)
-    assert model.keeper.make_room(1) > 0
+    monkeypatch.setattr(core_of(model).parking.keeper, "_room", lambda: 0)
+    assert core_of(model).parking.keeper.make_room(1) > 0
     assert chat.kv_nbytes == 0
     assert chat.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
 

@@ -17,6 +17,7 @@ from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import write_tiny_model
+from tests.inside import core_of
 from tests.real_models import real_model
 
 WORDS = ("<s>", "a", "b", "ab", "ü")
@@ -161,7 +162,7 @@ def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
 
 
 def test_what_is_resident_is_not_given_a_draft_unasked(tiny: localrt.Model) -> None:
-    assert family_draft(tiny._parts) is None
+    assert family_draft(core_of(tiny).parts) is None
 
 
 @pytest.mark.real

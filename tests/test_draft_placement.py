@@ -22,6 +22,7 @@ from localrt.settings import Settings
 from localrt.speculative.calibration import FirstChoices
 from localrt.speculative.tree import TokenTree
 from tests.conftest import write_tiny_model
+from tests.inside import engine_of
 from tests.real_models import real_model
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -119,7 +120,7 @@ def test_the_way_decides_what_computes(
     ):
         choose(way)
         with loaded(folders, LARGE) as model:
-            engine: Any = model._parts.engine
+            engine: Any = engine_of(model)
             before = engine.counts().busy_s.get("gpu", 0.0)
             model.generate("ab ab ab", tree_budget=8, **OPTIONS)
             counts = engine.counts()
@@ -137,7 +138,7 @@ def test_a_draft_on_the_card_is_charged_to_the_clock(
     spent = []
     for device in (LARGE, "virtual:200MB@12GB/s,256MB/s,20GFLOPS"):
         with loaded(folders, device) as model:
-            engine: Any = model._parts.engine
+            engine: Any = engine_of(model)
             model.generate("ab ab ab", tree_budget=8, **OPTIONS)
             spent.append(engine.counts().busy_s["gpu"])
     assert spent[1] > 100 * spent[0]
@@ -145,7 +146,7 @@ def test_a_draft_on_the_card_is_charged_to_the_clock(
 
 def test_the_card_holds_both_or_the_draft_goes_elsewhere(folders: tuple[Path, Path]) -> None:
     with loaded(folders, LARGE) as model:
-        engine: Any = model._parts.engine
+        engine: Any = engine_of(model)
         card = engine._pipeline._card
         assert card is None or card.card.capacity < 200_000_000  # the draft's part is not its
     with loaded(folders, SMALL) as model:
@@ -217,7 +218,7 @@ def test_a_draft_named_later_lies_on_the_cpu_and_takes_its_time(
     folders: tuple[Path, Path],
 ) -> None:
     with localrt.load(folders[0], device=LARGE, draft="off", ctx=128) as model:
-        engine: Any = model._parts.engine
+        engine: Any = engine_of(model)
         plain = model.generate("ab ab ab", **OPTIONS)
         before = engine.counts().busy_s.get("cpu", 0.0)
         ours = model.generate("ab ab ab", draft=str(folders[1]), tree_budget=4, **OPTIONS)

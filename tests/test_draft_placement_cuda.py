@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 from localrt.quant.ops import choose
 from localrt.quant.ops.triton.ops import TritonOps
+from tests.inside import core_of
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -95,7 +96,7 @@ def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
     with localrt.load(folder, device="cuda", draft=str(folder), ctx=64, gpu_memory="1GB") as model:
         assert model.info.device == "cpu"
         assert model.info.notes[-1].startswith("the draft on the card, the target verified by the")
-        drafts: Any = model._drafts
+        drafts: Any = core_of(model).drafts
         (draft,) = drafts._drafts.values()
         assert draft.draft._parts.engine.ops_name == "triton"
         assert draft.draft._parts.ctx == 64 + 128

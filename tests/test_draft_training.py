@@ -24,6 +24,7 @@ from localrt.progress import Progress
 from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
 from localrt.speculative.draft_head_file import HEAD_FILE, read_head
+from tests.inside import core_of
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -161,7 +162,7 @@ def test_the_command_trains_and_the_head_is_found(
     assert len(record["agreed"]) == 3
     assert (folder / HEAD_FILE).stat().st_size == record["nbytes"] < 1 << 20
     with localrt.load(tiny_folder) as model:
-        assert find_head(model._parts, Settings.from_environment()) == folder
+        assert find_head(core_of(model).parts, Settings.from_environment()) == folder
         plain = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1, draft="off")
         chunk = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1)
         assert chunk.token_ids == plain.token_ids
@@ -219,7 +220,7 @@ def test_beginnings_follow_from_number_and_seed() -> None:
 def test_frames_and_lines_of_a_real_template(tiny_folder: Path) -> None:
     with localrt.load(tiny_folder) as model:
         tokenizer = model.tokenizer
-        frame = chat_frame(tokenizer, model._parts.template)
+        frame = chat_frame(tokenizer, core_of(model).parts.template)
         assert frame is not None
         before, after = (
             tokenizer.decode(ids, skip_special=False) for ids in (frame.before, frame.after)

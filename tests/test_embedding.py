@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.engine.embedding import POOLINGS, embed
+from localrt.answering.embedding import POOLINGS, pooled_states
 from localrt.engine.native.engine import NativeEngine
 from tests.conftest import write_tiny_model
+from tests.inside import engine_of
 from tests.models.tiny import save_tiny
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import needs_kernels, pack_tiny, passing
@@ -54,8 +55,8 @@ def test_other_texts_do_not_matter_and_long_texts_go_on(tiny_folder: Path) -> No
         together = model.embed(texts)
         for text, vector in zip(texts, together, strict=True):
             assert (model.embed([text])[0] == vector).all()
-        alone = model._parts.engine.pass_rows  # type: ignore[attr-defined]
-        model._parts.engine.pass_rows = 64  # type: ignore[attr-defined]
+        alone = engine_of(model).pass_rows  # type: ignore[attr-defined]
+        engine_of(model).pass_rows = 64  # type: ignore[attr-defined]
         assert (model.embed(texts) == together).all()
         assert alone == 512
         assert model.embed([]).shape == (0, 64)
@@ -120,5 +121,7 @@ def test_a_streamed_model_embeds_alike(tmp_path: Path) -> None:
     with model.placed(passing(model.store)) as decoder:
         streamed = NativeEngine(decoder, info)
         for pooling in POOLINGS:
-            assert (embed(streamed, TEXTS, pooling) == embed(resident, TEXTS, pooling)).all()
+            assert (
+                pooled_states(streamed, TEXTS, pooling) == pooled_states(resident, TEXTS, pooling)
+            ).all()
     model.close()

@@ -19,6 +19,7 @@ from localrt.cli import main
 from localrt.errors import OptionError, TokenizerError
 from localrt.evaluating.evaluate import evaluate
 from tests.conftest import write_tiny_model
+from tests.inside import core_of
 from tests.real_models import real_model
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again; naïvely. " * 6
@@ -41,7 +42,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
 
 def log_probabilities(model: localrt.Model, window: list[int]) -> np.ndarray:
     """Token by token, in float64: row i is the distribution of token i + 1."""
-    session = model.new_session()
+    session = core_of(model).new_session()
     rows = []
     for token in window[:-1]:
         logits = session.extend([token]).astype(np.float64)
@@ -142,7 +143,7 @@ def test_pieces_of_logits_are_small_and_checked(tiny: localrt.Model) -> None:
     tokens = tiny.tokenize(TEXT)[:200]
     pieces = list(tiny.logits(tokens, first=50))
     assert [len(piece) for piece in pieces] == [64, 64, 22]
-    session = tiny.new_session()
+    session = core_of(tiny).new_session()
     np.testing.assert_allclose(pieces[-1][-1], session.extend(tokens), rtol=1e-3, atol=1e-3)
     session.close()
     with pytest.raises(OptionError, match="token ids must be"):
@@ -230,7 +231,7 @@ def test_perplexity_of_a_gguf_file_is_that_of_llamacpp() -> None:
         assert other.top1_agreement > 0.95
         # On its own, one window of llama.cpp's, token by token in float64.
         window = theirs.tokenize(text)[:ctx]
-        session, nll = theirs.new_session(), []
+        session, nll = core_of(theirs).new_session(), []
         logits = session.extend(window[: ctx // 2 + 1]).astype(np.float64)
         for token in window[ctx // 2 + 1 :]:
             nll.append(np.logaddexp.reduce(logits) - logits[token])

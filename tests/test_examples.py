@@ -18,6 +18,7 @@ import pytest
 
 import localrt
 from tests.conftest import write_tiny_model
+from tests.inside import engine_of
 from tests.real_models import real_model
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +91,7 @@ def test_the_window_answers_and_stays_responsive(qt: Any, folder: Path) -> None:
     log = window.log.toPlainText()
     assert "> hello" in log
     assert len(log) > len("\n> hello\n\n")
-    engine: Any = window.loading.result()._parts.engine
+    engine: Any = engine_of(window.loading.result())
     compute = engine._pass
 
     def slowly(*parts: Any, **options: Any) -> Any:

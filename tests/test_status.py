@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
+from localrt.answering.budgets import Budgets
 from localrt.answering.status import LaneUse, MemoryUse, Status
 from localrt.answering.watching import last_pass
 from localrt.offload.trace import Task
 from tests.engine.test_batch import ScriptedEngine
+from tests.inside import engine_of
 
 
 def status(**changes: object) -> Status:
@@ -67,7 +69,7 @@ def test_a_closed_early_stream_counts_as_ended(tiny: localrt.Model) -> None:
 
 
 def test_a_snapshot_waits_for_no_pass(tiny: localrt.Model) -> None:
-    engine = tiny._parts.engine
+    engine = engine_of(tiny)
     with engine._turn:  # type: ignore[attr-defined]
         found: list[Status] = []
         thread = threading.Thread(target=lambda: found.append(tiny.status(lanes=True)))
@@ -207,7 +209,8 @@ def test_recording_follows_the_wish(tmp_path: Path) -> None:
             asked.append(keep)
             return a_pass(0.0)
 
-    watch = Watch(Tracing(), ctx=1, ram=None, gpu_memory=None)
+    engine = Tracing()
+    watch = Watch(engine, Budgets(engine, ram=None, gpu_memory=None), ctx=1)
     assert watch.status().last_pass is None
     assert asked == []
     assert watch.status(lanes=True).last_pass is not None

@@ -18,6 +18,7 @@ from localrt.engine.types import ToolCall
 from localrt.text.harmony import HarmonyReader, harmony_messages
 from localrt.text.tools import TextReader, for_template, tool_form
 from tests.conftest import write_tiny_model
+from tests.inside import core_of
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -310,7 +311,7 @@ def test_a_chat_goes_on_with_results(model: localrt.Model) -> None:
         "tool",
         "assistant",
     ]
-    ids = model._requests.render(chat.messages, [WEATHER])
+    ids = core_of(model).render(chat.messages, [WEATHER])
     rendered = model.detokenize(ids, skip_special=False)
     assert "<tool_call>weather city=X</tool_call>" in rendered
     assert '{"t": 20} from weather' in rendered
@@ -341,7 +342,7 @@ def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     with localrt.load(folder) as model:
-        assert model.detokenize(model._requests.render(messages, None)) == 'xcall {"a": 1}'
+        assert model.detokenize(core_of(model).render(messages, None)) == 'xcall {"a": 1}'
 
 
 def test_a_template_that_opens_thinking(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ from localrt.tui.text import explained, one_line, short_name
 from localrt.tui.themes import offered, register
 
 if TYPE_CHECKING:
-    from localrt import Model
+    from localrt import ChatModel
     from localrt.progress import ProgressCallback
 
-    LoadByName = Callable[[str, ProgressCallback], Model]
+    LoadByName = Callable[[str, ProgressCallback], ChatModel]
 
 __all__ = ["ChatApp", "run_chat", "spare_collector"]
 
@@ -47,7 +47,7 @@ _GOODBYE_SECONDS = 2.0  # that a thread gets to end when the app does
 
 
 def run_chat(
-    load: Callable[[ProgressCallback], Model],
+    load: Callable[[ProgressCallback], ChatModel],
     *,
     model_name: str,
     system: str | None,
@@ -122,7 +122,7 @@ class ChatApp(App[None]):
 
     def __init__(
         self,
-        load: Callable[[ProgressCallback], Model],
+        load: Callable[[ProgressCallback], ChatModel],
         *,
         model_name: str,
         system: str | None,
@@ -146,7 +146,7 @@ class ChatApp(App[None]):
         self.library = Library(load_options)
         self._chat_path = chat_path
         self._load_by_name = load_by_name
-        self._loading: Task[Model] = _loading(load)
+        self._loading: Task[ChatModel] = _loading(load)
         self._loading_name: str | None = None  # of another model that is on its way
         self._model_before: str | None = None  # what was loaded until then
         self._ticker: Timer | None = None
@@ -241,7 +241,7 @@ class ChatApp(App[None]):
             return
         session, model = self.state.drop_model()
 
-        def exchange(progress: ProgressCallback) -> Model:
+        def exchange(progress: ProgressCallback) -> ChatModel:
             if session is not None:
                 session.leave()
             if model is not None:
@@ -262,7 +262,7 @@ class ChatApp(App[None]):
         self.chat.hint.flash(f"Stopping to load {short_name(self._loading_name)}")
         return True
 
-    def _watch(self, loading: Task[Model]) -> None:
+    def _watch(self, loading: Task[ChatModel]) -> None:
         """Begin to load, and show how far it is."""
         self._loading = loading
         loading.start()
@@ -416,5 +416,5 @@ class ChatApp(App[None]):
         self.state.close()
 
 
-def _loading(load: Callable[[ProgressCallback], Model]) -> Task[Model]:
+def _loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
     return Task(lambda task: load(task.show_or_stop), discard=lambda model: model.close())

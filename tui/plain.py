@@ -27,7 +27,7 @@ from localrt.tui.conversation.state import ChatState
 from localrt.tui.text import clean, explained, human_seconds, human_when, one_line, short_name
 
 if TYPE_CHECKING:
-    from localrt import ChatSession, Chunk, ConversationInfo, Model, Turn
+    from localrt import ChatModel, ChatSession, Chunk, ConversationInfo, Turn
     from localrt.progress import ProgressCallback
 
 __all__ = ["PlainChat", "run_plain"]
@@ -54,7 +54,7 @@ _HELP = (
 
 
 def run_plain(
-    load: Callable[[ProgressCallback], Model],
+    load: Callable[[ProgressCallback], ChatModel],
     *,
     model_name: str,
     system: str | None,
@@ -126,7 +126,7 @@ class PlainChat:
 
     def run(
         self,
-        load: Callable[[ProgressCallback], Model],
+        load: Callable[[ProgressCallback], ChatModel],
         *,
         chat_path: Path | None = None,
         resume: bool = False,
@@ -184,7 +184,7 @@ class PlainChat:
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _begin(self, model: Model, chat_path: Path | None, resume: bool) -> None:
+    def _begin(self, model: ChatModel, chat_path: Path | None, resume: bool) -> None:
         session = self.state.take_model(model)
         if chat_path is not None:
             self.state.load(chat_path)

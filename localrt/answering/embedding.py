@@ -1,35 +1,28 @@
-"""``Model.embed``: texts checked and tokenized, pooled as the model was made for.
-
-What computes is ``localrt.engine.embedding``.
-"""
+"""Texts to vectors: the hidden states after the final norm, pooled over a text's tokens."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import Literal, TypeAlias
 
-from localrt.engine.embedding import (
-    POOLINGS,
-    Pooling,
-    Rows,
-    unit_length,
-)
-from localrt.engine.embedding import embed as compute
-from localrt.errors import (
-    CancelledError,
-    ContextOverflowError,
-    OptionError,
-)
+import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from localrt.api import Model
+from localrt.answering.core import Core
+from localrt.engine.protocol import Check, Engine
+from localrt.errors import CancelledError, ContextOverflowError, OptionError
 
-__all__ = ["embed"]
+__all__ = ["POOLINGS", "Pooling", "Rows", "embed", "pooled_states"]
+
+Rows: TypeAlias = npt.NDArray[np.float32]
+Pooling = Literal["mean", "last"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 
 
 def embed(
-    model: Model,
+    core: Core,
     texts: Sequence[str | Sequence[int]],
     *,
     pooling: str,
@@ -39,18 +32,45 @@ def embed(
     """See ``Model.embed``."""
     if isinstance(texts, str):
         raise OptionError("embed takes a list of texts: [text] for a single one")
-    engine = model._parts.engine
-    _ = engine.hidden_size  # raises where there are none
-    chosen = _pooling(pooling, model._parts.pooling)
-    tokens = [_tokens(model, text, index) for index, text in enumerate(texts)]
+    _ = core.engine.hidden_size  # an engine without hidden states raises, whatever else is wrong
+    chosen = _pooling(pooling, core.parts.pooling)
+    tokens = [_tokens(core, text, index) for index, text in enumerate(texts)]
 
     def check() -> None:
         if cancel is not None and cancel.is_set():
             raise CancelledError("the embedding was cancelled")
 
     check()
-    vectors = compute(engine, tokens, chosen, check=check)
-    return unit_length(vectors) if normalize else vectors
+    vectors = pooled_states(core.engine, tokens, chosen, check=check)
+    if not normalize:
+        return vectors
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: Rows = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return unit
+
+
+def pooled_states(
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    pooling: Pooling,
+    *,
+    check: Check | None = None,
+) -> Rows:
+    """The vectors (texts, D) of ``texts``, each its tokens, at least one.
+
+    Raises:
+        UnsupportedModelError: the engine gives no hidden states.
+    """
+    sums = np.zeros((len(texts), engine.hidden_size), np.float64)
+    with closing(engine.hidden_states(texts, check=check)) as pieces:
+        for index, rows in pieces:  # (n, D)
+            if pooling == "mean":
+                sums[index] += rows.sum(axis=0, dtype=np.float64)
+            else:
+                sums[index] = rows[-1]
+    if pooling == "mean":
+        sums /= np.array([len(tokens) for tokens in texts]).reshape(-1, 1)
+    return sums.astype(np.float32)
 
 
 def _pooling(asked: str, made_for: str) -> Pooling:
@@ -67,7 +87,7 @@ def _pooling(asked: str, made_for: str) -> Pooling:
     raise OptionError(f"pooling must be auto, {' or '.join(POOLINGS)}, is {asked!r}")
 
 
-def _tokens(model: Model, text: str | Sequence[int], index: int) -> Sequence[int]:
+def _tokens(core: Core, text: str | Sequence[int], index: int) -> list[int]:
     """A text's ids.
 
     Raises:
@@ -75,14 +95,14 @@ def _tokens(model: Model, text: str | Sequence[int], index: int) -> Sequence[int
         ContextOverflowError: they are more than the context holds.
     """
     which = f"text {index} (counting from 0)"
-    ids = model.tokenize(text) if isinstance(text, str) else [int(token) for token in text]
+    ids = core.tokenizer.encode(text) if isinstance(text, str) else [int(token) for token in text]
     if not ids or (isinstance(text, str) and not text):
         raise OptionError(f"{which} is empty: there is nothing to embed")
-    if not 0 <= min(ids) <= max(ids) < model.info.vocab_size:
-        raise OptionError(f"{which}: token ids must be from 0 to {model.info.vocab_size - 1}")
-    if len(ids) > model.info.ctx:
+    if not 0 <= min(ids) <= max(ids) < core.info.vocab_size:
+        raise OptionError(f"{which}: token ids must be from 0 to {core.info.vocab_size - 1}")
+    if len(ids) > core.ctx:
         raise ContextOverflowError(
-            f"{which} has {len(ids)} tokens and the context holds {model.info.ctx}: split it, or "
+            f"{which} has {len(ids)} tokens and the context holds {core.ctx}: split it, or "
             "raise --ctx"
         )
     return ids

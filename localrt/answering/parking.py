@@ -1,18 +1,20 @@
 """Where a model's conversations keep their KV caches while they wait: memory, then the disk.
 
-It joins the cache on the disk (``engine/prompt_cache.py``) with who decides what goes there and
-when (``engine/waiting.py``), by the budgets of the model that is loaded.
+It joins the cache on the disk (``engine/parking/prompt_cache.py``) with what decides what goes
+there and when (``engine/parking/keeper.py``), by the budgets of the model that is loaded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from localrt.answering.budgets import Budgets
 from localrt.engine.parking.keeper import KvKeeper, Tier
 from localrt.engine.parking.prompt_cache import PromptCache, model_key
-from localrt.engine.protocol import EngineSession
+from localrt.engine.protocol import Engine, EngineSession
 from localrt.errors import MemoryBudgetError
+from localrt.formatting import parse_size
 from localrt.loading.parts import LoadedModel
 from localrt.settings import Settings
 
@@ -21,8 +23,6 @@ __all__ = ["Parking", "prompt_cache"]
 
 def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
     """Where KV caches of this model's conversations wait."""
-    from localrt.formatting import parse_size
-
     if settings.kv_disk.lower() in ("0", "off"):
         return None
     info = parts.engine.info
@@ -31,20 +31,16 @@ def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
 
 
 class Parking:
-    """``budgets`` gives those of RAM and of the card in bytes, as they are now. Thread-safe."""
+    """Of the model with ``engine``; without ``prompts`` nothing is saved. Thread-safe."""
 
-    def __init__(
-        self,
-        parts: LoadedModel,
-        prompts: PromptCache | None,
-        budgets: Callable[[], tuple[int | None, int | None]],
-    ) -> None:
-        self._engine = parts.engine
+    def __init__(self, engine: Engine, prompts: PromptCache | None, budgets: Budgets) -> None:
+        self._info = engine.info
         self._prompts = prompts
-        self._budgets = budgets
-        on_card = parts.engine.info.device.startswith("cuda")
+        on_card = engine.info.device.startswith("cuda")
         self.keeper = KvKeeper(
-            room=self.room, price=self._price, tiers=("ram", "disk") if on_card else ("disk",)
+            room=budgets.kv_room,
+            price=self._price,
+            tiers=("ram", "disk") if on_card else ("disk",),
         )
 
     def save(self, session: EngineSession | None, to: Tier) -> int:
@@ -72,13 +68,6 @@ class Parking:
         if got:
             self.keeper.restored(session.nbytes, time.perf_counter() - began)
 
-    def room(self) -> int:
-        """Bytes that are left for caches."""
-        from localrt.engine.batch.batch import kv_room
-
-        ram, gpu_memory = self._budgets()
-        return kv_room(self._engine, ram=ram, gpu_memory=gpu_memory)
-
     def close(self) -> None:
         """Forget who waits; what is on the disk stays."""
         self.keeper.close()
@@ -86,5 +75,5 @@ class Parking:
 
     def _price(self, nbytes: int) -> float:
         """What holding so many bytes costs: where weights are streamed, a share of every pass."""
-        info = self._engine.info
+        info = self._info
         return nbytes / (nbytes + info.weight_bytes) if info.streamed else 0.0

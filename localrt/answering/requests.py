@@ -1,7 +1,6 @@
 """From what a caller gives to a ``Request``: the chat template, options, tools, constraints.
 
-The same for one prompt, a batch and a server. It knows the model's parts, and neither sessions nor
-what drafts.
+The same for one prompt, a batch and a server. It knows the model's parts, and no sessions.
 """
 
 from __future__ import annotations
@@ -11,30 +10,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from localrt.drafts.choice import Drafts
+from localrt.engine.constraint import MakeConstraint
 from localrt.engine.options import Options
+from localrt.engine.reader import MakeReader
 from localrt.engine.request import Request
+from localrt.engine.types import Message
 from localrt.errors import ContextOverflowError, OptionError, TemplateError, TokenizerError
 from localrt.loading.parts import LoadedModel
+from localrt.models.tokenizers.base import Tokenizer
 from localrt.progress import ProgressCallback
 from localrt.text.tools import TURN_ENDS
 
 if TYPE_CHECKING:
-    from localrt.chat import Message
-    from localrt.engine.constraint import MakeConstraint
-    from localrt.engine.reader import MakeReader
-    from localrt.models.tokenizers import Tokenizer
     from localrt.text.structured import Grammars
 
-__all__ = ["Requests"]
+__all__ = ["RequestBuilder"]
 
 # Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
 _ANSWER_SHARE = 4
 
 
-class Requests:
-    """Thread-safe."""
+class RequestBuilder:
+    """Of the model with ``parts``, for which ``drafts`` guess. Thread-safe."""
 
-    def __init__(self, parts: LoadedModel) -> None:
+    def __init__(self, parts: LoadedModel, drafts: Drafts | None = None) -> None:
+        self._drafts = drafts
         self._engine = parts.engine
         self._tokenizer = parts.tokenizer
         self._problem = parts.tokenizer_problem
@@ -128,6 +129,7 @@ class Requests:
             eos_ids=frozenset() if options.ignore_eos else self._ends(chat),
             logprobs=options.logprobs,
             exactness=self._engine.info.exactness,
+            speculation=None if self._drafts is None else self._drafts.speculation(options),
             constraint=(constraint := self._constraint(options)),
             reader=self._reader(ids, tools, constraint is None) if chat else None,
             cancel=cancel or threading.Event(),

@@ -1,4 +1,4 @@
-"""What a loaded model is doing just now, as one snapshot: ``Model.status()``.
+"""What a loaded model is (``Model.info``) and is doing just now (``Model.status()``).
 
 Memory against its budgets, what the pipeline has read and computed, the generation in progress.
 Counts grow from the loading on: two snapshots give rates (``Status.since``). Taking one costs well
@@ -10,15 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from localrt.engine.types import Metrics
+from localrt.engine.types import Metrics
 
-__all__ = ["Flow", "LaneUse", "MemoryUse", "PassTrace", "Status"]
+__all__ = ["Flow", "LaneUse", "MemoryUse", "ModelInfo", "PassTrace", "Status"]
 
 _NAMES = {"ssd": "The disk", "link": "The link to the card", "cpu": "The CPU", "gpu": "The card"}
 _BUSY = 0.6  # a resource that is busy for less of the time does not set the pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
+
+    ``notes`` are lines that a user should see: a plain chat format, a shortened context.
+    """
+
+    name: str
+    path: Path
+    architecture: str
+    parameters: int
+    layers: int
+    vocab_size: int
+    engine: str
+    device: str
+    format: str
+    weight_bytes: int
+    context_length: int
+    ctx: int
+    has_chat_template: bool
+    exactness: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

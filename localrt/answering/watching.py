@@ -8,20 +8,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
+from localrt.answering.budgets import Budgets
 from localrt.answering.status import LaneUse, MemoryUse, PassTrace, Status
+from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError
-
-if TYPE_CHECKING:
-    from localrt.engine.protocol import Engine, EngineSession
-    from localrt.engine.types import Chunk, Metrics
-    from localrt.offload.trace import Task
+from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.trace import Task
 
 __all__ = ["Watch", "last_pass"]
 
-_Session = TypeVar("_Session", bound="EngineSession")
+_Session = TypeVar("_Session", bound=EngineSession)
 
 _BUDGET_S = 2.0  # for which a budget that the system sets is good
 _TASKS = 4096  # more than a pass has
@@ -31,14 +31,12 @@ _FINEST = 400  # spans closer than this part of a pass are drawn as one anyway
 
 
 class Watch:
-    """Of one model. ``ram`` and ``gpu_memory`` are the budgets that the user gave, in bytes."""
+    """Of one model."""
 
-    def __init__(
-        self, engine: Engine, *, ctx: int, ram: int | None, gpu_memory: int | None
-    ) -> None:
+    def __init__(self, engine: Engine, budgets: Budgets, *, ctx: int) -> None:
         self._engine = engine
+        self._budgets = budgets
         self._ctx = ctx
-        self.ram, self.gpu_memory = ram, gpu_memory
         self.token_bytes: int | None = None
         self.ceiling_tok_s: float | None = None
         self._lock = threading.Lock()
@@ -49,7 +47,6 @@ class Watch:
         self._forecast: tuple[float, float] | None = None
         self._recording = False
         self._budget: tuple[float, int] | None = None
-        self._process: Any = None
 
     def holds(self, session: _Session) -> _Session:
         """Count the cache of ``session`` as long as there is one; the same session."""
@@ -86,8 +83,8 @@ class Watch:
         trace = self._trace(lanes)
         counts = engine.counts()
         kv = self._kv(sessions)
-        if forecast is None and engine.planned is not None:
-            forecast = engine.planned.tok_s, engine.planned.ceiling_tok_s
+        if forecast is None and engine.plan is not None:
+            forecast = engine.plan.tok_s, engine.plan.ceiling_tok_s
         known: dict[str, Any] = {}
         if counts is not None:
             known = {
@@ -103,7 +100,7 @@ class Watch:
             simulated=engine.simulated,
             streamed=engine.info.streamed,
             generating=running > 0,
-            ram=MemoryUse(self._rss(), self._ram_budget()),
+            ram=MemoryUse(current_rss(), self._ram_budget()),
             vram=self._vram(kv),
             kv=kv,
             weight_bytes=engine.info.weight_bytes,
@@ -118,20 +115,11 @@ class Watch:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _rss(self) -> int:
-        import psutil
-
-        if self._process is None:
-            self._process = psutil.Process()
-        return int(self._process.memory_info().rss)
-
     def _ram_budget(self) -> int:
         """What the whole process may take; the system is asked now and then only."""
-        from localrt.offload.memory.process import ram_budget
-
         now = time.monotonic()
         if self._budget is None or now - self._budget[0] > _BUDGET_S:
-            self._budget = now, ram_budget(self.ram)
+            self._budget = now, ram_budget(self._budgets.ram)
         return self._budget[1]
 
     def _kv(self, sessions: Sequence[EngineSession]) -> MemoryUse | None:
@@ -157,7 +145,7 @@ class Watch:
         if free is None:
             return None
         used = engine.info.weight_bytes + (kv.used if kv is not None else 0)
-        return MemoryUse(used, self.gpu_memory or used + free)
+        return MemoryUse(used, self._budgets.gpu_memory or used + free)
 
     # -- lanes -----------------------------------------------------------------------------------
 

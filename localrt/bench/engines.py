@@ -1,6 +1,6 @@
 """The engines that a benchmark child can load, behind one small protocol.
 
-``native`` and ``llamacpp`` run through `localrt.api.Model`, so what is measured is what a user of
+``native`` and ``llamacpp`` run through `localrt.Model`, so what is measured is what a user of
 the library gets. Heavy imports happen inside `load_engine`, in the child alone.
 """
 
@@ -15,9 +15,9 @@ from localrt.engine.types import Metrics
 from localrt.errors import OptionError
 
 if TYPE_CHECKING:
-    from localrt.api import Model
+    from localrt.answering.core import Core
 
-__all__ = ["ENGINES", "FROM_FOLDER", "BenchEngine", "Launch", "load_engine"]
+__all__ = ["ENGINES", "FROM_FOLDER", "BenchEngine", "Launch", "llamacpp_core", "load_engine"]
 
 ENGINES = ("native", "llamacpp", "transformers", "accelerate", "airllm")
 
@@ -78,7 +78,7 @@ def load_engine(launch: Launch) -> BenchEngine:
     if launch.engine == "native":
         return _LocalrtEngine(_load_native(launch))
     if launch.engine == "llamacpp":
-        return _LocalrtEngine(_load_llamacpp(launch))
+        return _LocalrtEngine(llamacpp_core(launch))
     if launch.engine == "transformers":
         from localrt.bench.transformers_engine import TransformersEngine
 
@@ -95,8 +95,11 @@ def load_engine(launch: Launch) -> BenchEngine:
 
 
 class _LocalrtEngine:
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, core: Core) -> None:
+        from localrt.api import Model
+
+        self._engine = core.engine
+        self._model = model = Model(core)
         # File names only: results are made to be passed on.
         path = model.info.path
         self.info: Mapping[str, Any] = {**asdict(model.info), "name": path.name, "path": path.name}
@@ -122,7 +125,7 @@ class _LocalrtEngine:
         """
         from localrt.engine.native.routing import RoutingRecorder
 
-        self._routing = RoutingRecorder(self._model._parts.engine, self._model.info.path)
+        self._routing = RoutingRecorder(self._engine, self._model.info.path)
 
     def save_routing(self, path: Path) -> int:
         """Write what was remembered; returns the number of tokens."""
@@ -133,15 +136,15 @@ class _LocalrtEngine:
 
         Empty for an engine without a pipeline.
         """
-        tasks = self._model._parts.engine.trace(_TRACED_TASKS)
+        tasks = self._engine.trace(_TRACED_TASKS)
         return [(task.resource, task.name, task.start, task.end) for task in tasks]
 
 
-def _load_native(launch: Launch) -> Model:
-    from localrt.api import load
+def _load_native(launch: Launch) -> Core:
+    from localrt.answering.core import open_core
+    from localrt.loading.parts import LoadOptions
 
-    return load(
-        launch.path,
+    options = LoadOptions(
         engine="native",
         format=launch.format,
         device=launch.device or "auto",
@@ -150,13 +153,13 @@ def _load_native(launch: Launch) -> Model:
         ctx=launch.ctx,
         kv_format=launch.kv_format,
         threads=launch.threads,
-        draft="off",
     )
+    return open_core(launch.path, options, draft="off")
 
 
-def _load_llamacpp(launch: Launch) -> Model:
+def llamacpp_core(launch: Launch) -> Core:
     """Like ``localrt.load``, with llama.cpp's own settings, which that does not offer."""
-    from localrt.api import Model
+    from localrt.answering.core import Core
     from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings
     from localrt.loading.parts import LoadedModel
     from localrt.models.templates.chat_template import PlainTemplate
@@ -179,4 +182,4 @@ def _load_llamacpp(launch: Launch) -> Model:
         ctx=launch.ctx,
         notes=(),
     )
-    return Model(path.name, parts, {})
+    return Core(path.name, parts)

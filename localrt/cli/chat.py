@@ -27,7 +27,7 @@ from localrt.errors import OptionError
 from localrt.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from localrt.api import Model
+    from localrt.chat import ChatModel
 
 __all__ = ["add_arguments", "run"]
 
@@ -68,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     options = sampling_options(args)
     read_options(options)
 
-    def load(progress: ProgressCallback) -> Model:
+    def load(progress: ProgressCallback) -> ChatModel:
         if args.endpoint is not None:
             return connect_endpoint(args, progress)
         return localrt.load(args.model, progress=progress, **load_options(args))
 
-    def load_by_name(name: str, progress: ProgressCallback) -> Model:
+    def load_by_name(name: str, progress: ProgressCallback) -> ChatModel:
         # One that is here: choosing it is no wish to ask the network.
         others = {**load_options(args), "revision": None, "offline": True}
         return localrt.load(name, progress=progress, **others)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import localrt
 from localrt.cli.options import DEMO_MODEL, load_options
@@ -19,8 +19,18 @@ from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.api import Model
+    from localrt.chat import ChatModel
+    from localrt.remote.model import RemoteModel
 
-__all__ = ["choose_model", "connect_endpoint", "load", "load_model", "model_title", "resolve_model"]
+__all__ = [
+    "choose_model",
+    "connect_endpoint",
+    "load",
+    "load_chat_model",
+    "load_model",
+    "model_title",
+    "resolve_model",
+]
 
 
 def load(name: str, options: dict[str, Any]) -> Model:
@@ -30,14 +40,24 @@ def load(name: str, options: dict[str, Any]) -> Model:
 
 
 def load_model(args: argparse.Namespace) -> Model:
-    """The model that the arguments ask for; progress and its notes go to stderr."""
-    if getattr(args, "endpoint", None) is not None:
-        model = connect_endpoint(args)
-    else:
-        model = load(args.model, load_options(args))
+    """The model of this machine that the arguments ask for; its notes go to stderr."""
+    model = load(args.model, load_options(args))
+    _print_notes(model)
+    return model
+
+
+def load_chat_model(args: argparse.Namespace) -> ChatModel:
+    """As ``load_model``, or a server's."""
+    if args.endpoint is None:
+        return load_model(args)
+    model = connect_endpoint(args)
+    _print_notes(model)
+    return model
+
+
+def _print_notes(model: ChatModel) -> None:
     for note in model.info.notes:
         print(f"localrt: {note}", file=sys.stderr)
-    return model
 
 
 def resolve_model(
@@ -76,13 +96,13 @@ def choose_model(args: argparse.Namespace) -> None:
         raise OptionError(f"{flag} is about models on this machine: leave it out with --endpoint")
 
 
-def connect_endpoint(args: argparse.Namespace, progress: ProgressCallback | None = None) -> Model:
+def connect_endpoint(
+    args: argparse.Namespace, progress: ProgressCallback | None = None
+) -> RemoteModel:
     """The server's model."""
     from localrt.remote.model import connect
 
-    model = connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
-    # It has what commands and the app use of a model.
-    return cast("Model", model)
+    return connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
 
 
 def model_title(args: argparse.Namespace) -> str:

@@ -10,10 +10,11 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.cli.loading import choose_model, load_model
+from localrt.cli.loading import choose_model, load_chat_model, load_model
 from localrt.cli.options import (
     DEMO_MODEL,
     add_constraint_arguments,
@@ -24,12 +25,11 @@ from localrt.cli.options import (
     sampling_options,
 )
 from localrt.cli.run_batch import read_stdin, run_batch
-from localrt.errors import OptionError
+from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_bytes, format_rate, format_seconds
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
-    from localrt.api import Model
     from localrt.chat import ChatSession
     from localrt.engine.types import Chunk, Metrics
 
@@ -80,30 +80,28 @@ def run(args: argparse.Namespace) -> int:
 
 def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
     """Print the answer to ``prompt``; the conversation is saved to ``remember`` if given."""
-    with load_model(args) as model:
-        return _answer(args, model, prompt, remember)
-
-
-def _answer(args: argparse.Namespace, model: Model, prompt: str, remember: Path | None) -> int:
     options = {**sampling_options(args), **constraint_options(args)}
     if getattr(args, "raw", False):
-        return _print(args, model, model.stream(prompt, raw=True, **options))
-    resume = getattr(args, "resume", False)
-    if resume and (remember is None or not remember.is_file()):
-        raise OptionError("there is no earlier run to continue: leave out --continue")
-    chat = model.load_chat(remember) if resume and remember else model.chat()
-    if args.system is not None:
-        chat.system = args.system
-    try:
-        return _print(args, model, chat.stream(prompt, **options))
-    finally:
-        if remember is not None and chat.messages:
-            _remember(chat, remember)
-            if resume:  # who has gone on once may do so again
-                chat.try_park()
+        with load_model(args) as model:
+            return _print(args, model.name, model.stream(prompt, raw=True, **options))
+    with closing(load_chat_model(args)) as chatting:
+        resume = getattr(args, "resume", False)
+        if resume and (remember is None or not remember.is_file()):
+            raise OptionError("there is no earlier run to continue: leave out --continue")
+        chat = chatting.load_chat(remember) if resume and remember else chatting.chat()
+        if args.system is not None:
+            chat.system = args.system
+        try:
+            return _print(args, chatting.name, chat.stream(prompt, **options))
+        finally:
+            if remember is not None and chat.messages:
+                _remember(chat, remember)
+                if resume:  # who has gone on once may do so again
+                    with suppress(LocalrtError):
+                        chat.park()
 
 
-def _print(args: argparse.Namespace, model: Model, stream: Iterator[Chunk]) -> int:
+def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
     out = sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")
@@ -126,7 +124,7 @@ def _print(args: argparse.Namespace, model: Model, stream: Iterator[Chunk]) -> i
     assert last is not None, "a stream ends with a chunk that has a finish reason"
     if args.json:
         record = {
-            "model": model.name,
+            "model": name,
             "text": "".join(parts),
             "finish_reason": last.finish_reason,
             "metrics": last.metrics.to_dict(),

@@ -20,7 +20,7 @@ from localrt.answering.streams import joined
 from localrt.cli.loading import load_model
 from localrt.cli.options import constraint_options, sampling_options
 from localrt.cli.progress import StatusLine
-from localrt.errors import LocalrtError, OptionError
+from localrt.errors import OptionError
 from localrt.formatting import format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ def _print(args: argparse.Namespace, model: Model, prompts: Sequence[BatchPrompt
         line.close()
         if args.json:
             print(json.dumps(_record(prompt, answer), ensure_ascii=False), file=out)
-        elif isinstance(answer, LocalrtError):
-            print(f"localrt: line {prompt.line}: {answer}", file=sys.stderr)
+        elif answer.error is not None:
+            print(f"localrt: line {prompt.line}: {answer.error}", file=sys.stderr)
         else:
             print(f"==> {prompt.line} <==\n{answer.text}\n", file=out)
         out.flush()
-        if isinstance(answer, LocalrtError):
+        if answer.error is not None:
             failed += 1
         else:
             tokens += len(answer.token_ids)
@@ -175,30 +175,27 @@ def _print(args: argparse.Namespace, model: Model, prompts: Sequence[BatchPrompt
 
 
 def _in_order(
-    stream: Iterator[tuple[int, Chunk | LocalrtError]],
-) -> Iterator[Chunk | LocalrtError]:
+    stream: Iterator[tuple[int, Chunk]],
+) -> Iterator[Chunk]:
     """Whole answers in the order of their prompts, each as soon as it can be."""
     chunks: dict[int, list[Chunk]] = {}
-    whole: dict[int, Chunk | LocalrtError] = {}
+    whole: dict[int, Chunk] = {}
     following = 0
-    for index, item in stream:
-        if isinstance(item, LocalrtError):
-            whole[index] = item
-        else:
-            chunks.setdefault(index, []).append(item)
-            if item.finish_reason is not None:
-                whole[index] = joined(chunks.pop(index))
+    for index, chunk in stream:
+        chunks.setdefault(index, []).append(chunk)
+        if chunk.finish_reason is not None:
+            whole[index] = joined(chunks.pop(index))
         while following in whole:
             yield whole.pop(following)
             following += 1
 
 
-def _record(prompt: BatchPrompt, answer: Chunk | LocalrtError) -> dict[str, Any]:
+def _record(prompt: BatchPrompt, answer: Chunk) -> dict[str, Any]:
     record: dict[str, Any] = {"line": prompt.line}
     if prompt.id is not None:
         record["id"] = prompt.id
-    if isinstance(answer, LocalrtError):
-        return {**record, "error": str(answer)}
+    if answer.error is not None:
+        return {**record, "error": str(answer.error)}
     return {
         **record,
         "text": answer.text,

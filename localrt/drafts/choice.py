@@ -77,7 +77,7 @@ class Drafts:
         self._drafts: dict[str, _Loaded] = {}
         self._tuners: dict[str, Tuner] = {}
         self._made: dict[tuple[str, int | None, int | None, float], Speculation] = {}
-        self._archive = Archive()
+        self.archive = Archive()
 
     def speculation(self, options: Options) -> Speculation | None:
         """How to speculate under ``options``; None: not at all.
@@ -148,7 +148,7 @@ class Drafts:
         levels = {_LOOKUP: 0.0}
         lookup = draft is None or name != guesser or not explicit
         if lookup:
-            makers[_LOOKUP] = lambda _: NgramSource(self._archive)
+            makers[_LOOKUP] = lambda _: NgramSource(self.archive)
         if draft is not None:
             makers[draft.kind] = lambda session: draft.source(session, options)
             levels[draft.kind] = draft.level_share
@@ -160,7 +160,7 @@ class Drafts:
         if explicit:
             assert options.tree_budget is not None
             size = TreeSize(options.tree_budget, options.tree_depth or DEPTH)
-        archive = self._archive if lookup else None
+        archive = self.archive if lookup else None
         return Speculation(makers, tuner, fixed=size, archive=archive, note=loaded.note)
 
     def _draft(self, name: str, engine: NativeEngine, options: Options) -> _Loaded:

@@ -21,6 +21,7 @@ from localrt.offload.trace import PipelineCounts, Task
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
+    from localrt.offload.planner import Plan
     from localrt.quant.ops.experts import Routing
     from localrt.quant.ops.kv import Bytes
     from localrt.speculative.tree import TokenTree
@@ -185,13 +186,13 @@ class Engine(ABC):
     """A loaded model. Thread-safe: passes of several sessions take turns.
 
     A pass has at most ``pass_rows`` rows, of several sessions where it ``shares_passes``.
-    ``planned`` is what was forecast when weights were placed.
+    ``plan`` is what weights were placed by.
     """
 
     info: EngineInfo
     pass_rows: int = 512
     shares_passes: bool = False
-    planned: Forecast | None = None
+    plan: Plan | None = None
 
     @abstractmethod
     def session(self, capacity: int) -> EngineSession:

@@ -1,4 +1,4 @@
-"""What a generation takes and yields: options, chunks, metrics, log-probabilities.
+"""What a generation takes and yields: messages, chunks, metrics, log-probabilities.
 
 Plain values only: no engine, no tokenizer, nothing that needs numpy.
 """
@@ -7,17 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, Required, TypedDict
+
+from localrt.errors import LocalrtError
 
 __all__ = [
     "Chunk",
     "FinishReason",
+    "Message",
     "Metrics",
     "TokenLogprob",
     "ToolCall",
 ]
 
-FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "error"]
+
+
+class Message(TypedDict, total=False):
+    """One turn, in the form that chat templates take."""
+
+    role: Required[str]
+    content: Required[Any]
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[Any]]
+    tool_call_id: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,8 @@ class Chunk:
     ``text`` holds complete characters only and may be empty while a stop string or a character is
     still open. ``finish_reason`` is set on the last chunk alone, whose metrics are the whole run's,
     as are ``tool_calls``: what the model asks to be called, which ``text`` then leaves out. A
-    model's thinking is in ``text`` as ``<think>...</think>`` (``localrt.split_thinking``).
+    model's thinking is in ``text`` as ``<think>...</think>`` (``localrt.split_thinking``). In a
+    batch, ``error`` is what went wrong with this prompt alone, and the reason is ``"error"``.
     """
 
     text: str
@@ -96,3 +110,4 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
+    error: LocalrtError | None = None

@@ -11,16 +11,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from localrt.api import Model
 from localrt.errors import OptionError
 from localrt.evaluating.scoring import Tally, log_softmax
 from localrt.progress import Progress, ProgressCallback
-
-if TYPE_CHECKING:
-    from localrt.api import Model
 
 __all__ = ["Comparison", "Evaluation", "Windows", "evaluate", "text_windows"]
 

@@ -19,7 +19,7 @@ from localrt.history.database import Database
 from localrt.history.writer import AnswerWriter, is_alive, own_name, settle
 
 if TYPE_CHECKING:
-    from localrt.chat import Message
+    from localrt.engine.types import Message
 
 __all__ = ["Conversation", "Turn", "title_of"]
 

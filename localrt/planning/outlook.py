@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from localrt.errors import LocalrtError
 from localrt.loading.parts import LoadedModel
 from localrt.offload.memory.process import ram_budget
-from localrt.offload.planner import Plan, make_plan
+from localrt.offload.planner import make_plan
 from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.known_machine import known_machine
 from localrt.offload.planner.plan import Change
@@ -43,7 +43,7 @@ def outlook(
     settings: Settings | None = None,
 ) -> Outlook:
     """Of a loaded model, within the budgets that the user gave."""
-    plan: Plan | None = getattr(parts.engine, "plan", None)
+    plan = parts.engine.plan
     try:
         if plan is not None:
             nbytes = round(plan.request.shape.pass_nbytes)

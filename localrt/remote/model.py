@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from localrt.chat import ChatSession, Message
+from localrt.answering.status import ModelInfo
+from localrt.chat import ChatSession
 from localrt.closing import Closing
-from localrt.engine.options import Options
-from localrt.engine.types import Chunk
+from localrt.engine.options import Options, read_options
+from localrt.engine.types import Chunk, Message
 from localrt.errors import CancelledError, LocalrtError, OptionError
 from localrt.progress import Progress, ProgressCallback
 from localrt.remote.address import Address, read_address, shown
@@ -24,10 +25,7 @@ from localrt.remote.answer import ListedModel, Reader, events, listed_models, re
 from localrt.remote.http import Exchange
 from localrt.text.thinking import split_thinking
 
-if TYPE_CHECKING:
-    from localrt.api import Model, ModelInfo
-
-__all__ = ["RemoteChat", "RemoteModel", "connect"]
+__all__ = ["RemoteModel", "connect"]
 
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
@@ -116,14 +114,11 @@ class RemoteModel(Closing):
     """
 
     def __init__(self, address: Address, listed: ListedModel, notes: tuple[str, ...] = ()) -> None:
-        from localrt.api import ModelInfo
-
         self._address = address
         self._closed = threading.Event()
         self.name = listed.name
         self.defaults: dict[str, Any] = {}
-        self.keeper = _NoKeeper()
-        self.info: ModelInfo = ModelInfo(
+        self.info = ModelInfo(
             name=listed.name,
             path=Path(),
             architecture="",
@@ -147,19 +142,19 @@ class RemoteModel(Closing):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> RemoteChat:
+    ) -> ChatSession:
         """A conversation, as of ``Model.chat``."""
-        return RemoteChat(self, system=system, tools=tools, **options)
+        return ChatSession(self, system=system, tools=tools, **options)
 
     def load_chat(self, path: str | Path) -> ChatSession:
         """A conversation saved with ``ChatSession.save``."""
-        return RemoteChat.load(cast("Model", self), path)
+        return ChatSession.load(self, path)
 
     def count(self, prompt: str | Sequence[Message]) -> int:
         """About how many tokens a text or a conversation takes: the server's are not known."""
         if isinstance(prompt, str):
-            return -(-len(prompt.encode("utf-8", "replace")) // _BYTES_A_TOKEN)
-        return sum(self.count(str(message.get("content") or "")) + 4 for message in prompt)
+            return _text_tokens(prompt)
+        return sum(map(_estimated_tokens, prompt))
 
     def status(self, *, lanes: bool | None = None) -> None:
         """Nothing is known of a server's memory and passes."""
@@ -175,33 +170,53 @@ class RemoteModel(Closing):
         """Answers on their way end as cancelled."""
         self._closed.set()
 
-    # -- for ChatSession -------------------------------------------------------------------------
+    # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
 
-    def new_session(self) -> _Turn:
-        """What is known of a conversation between its answers."""
-        return _Turn({})
+    @property
+    def ctx(self) -> int:
+        """Tokens that the context holds; 0: the server does not tell."""
+        return self.info.ctx
 
-    def keep(self, session: object, to: str) -> int:
-        """There is no KV cache here to save."""
-        return 0
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuse what cannot be, and what only a model on this machine has."""
+        for name, usual in _HERE.items():
+            if options.get(name) not in (None, usual):
+                raise OptionError(
+                    f"{name} is for models on this machine: leave it out with a server"
+                )
+        read_options(options)
 
-    def stream_on(
+    def open_chat(self) -> _Conversation:
+        """A new conversation."""
+        return _Conversation(self._address, self.name, self._closed)
+
+
+class _Conversation:
+    """What is known here of a conversation: see ``ChatCache``. The server may keep more."""
+
+    def __init__(self, address: Address, model: str, closed: threading.Event) -> None:
+        self._address = address
+        self._model = model
+        self._closed = closed
+        self.tokens = 0
+        self.kv_nbytes = 0
+
+    def answer(
         self,
-        session: _Turn,
         messages: Sequence[Message],
-        options: Options,
+        options: Mapping[str, Any],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        cancel: threading.Event | None = None,
-        on_progress: ProgressCallback | None = None,
-    ) -> Iterator[Chunk]:
-        """Ask for the next turn of ``messages``, with what was chosen for this turn.
+        tools: Sequence[Mapping[str, Any]] | None,
+        cancel: threading.Event,
+        on_progress: ProgressCallback | None,
+    ) -> Generator[Chunk, None, None]:
+        """Ask for the next turn of ``messages``; options that nobody chose are the server's.
 
         Raises:
             LocalrtError: the server refuses, fails or goes away; chunks that came stay good.
         """
-        address, estimate = self._address, self.count(messages)
-        reader = Reader(address, estimate)
+        address = self._address
+        reader = Reader(address, sum(map(_estimated_tokens, messages)))
 
         def look() -> None:
             if self._closed.is_set() or (cancel is not None and cancel.is_set()):
@@ -209,7 +224,7 @@ class RemoteModel(Closing):
             if on_progress is not None and not reader.metrics.completion_tokens:
                 on_progress(Progress("prefill", 0, None, "tokens"))
 
-        body = _body(self.name, messages, options, session.chosen, tools)
+        body = _body(self._model, messages, read_options(options), options, tools)
         path = address.base + "/chat/completions"
         try:
             with Exchange(address, "POST", path, body, look=look) as exchange:
@@ -233,84 +248,29 @@ class RemoteModel(Closing):
             if reader.reason is None:  # else only the end of the stream was lost
                 raise
         metrics = reader.metrics
-        session.tokens = range(metrics.prompt_tokens + metrics.completion_tokens)
+        self.tokens = metrics.prompt_tokens + metrics.completion_tokens
         reason = "tool_calls" if reader.calls and reader.reason == "stop" else reader.reason
         info = {"finish_reason": reader.said_reason}
         yield Chunk(reader.end(), (), metrics, reason, tool_calls=reader.calls, info=info)
 
-
-class RemoteChat(ChatSession):
-    """A conversation with a ``RemoteModel``. Like any ``ChatSession``; parking saves nothing."""
-
-    def __init__(
-        self,
-        model: RemoteModel | Model,
-        *,
-        system: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> None:
-        # A chat needs of its model what both have.
-        super().__init__(cast("Model", model), system=system, tools=tools, **options)
-
-    def set(self, **options: Any) -> None:
-        """As of ``ChatSession``; what only a model on this machine has is refused."""
-        _refuse_own(options)
-        super().set(**options)
-
-    def stream(
-        self,
-        text: str | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        on_progress: ProgressCallback | None = None,
-        **options: Any,
-    ) -> Iterator[Chunk]:
-        """As of ``ChatSession``."""
-        _refuse_own(options)
-        given = {name: value for name, value in options.items() if value is not None}
-        chosen = {**self.options, **given}
-        return self._with(
-            chosen, super().stream(text, tools=tools, on_progress=on_progress, **options)
-        )
-
-    def _with(self, chosen: Mapping[str, Any], chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """``chunks``, which are asked for with what was chosen: the server has its own defaults."""
-        if not self._busy.locked():
-            self._session = cast(Any, _Turn(chosen, self.tokens_used))
-        yield from chunks
-
-
-class _Turn:
-    """In the place of an engine's session: what was chosen, and how many tokens there were."""
-
-    def __init__(self, chosen: Mapping[str, Any], tokens: int = 0) -> None:
-        self.chosen = chosen
-        self.tokens: Sequence[int] = range(tokens)
-        self.nbytes = 0
+    def park(self, to: str) -> int:
+        """There is no KV cache here to save."""
+        return 0
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-class _NoKeeper:
-    """In the place of who looks after KV caches: there are none here."""
+def _text_tokens(text: str) -> int:
+    return -(-len(text.encode("utf-8", "replace")) // _BYTES_A_TOKEN)
 
-    def returns(self, chat: ChatSession) -> None:
-        """The chat goes on."""
 
-    def waits(self, chat: ChatSession, tool: str) -> None:
-        """The chat waits."""
+def _estimated_tokens(message: Message) -> int:
+    return _text_tokens(str(message.get("content") or "")) + 4
 
 
 class _StoppedError(Exception):
     """The answer is not wanted any more."""
-
-
-def _refuse_own(options: Mapping[str, Any]) -> None:
-    for name, usual in _HERE.items():
-        if options.get(name) not in (None, usual):
-            raise OptionError(f"{name} is for models on this machine: leave it out with a server")
 
 
 def _is_stream(headers: Mapping[str, str]) -> bool:

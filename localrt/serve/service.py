@@ -9,10 +9,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from localrt.errors import LocalrtError, OptionError
+from localrt.errors import OptionError
 from localrt.offload.account import SERVER_NBYTES
 from localrt.serve.errors import ApiError
 from localrt.serve.metrics import Labels, Metrics, render
@@ -66,11 +66,11 @@ class Service:
     def open(self) -> None:
         """Start the batch. A reader that is behind pauses long before it is cut off."""
         options = self.options
-        self._take_ram(SERVER_NBYTES)
         self._live = self.model.live(
             most=options.max_running,
             buffer=_UNREAD_CHUNKS,
             patience_s=max(1.0, options.write_timeout_s),
+            reserve_ram=SERVER_NBYTES,
         )
 
     def stop(self) -> None:
@@ -84,13 +84,6 @@ class Service:
         live, self._live = self._live, None
         if live is not None:
             live.close()
-            self._take_ram(-SERVER_NBYTES)
-
-    def _take_ram(self, nbytes: int) -> None:
-        """Within a budget, weights make room for requests, threads and what is not sent yet."""
-        # Where there is no room at all, a few megabytes more than the budget are taken.
-        with suppress(LocalrtError):
-            self.model._parts.engine.take_ram(nbytes)
 
     @contextmanager
     def admitted(self, count: int = 1) -> Iterator[None]:

@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks import readme_tables, speculation
 from benchmarks.offload import load_record, save_record
-from benchmarks.speculation_child import forget_answers
 from benchmarks.speculation_llamacpp import generate
 from benchmarks.speculation_plot import draw_curve
 from benchmarks.speculation_prompts import humaneval, repeated_share, repeating, spread
 from benchmarks.speculation_run import Check, Setup, compared, take_turns
 from benchmarks.speculation_tables import speculation_short, speculation_table
 from localrt.errors import LocalrtError
+from tests.inside import core_of
 
 
 def setup(tmp_path: Path, **more: Any) -> Setup:
@@ -149,11 +149,11 @@ def test_contestants_take_turns_and_are_compared_by_prompt() -> None:
 
 def test_a_second_round_does_not_repeat_the_first_answer(tiny: Any) -> None:
     prompt = {"token_ids": [5, 6, 7], "max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
-    archive = tiny._drafts._archive
+    drafts = core_of(tiny).drafts
+    assert drafts is not None
     tiny.generate(**prompt, draft="ngram")
-    if len(archive):  # not where the engine cannot speculate
-        forget_answers(tiny)
-    assert len(archive) == 0
+    drafts.archive.clear()
+    assert len(drafts.archive) == 0
 
 
 # -- prompts ---------------------------------------------------------------------------------------

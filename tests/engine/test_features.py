@@ -16,6 +16,7 @@ import localrt
 from localrt.engine.native.engine import NativeEngine, NativeSession
 from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.tree import TokenTree
+from tests.inside import engine_of
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 TOKENS = [70, 101, 80, 33, 90, 120, 64, 77, 71, 102, 81, 99]
@@ -24,8 +25,8 @@ TOKENS = [70, 101, 80, 33, 90, 120, 64, 77, 71, 102, 81, 99]
 @pytest.fixture(scope="module")
 def engine(tiny_folder: Path) -> Iterator[NativeEngine]:
     with localrt.load(tiny_folder, draft="off") as model:
-        assert isinstance(model._parts.engine, NativeEngine)
-        yield model._parts.engine
+        assert isinstance(engine_of(model), NativeEngine)
+        yield engine_of(model)
 
 
 def plain(engine: NativeEngine, tokens: list[int]) -> np.ndarray:
@@ -44,7 +45,7 @@ def test_they_are_the_last_layers_outputs(tiny_folder: Path) -> None:
         model(torch.tensor([TOKENS]))
     theirs = (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).reshape(len(TOKENS), -1)
     with localrt.load(tiny_folder, format="f32", draft="off") as ours:
-        engine = ours._parts.engine
+        engine = engine_of(ours)
         assert isinstance(engine, NativeEngine)
         found = plain(engine, TOKENS)
     assert np.abs(found - theirs.numpy()).max() < 1e-4 * float(theirs.abs().max())

@@ -12,6 +12,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.routing import RoutingRecorder
 from localrt.errors import OptionError
 from localrt.offload.experts.trace import RoutingTrace
+from tests.inside import engine_of
 from tests.models.tiny import save_tiny, tokens
 
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def record(folder: Path, out: Path) -> RoutingTrace:
     """The routing of a prompt of 9 tokens and an answer of 5."""
     with localrt.load(folder, threads=1, draft="off") as model:
-        engine = model._parts.engine
+        engine = engine_of(model)
         assert isinstance(engine, NativeEngine)
         recorder = RoutingRecorder(engine, folder)
         model.generate(token_ids=tokens(9), max_tokens=5, temperature=0, ignore_eos=True)
@@ -46,7 +47,7 @@ def test_every_token_and_layer_is_recorded(folder: Path, tmp_path: Path) -> None
 def test_a_dense_model_has_no_routing(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     with localrt.load(tmp_path, threads=1, draft="off") as model:
-        engine = model._parts.engine
+        engine = engine_of(model)
         assert isinstance(engine, NativeEngine)
         with pytest.raises(OptionError, match="no mixture of experts"):
             RoutingRecorder(engine, tmp_path)

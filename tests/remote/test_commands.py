@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
 
 import pytest
 
 from localrt.cli import main
-from localrt.remote.model import RemoteModel, connect
+from localrt.remote.model import connect
 from localrt.tui.plain import PlainChat
 from tests.fake_endpoint import DONE, HEAD, delta, saying
 from tests.remote.conftest import KEY
@@ -65,22 +64,18 @@ def test_plain_chat(server: Running) -> None:
         system=None,
         options={"temperature": 0.0},
     )
-    assert chat.run(lambda progress: _as_model(connect(server.url, progress=progress))) == 0
+    assert chat.run(lambda progress: connect(server.url, progress=progress)) == 0
     text = out.getvalue()
     assert f"tiny at 127.0.0.1:{server.port}, context 512" in text
     assert "(stopped at max_tokens" in text or "max_tokens" in text
     assert "Error: draft is for models on this machine" in text
 
 
-def _as_model(remote: RemoteModel) -> Any:
-    return remote
-
-
 async def test_the_app_chats_through_it(server: Running) -> None:
     from localrt.tui import ChatApp
 
     app = ChatApp(
-        lambda progress: _as_model(connect(server.url, progress=progress)),
+        lambda progress: connect(server.url, progress=progress),
         model_name="127.0.0.1",
         system=None,
         options={"temperature": 0.0, "max_tokens": 6},
@@ -106,7 +101,7 @@ async def test_the_app_tells_that_a_server_went_away() -> None:
     replies.append(HEAD + delta("stop", content="Whole.") + DONE)
     with saying(lambda asked, connection: replies.pop(0)) as running:
         app = ChatApp(
-            lambda progress: _as_model(connect(running.url, progress=progress)),
+            lambda progress: connect(running.url, progress=progress),
             model_name="m",
             system=None,
             options={},

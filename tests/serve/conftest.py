@@ -19,6 +19,7 @@ from localrt.serve import ServeOptions, create_app, open_socket
 from localrt.serve.guard import LogLine
 from localrt.serve.server import Server
 from localrt.serve.service import Service
+from tests.inside import engine_of
 from tests.waits import wait_for
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
@@ -103,7 +104,7 @@ def server(model: localrt.Model) -> Iterator[Running]:
 @pytest.fixture
 def slow(model: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take 20 ms: time enough to go away in the middle."""
-    engine: Any = model._parts.engine
+    engine: Any = engine_of(model)
     extend = engine.extend_batch
 
     def slowly(*parts: Any, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.inside import engine_of
 from tests.serve.conftest import Running, serving
 from tests.waits import wait_for
 
@@ -125,7 +126,7 @@ def test_numbers_for_prometheus(model: Any) -> None:
 
 def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Any] = []
-    engine: Any = model._parts.engine
+    engine: Any = engine_of(model)
     extend = engine.extend_batch
     with serving(model, drain_s=100.0) as running:
 

@@ -19,6 +19,7 @@ from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.best_first import DECAY, likeliest
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import TokenTree
+from tests.inside import core_of, engine_of
 from tests.speculative.tiny_head import DRAFT_VOCAB, draft_tokens, write_tiny_head
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -33,9 +34,9 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("head")
     config = write_tiny_head(folder, tiny_folder)
     with localrt.load(tiny_folder, draft="off") as model:
-        engine = model._parts.engine
+        engine = engine_of(model)
         assert isinstance(engine, NativeEngine)
-        head = HeadDraft(str(folder), model._parts, engine)
+        head = HeadDraft(str(folder), core_of(model).parts, engine)
         yield engine, head, config
         head.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from localrt.api import ModelInfo
+from localrt.answering.status import ModelInfo
 from localrt.engine.options import read_options
 from localrt.engine.types import Chunk, FinishReason, Metrics
 from localrt.errors import StorageError

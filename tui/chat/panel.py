@@ -21,7 +21,7 @@ from localrt.errors import LocalrtError
 from localrt.tui.chat.panel_lines import PanelData, side_lines, strip_lines
 
 if TYPE_CHECKING:
-    from localrt import Flow, Model, Outlook, Status
+    from localrt import ChatModel, Flow, Outlook, Status
 
 __all__ = ["LivePanel"]
 
@@ -65,7 +65,7 @@ class LivePanel(Widget):
 
     def __init__(self, *, hide: str = "") -> None:
         super().__init__(id="live-panel")
-        self._model: Model | None = None
+        self._model: ChatModel | None = None
         self._data = PanelData(hide=hide)
         self._seen: deque[Status] = deque()
         self._rates: deque[float] = deque(maxlen=_RATES)
@@ -106,7 +106,7 @@ class LivePanel(Widget):
         self._tick()
         self.post_message(self.Shown(open))
 
-    def take(self, model: Model | None) -> None:
+    def take(self, model: ChatModel | None) -> None:
         """Another model, or none."""
         self._model = model
         self._seen.clear()

@@ -18,7 +18,7 @@ from localrt.tui.preferences import Preset, PresetsFile
 from localrt.tui.text import human_count
 
 if TYPE_CHECKING:
-    from localrt import ChatSession, Model
+    from localrt import ChatModel, ChatSession
 
 __all__ = ["Session", "library_defaults"]
 
@@ -33,7 +33,7 @@ class Session:
     """
 
     def __init__(
-        self, model: Model, conversation: OpenConversation, options: dict[str, Any]
+        self, model: ChatModel, conversation: OpenConversation, options: dict[str, Any]
     ) -> None:
         self.model = model
         self.conversation = conversation

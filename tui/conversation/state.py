@@ -18,7 +18,7 @@ from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.conversation.session import Session
 
 if TYPE_CHECKING:
-    from localrt import Conversation, ConversationInfo, Model
+    from localrt import ChatModel, Conversation, ConversationInfo
 
 __all__ = ["ChatState", "Defaults"]
 
@@ -58,7 +58,7 @@ class ChatState:
         self.model_name = model
         self.session: Session | None = None
         self.notes: tuple[str, ...] = ()
-        self._model: Model | None = None
+        self._model: ChatModel | None = None
         self._on_problem: Callable[[str], None] = self._note
         self._on_moved = on_moved
         self.history = self._memory
@@ -80,13 +80,13 @@ class ChatState:
         """The conversations of the history, those used last first."""
         return self.history.list(search, limit=500)
 
-    def take_model(self, model: Model) -> Session:
+    def take_model(self, model: ChatModel) -> Session:
         """A model is loaded: it goes on with the conversation."""
         self._model, self.model_name = model, model.info.name
         self.session = Session(model, self.conversation, self.options)
         return self.session
 
-    def drop_model(self) -> tuple[Session | None, Model | None]:
+    def drop_model(self) -> tuple[Session | None, ChatModel | None]:
         """Part from the model and its session, to be ended; the conversation stays."""
         left = self.session, self._model
         self.session = self._model = None

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from localrt.engine.types import Chunk
 from localrt.errors import (
     CancelledError,
     ContextOverflowError,
-    LocalrtError,
     MemoryBudgetError,
     OptionError,
 )
@@ -33,10 +31,7 @@ from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["BatchLimits", "Item", "check_request", "generate_batch", "kv_room"]
-
-# A request's number, with its next chunk or what went wrong with it alone.
-Item: TypeAlias = tuple[int, Chunk | LocalrtError]
+__all__ = ["BatchLimits", "check_request", "generate_batch", "kv_room"]
 
 # The rest is for activations, and for what else the machine does meanwhile.
 _KV_SHARE = 0.8
@@ -102,11 +97,11 @@ def generate_batch(
     *,
     cancel: threading.Event,
     on_progress: ProgressCallback | None = None,
-) -> Generator[Item, None, None]:
+) -> Generator[tuple[int, Chunk], None, None]:
     """The chunks of every request, each with its request's number, as they come.
 
     ``requests`` have passed ``check_request``. Those waiting start in order, as soon as one on its
-    way has finished. What fails one sequence is its last item; what fails a pass is raised. An
+    way has finished. What fails one sequence is in its last chunk; what fails a pass is raised. An
     engine that cannot join sequences runs one after another. ``on_progress`` counts finished
     prompts, with the tokens so far in ``detail``, after every pass.
 
@@ -144,7 +139,7 @@ class _Batch:
         if limits.size is not None and engine.shares_passes:
             self._check_size(limits.size, limits.room)
 
-    def run(self, on_progress: ProgressCallback | None) -> Generator[Item, None, None]:
+    def run(self, on_progress: ProgressCallback | None) -> Generator[tuple[int, Chunk], None, None]:
         """Pass after pass, until all have finished or all are cancelled."""
         schedule, waiting = self._schedule, self._waiting
         total, finished, tokens = len(waiting.sequences), 0, 0
@@ -152,11 +147,11 @@ class _Batch:
             try:
                 while waiting.sequences or schedule.sequences:
                     self._check()
-                    for sequence, items in schedule.step():
+                    for sequence, chunks in schedule.step():
                         finished += sequence.done
-                        for item in items:
-                            tokens += len(item.token_ids) if isinstance(item, Chunk) else 0
-                            yield sequence.owner, item
+                        for chunk in chunks:
+                            tokens += len(chunk.token_ids)
+                            yield sequence.owner, chunk
                     if on_progress is not None:
                         detail = f"{tokens} tokens"
                         on_progress(Progress("batch", finished, total, "prompts", detail))

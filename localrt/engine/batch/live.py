@@ -17,7 +17,7 @@ from localrt.engine.batch.batch import check_request
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.live_answer import LiveAnswer
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
-from localrt.engine.batch.sequence import BatchSequence, Items
+from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
@@ -231,11 +231,10 @@ class Live:
         for seq, found in items:
             self._give(seq, found)
 
-    def _give(self, seq: BatchSequence[LiveAnswer], items: Items) -> None:
-        for item in items:
-            if isinstance(item, Chunk):
-                self._count(seq.owner, item)
-        if not seq.owner.put(items):
+    def _give(self, seq: BatchSequence[LiveAnswer], chunks: Chunks) -> None:
+        for chunk in chunks:
+            self._count(seq.owner, chunk)
+        if not seq.owner.put(chunks):
             seq.request.cancel.set()  # who cannot be told is gone
 
     def _count(self, answer: LiveAnswer, chunk: Chunk) -> None:

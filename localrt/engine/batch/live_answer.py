@@ -9,10 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from localrt.engine.batch.sequence import Items
+from localrt.engine.batch.sequence import Chunks
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
-from localrt.errors import LocalrtError
 
 __all__ = ["LiveAnswer"]
 
@@ -37,7 +36,7 @@ class LiveAnswer(Iterator[Chunk]):
         self._wake = wake
         self._notify = notify
         self._changed = threading.Condition()
-        self._items: deque[Chunk | LocalrtError] = deque()
+        self._unread: deque[Chunk] = deque()
         self._over = False
         self._full = False
 
@@ -45,15 +44,15 @@ class LiveAnswer(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         with self._changed:
-            while not self._items and not self._over:
+            while not self._unread and not self._over:
                 self._changed.wait()
-            if not self._items:
+            if not self._unread:
                 raise StopIteration
-            item = self._items.popleft()
+            chunk = self._unread.popleft()
         self._taken()
-        if isinstance(item, LocalrtError):
-            raise item
-        return item
+        if chunk.error is not None:
+            raise chunk.error
+        return chunk
 
     def take(self) -> list[Chunk]:
         """All chunks that are there, at once.
@@ -61,23 +60,22 @@ class LiveAnswer(Iterator[Chunk]):
         Raises:
             LocalrtError: what went wrong, when all chunks before it have been taken.
         """
-        chunks: list[Chunk] = []
         with self._changed:
-            while self._items and isinstance(self._items[0], Chunk):
-                chunk = self._items.popleft()
-                assert isinstance(chunk, Chunk)
-                chunks.append(chunk)
-            error = self._items.popleft() if self._items and not chunks else None
+            chunks = list(self._unread)
+            if len(chunks) > 1 and chunks[-1].error is not None:
+                chunks.pop()
+            for _ in chunks:
+                self._unread.popleft()
         self._taken()
-        if isinstance(error, LocalrtError):
-            raise error
+        if chunks and chunks[-1].error is not None:
+            raise chunks[-1].error
         return chunks
 
     @property
     def over(self) -> bool:
         """Whether all has been read."""
         with self._changed:
-            return self._over and not self._items
+            return self._over and not self._unread
 
     def cancel(self) -> None:
         """Stop; the last chunk has finish reason ``"cancelled"``."""
@@ -86,7 +84,7 @@ class LiveAnswer(Iterator[Chunk]):
 
     def _taken(self) -> None:
         with self._changed:
-            goes_on = self._full and 2 * len(self._items) <= self._limit
+            goes_on = self._full and 2 * len(self._unread) <= self._limit
             self._full = self._full and not goes_on
         if goes_on:
             self._wake()
@@ -98,17 +96,14 @@ class LiveAnswer(Iterator[Chunk]):
         """Whether the reader is so far behind that nothing more should be computed for it."""
         return self._full
 
-    def put(self, items: Items) -> bool:
+    def put(self, chunks: Chunks) -> bool:
         """Add what a pass has brought; False where the reader cannot be told."""
         with self._changed:
             if self._over:
                 return True
-            self._items.extend(items)
-            last = items[-1] if items else None
-            self._over = isinstance(last, LocalrtError) or (
-                last is not None and last.finish_reason is not None
-            )
-            self._full = not self._over and len(self._items) >= self._limit
+            self._unread.extend(chunks)
+            self._over = bool(chunks) and chunks[-1].finish_reason is not None
+            self._full = not self._over and len(self._unread) >= self._limit
             self._changed.notify_all()
         if self._notify is None:
             return True

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
-from localrt.engine.batch.sequence import BatchSequence, Items, Owner
+from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.errors import LocalrtError, MemoryBudgetError
@@ -100,7 +100,7 @@ class Schedule(Generic[Owner]):
         """Bytes that caches take now."""
         return sum(session.nbytes for _, session in self._live) + self._idle_bytes()
 
-    def step(self) -> list[tuple[BatchSequence[Owner], Items]]:
+    def step(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Let those in who have room, compute one pass, and let those out who have finished.
 
         Raises:
@@ -124,7 +124,7 @@ class Schedule(Generic[Owner]):
         self._idle += [session for other, session in self._live if other is seq]
         self._live = [(other, session) for other, session in self._live if other is not seq]
 
-    def end(self, seq: BatchSequence[Owner]) -> Items:
+    def end(self, seq: BatchSequence[Owner]) -> Chunks:
         """``seq`` leaves, started or not; its last chunk."""
         self.remove(seq)
         return [seq.end("cancelled")]
@@ -150,9 +150,9 @@ class Schedule(Generic[Owner]):
 
     # -- one step --------------------------------------------------------------------------------
 
-    def _join(self) -> list[tuple[BatchSequence[Owner], Items]]:
+    def _join(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start waiting sequences while there is room; the errors of those that cannot start."""
-        failed: list[tuple[BatchSequence[Owner], Items]] = []
+        failed: list[tuple[BatchSequence[Owner], Chunks]] = []
         while len(self._live) < self._most and (seq := self._waiting.first()) is not None:
             try:
                 session = self._session(seq)
@@ -205,7 +205,7 @@ class Schedule(Generic[Owner]):
                 break
             self._postpone()
 
-    def _guessed(self) -> list[tuple[BatchSequence[Owner], Items]]:
+    def _guessed(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """What a sequence that is alone gets from guessing ahead; nothing where it does not."""
         if len(self._live) != 1:
             for seq in self.sequences:
@@ -224,7 +224,7 @@ class Schedule(Generic[Owner]):
         finally:
             self.passes += steps.passes - passes
 
-    def _advance(self) -> list[tuple[BatchSequence[Owner], Items]]:
+    def _advance(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Compute one pass; what follows for the sequences that have no more pending tokens."""
         parts = self._parts()
         if not parts:
@@ -257,7 +257,7 @@ class Schedule(Generic[Owner]):
 
     def _with_guesses(
         self, parts: Sequence[Prompt[Owner]]
-    ) -> list[tuple[BatchSequence[Owner], Items]] | None:
+    ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
         """A pass of these, and of guesses behind the answers; None where nobody guesses."""
         running = [(seq, session) for seq, session, _ in parts if len(seq.pending) == 1]
         if not running:

@@ -18,11 +18,11 @@ from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 
-__all__ = ["BatchSequence", "Items", "Owner"]
+__all__ = ["BatchSequence", "Chunks", "Owner", "failed"]
 
 Owner = TypeVar("Owner")
-# What a pass has brought a sequence: chunks, or what went wrong with it alone.
-Items: TypeAlias = Sequence[Chunk | LocalrtError]
+# What a pass has brought a sequence.
+Chunks: TypeAlias = Sequence[Chunk]
 
 
 class BatchSequence(Generic[Owner]):
@@ -84,7 +84,7 @@ class BatchSequence(Generic[Owner]):
                 self._speculation = None
         return self._steps
 
-    def step(self, steps: Stepper, check: Check) -> Items:
+    def step(self, steps: Stepper, check: Check) -> Chunks:
         """What follows from its pending token, and from guesses behind it."""
         (token,) = self.pending
         return self.accept(steps.advance(token, self.left, check))
@@ -115,17 +115,17 @@ class BatchSequence(Generic[Owner]):
         if guesser is not None:
             guesser.finish()
 
-    def accept(self, logits: Logits) -> Items:
+    def accept(self, logits: Logits) -> Chunks:
         """What follows from the logits (vocab,) after all pending tokens."""
         try:
             return self._accept(logits)
         except LocalrtError as error:
             return self.fail(error)
 
-    def fail(self, error: LocalrtError) -> Items:
-        """It ends here, with ``error`` in place of a last chunk."""
+    def fail(self, error: LocalrtError) -> Chunks:
+        """It ends here with ``error``."""
         self.done = True
-        return [error]
+        return [failed(error)]
 
     def _accept(self, logits: Logits) -> list[Chunk]:
         answer = self._answer
@@ -148,3 +148,8 @@ class BatchSequence(Generic[Owner]):
         request = self.request
         metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
         return Chunk("", (), metrics, reason)
+
+
+def failed(error: LocalrtError) -> Chunk:
+    """The only chunk of a prompt that cannot run."""
+    return Chunk("", (), Metrics(), "error", error=error)

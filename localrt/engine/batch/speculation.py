@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Generic, TypeAlias
 
-from localrt.engine.batch.sequence import BatchSequence, Items, Owner
+from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.engine.speculation import Guesser, TreePass
 from localrt.errors import MemoryBudgetError
@@ -42,7 +42,7 @@ class BatchSpeculation(Generic[Owner]):
 
     def advance(
         self, running: Sequence[Running[Owner]], prompts: Sequence[Prompt[Owner]]
-    ) -> list[tuple[BatchSequence[Owner], Items]] | None:
+    ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
         """One pass over all, ``running`` with one pending token each; None where nobody guesses.
 
         ``prompts`` are those of whose pending tokens the pass computes some, the first ones. None
@@ -135,7 +135,7 @@ class BatchSpeculation(Generic[Owner]):
             self._rest = min(int(thinking / (_LOOKING * plain)), _LONGEST_REST)
 
 
-def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Items:
+def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Chunks:
     """What the sequence says along its tree."""
     said = list(seq.accept(computed.first))
     while not seq.done and (logits := computed.after(seq.pending[0])) is not None:

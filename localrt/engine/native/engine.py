@@ -75,8 +75,6 @@ class NativeEngine(Engine):
         plan: Plan | None = None,
     ) -> None:
         self.plan = plan
-        if plan is not None:
-            self.planned = Forecast(plan.prediction.tok_s, plan.prediction.ceiling_tok_s)
         self._decoder: Decoder | PlacedDecoder | None = decoder
         self._pipeline = pipeline
         self.pass_rows = pass_rows

@@ -1,0 +1,373 @@
+"""A loaded model that answers: what ``Model``, chats, batches and the server have in common.
+
+It turns prompts into requests, runs them on sessions, and looks after caches, budgets, drafts and
+what the model is doing. ``Model`` is its public face; nothing else opens one.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from localrt.answering.budgets import Budgets
+from localrt.answering.parking import Parking, prompt_cache
+from localrt.answering.requests import RequestBuilder
+from localrt.answering.status import ModelInfo, Status
+from localrt.answering.watching import Watch
+from localrt.drafts.choice import Drafts
+from localrt.drafts.loading import draft_loader, load_beside
+from localrt.engine.loop import generate
+from localrt.engine.options import read_options
+from localrt.engine.parking.keeper import PERSON, Tier
+from localrt.engine.parking.prompt_cache import PromptCache
+from localrt.engine.pool import SessionPool
+from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.request import Request
+from localrt.engine.types import Chunk, Message
+from localrt.errors import ContextOverflowError, LocalrtError, OptionError
+from localrt.hub import resolve
+from localrt.hub.usage import note_use
+from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.free_memory import return_free_memory
+from localrt.progress import ProgressCallback
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.planning.outlook import Outlook
+
+__all__ = ["Core", "open_core"]
+
+_PATIENCE_S = 2.0  # for an answer that nobody reads any more
+
+
+def open_core(
+    model: str,
+    options: LoadOptions,
+    *,
+    draft: str = "auto",
+    revision: str | None = None,
+    offline: bool | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> Core:
+    """Find and load a model, and what drafts for it; see ``localrt.load``."""
+    read_options({"draft": draft})
+    settings = Settings.from_environment()
+    found = resolve(
+        model,
+        settings=settings,
+        revision=revision,
+        offline=offline,
+        progress=progress,
+        cancel=cancel,
+    )
+    with load_beside(
+        draft,
+        options,
+        settings,
+        target=found.path,
+        offline=offline,
+        progress=progress,
+        cancel=cancel,
+    ) as beside:
+        parts = beside.target(
+            lambda own: load_parts(
+                found.path, own, settings=settings, progress=progress, cancel=cancel
+            )
+        )
+        drafts = Drafts(parts, draft_loader(options, settings, offline=offline))
+        beside.hand_over(drafts)
+    note_use(found.name, settings)
+    return Core(
+        found.name,
+        parts,
+        {"draft": draft},
+        ram=options.ram,
+        gpu_memory=options.gpu_memory,
+        drafts=drafts,
+        prompts=prompt_cache(parts, settings),
+    )
+
+
+class Core:
+    """Thread-safe. ``defaults`` are the options of requests that say nothing else."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: LoadedModel,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        ram: int | None = None,
+        gpu_memory: int | None = None,
+        drafts: Drafts | None = None,
+        prompts: PromptCache | None = None,
+    ) -> None:
+        self.name = name
+        self.parts = parts
+        self.drafts = drafts
+        self.defaults: dict[str, Any] = {**parts.defaults, **(defaults or {})}
+        self.info = _describe(name, parts)
+        self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
+        self.parking = Parking(parts.engine, prompts, self.budgets)
+        self._requests = RequestBuilder(parts, drafts)
+        # Where weights are streamed, an idle cache is memory that they would need.
+        keep = 1 if parts.engine.info.streamed else 4
+        self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
+        self._watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
+        self._chats: WeakSet[KvChatCache] = WeakSet()
+
+    @property
+    def engine(self) -> Engine:
+        """What computes."""
+        return self.parts.engine
+
+    @property
+    def ctx(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.parts.ctx
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's.
+
+        Raises:
+            TokenizerError: it has none.
+        """
+        return self._requests.tokenizer
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of a conversation as the chat template writes it before an answer."""
+        return self._requests.render(messages, tools)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def request(
+        self,
+        prompt: str | Sequence[Message] | None,
+        options: Mapping[str, Any],
+        *,
+        token_ids: Sequence[int] | None = None,
+        raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cancel: threading.Event | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> Request:
+        """What ``Model.stream`` takes, checked and in tokens.
+
+        Raises:
+            LocalrtError: the prompt or an option cannot be used.
+        """
+        return self._requests.make(
+            prompt,
+            read_options(self.defaults, options),
+            token_ids=token_ids,
+            raw=raw,
+            tools=tools,
+            cancel=cancel,
+            on_progress=on_progress,
+        )
+
+    def stream(self, request: Request) -> Iterator[Chunk]:
+        """Its chunks, on a session of the pool."""
+        with self._pool.lease(request.prompt) as session:
+            yield from self.stream_on(self._watch.holds(session), request)
+
+    def stream_on(self, session: EngineSession, request: Request) -> Iterator[Chunk]:
+        """Its chunks, on a session that the caller owns."""
+        return self._watch.over(generate(session, self.parts.tokenizer, request))
+
+    def new_session(self) -> EngineSession:
+        """A session of the whole context, outside the pool."""
+        return self._watch.holds(self.engine.session(self.ctx))
+
+    def check_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """The same ids.
+
+        Raises:
+            ContextOverflowError: they are more than the context holds.
+            OptionError: one is outside the vocabulary.
+        """
+        ids = [int(token) for token in token_ids]
+        if len(ids) > self.ctx:
+            raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {self.ctx}")
+        if ids and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:
+            raise OptionError(f"token ids must be from 0 to {self.info.vocab_size - 1}")
+        return ids
+
+    # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Whether a chat can have these options.
+
+        Raises:
+            OptionError: an unknown name or an impossible value.
+        """
+        read_options(self.defaults, options)
+
+    def open_chat(self) -> KvChatCache:
+        """What a new conversation keeps here from answer to answer."""
+        chat = KvChatCache(self)
+        self._chats.add(chat)
+        return chat
+
+    # -- what it is doing, and its life ----------------------------------------------------------
+
+    def status(self, *, lanes: bool | None = None) -> Status:
+        """See ``Model.status``."""
+        return self._watch.status(lanes=lanes)
+
+    def advise(self) -> Outlook:
+        """See ``Model.advise``."""
+        # Brings the planner, a megabyte that a model in memory does without.
+        from localrt.planning.outlook import outlook
+
+        found = outlook(self.parts, ram=self.budgets.ram, gpu_memory=self.budgets.gpu_memory)
+        self._watch.token_bytes = found.token_bytes
+        self._watch.ceiling_tok_s = found.ceiling_tok_s
+        return found
+
+    def set_budget(self, *, ram: int | None, gpu_memory: int | None) -> None:
+        """See ``Model.set_budget``; bytes."""
+        if ram is not None:
+            self.budgets.set_ram(ram, free=self._pool.free)
+        if gpu_memory is not None:
+            self.budgets.set_gpu_memory(gpu_memory)
+
+    def unload(self) -> None:
+        """``close``, and free what conversations and the tokenizer take."""
+        for chat in list(self._chats):
+            chat.let_go()
+        self.close()
+        gone = "the model is closed: load it again"
+        self.parts = replace(self.parts, tokenizer=None, tokenizer_problem=gone)
+        self.drafts, self._requests = None, RequestBuilder(self.parts)
+        gc.collect()
+        return_free_memory()
+
+    def close(self) -> None:
+        """Free weights and caches."""
+        self.parking.close()
+        self._pool.close()
+        if self.drafts is not None:
+            self.drafts.close()
+        self.engine.close()
+
+
+class KvChatCache:
+    """A conversation's session, which it keeps from answer to answer; parked while it waits."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._session: EngineSession | None = None
+        self._lock = threading.Lock()  # held while it answers, and while it is moved
+        self._cancel = threading.Event()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the KV cache."""
+        return len(self._session.tokens) if self._session is not None else 0
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes that the KV cache takes in memory."""
+        return self._session.nbytes if self._session is not None else 0
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        cancel: threading.Event,
+        on_progress: ProgressCallback | None,
+    ) -> Generator[Chunk, None, None]:
+        """The next turn of ``messages``."""
+        core, parking = self._core, self._core.parking
+        tool = PERSON  # whom it will wait for
+        self._lock.acquire()
+        self._cancel = cancel
+        parking.keeper.returns(self)
+        try:
+            if self._session is None:
+                self._session = core.new_session()
+            request = core.request(
+                messages, options, tools=tools, cancel=cancel, on_progress=on_progress
+            )
+            request = replace(request, restore=parking.restore)
+            for chunk in core.stream_on(self._session, request):
+                if chunk.tool_calls:
+                    tool = chunk.tool_calls[0].name
+                yield chunk
+        finally:
+            self._lock.release()
+            parking.keeper.waits(self, tool)
+
+    def park(self, to: Tier) -> int:
+        """See ``ChatSession.park``."""
+        with self._lock:
+            return self._park(to)
+
+    def try_park(self, to: Tier) -> bool:
+        """See ``Parkable``."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._park(to) > 0
+        except LocalrtError:
+            return False
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Free the KV cache, once the answer on its way has ended."""
+        with self._lock:
+            self._free()
+
+    def let_go(self) -> None:
+        """``close`` without waiting long: an answer that nobody reads any more keeps its cache."""
+        self._cancel.set()
+        if self._lock.acquire(timeout=_PATIENCE_S):
+            try:
+                self._free()
+            finally:
+                self._lock.release()
+
+    def _park(self, to: Tier) -> int:
+        saved = self._core.parking.save(self._session, to)
+        if saved:
+            self._free()
+        return saved
+
+    def _free(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+
+def _describe(name: str, parts: LoadedModel) -> ModelInfo:
+    engine = parts.engine.info
+    return ModelInfo(
+        name=name,
+        path=parts.path,
+        architecture=engine.architecture,
+        parameters=engine.parameters,
+        layers=engine.layers,
+        vocab_size=engine.vocab_size,
+        engine=engine.engine,
+        device=engine.device,
+        format=engine.format,
+        weight_bytes=engine.weight_bytes,
+        context_length=engine.context_length,
+        ctx=parts.ctx,
+        has_chat_template=not parts.template.is_plain,
+        exactness=engine.exactness,
+        notes=parts.notes,
+    )
