@@ -37,7 +37,7 @@ __all__ = [
 
 HEAD_FILE = "draft_head.safetensors"
 MOST_BLOCKS = 5  # more gained nothing for Dovetail
-_KEY, _VERSION = "localrt_draft_head", "1"  # in the metadata
+_KEY, _VERSION = "localrt_draft_head", 1  # one key: the order of several is not fixed
 _VOCABULARY = "draft_tokens"
 _PREFERRED = "int8-g32"  # where its groups divide all rows
 
@@ -226,11 +226,12 @@ def write_head(
         packed = pack(array, format_ if array.ndim == 2 else F32, name=name)
         arrays[name] = packed.data if array.ndim == 2 else array
     record = {
+        "version": _VERSION,
         "weight_format": format_name,
         "head": asdict(config),
         "about": dict(about or {}),
     }
-    data = save(arrays, {_KEY: _VERSION, "config": json.dumps(record)})
+    data = save(arrays, {_KEY: json.dumps(record)})
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -303,16 +304,15 @@ def _open(
 
 
 def _config(file: Path, metadata: Mapping[str, str]) -> tuple[Mapping[str, Any], HeadConfig]:
-    version = metadata.get(_KEY)
-    if version is None:
+    if _KEY not in metadata:
         raise CheckpointError(f"{file} is no draft head's")
-    if version != _VERSION:
-        raise CheckpointError(
-            f"{file} is of version {version!r}, and this localrt reads {_VERSION}: "
-            "train the head again, or take a newer localrt"
-        )
     try:
-        record = json.loads(metadata["config"])
+        record = json.loads(metadata[_KEY])
+        if record["version"] != _VERSION:
+            raise CheckpointError(
+                f"{file} is of version {record['version']}, and this localrt reads {_VERSION}: "
+                "train the head again, or take a newer localrt"
+            )
         target = HeadTarget(**record["head"]["target"])
         return record, HeadConfig(**{**record["head"], "target": target})
     except (ValueError, TypeError, LookupError) as error:

@@ -1,6 +1,6 @@
 """``localrt draft train TARGET``: train a small head that guesses what a model says next.
 
-What was interrupted is gone on with by the same command.
+The same command continues what was interrupted.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from localrt.cli.loading import resolve_model
@@ -23,9 +24,9 @@ from localrt.settings import Settings
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
-The model writes text itself (--generate), going on from pieces of --text and in conversations that
-it invents; the head learns to guess it. Then: localrt run TARGET --draft DIR (--draft head finds
-one in the default folder). Torch is needed: pip install 'localrt[quantize]'.
+The model writes text itself (--generate), from pieces of --text and in conversations that it
+invents; the head learns to guess it. Then: localrt run TARGET --draft DIR (--draft head finds one
+in the default folder). Torch is needed: pip install 'localrt[quantize]'.
 """
 
 _PLAIN_LINE_S = 60.0  # between lines where the output is no terminal
@@ -79,13 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and say where the head lies and how well it guesses."""
-    names = ("generate", "tokens", "depth", "vocab", "length", "batch", "seed")
+    names = [field.name for field in fields(DraftTraining)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     training = DraftTraining(**given)  # before anything is downloaded
-    if args.threads is not None and args.threads < 1:
-        raise OptionError(f"threads must be at least 1, is {args.threads}")
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        raise OptionError(f"device must be cpu or cuda, is {args.device!r}")
     text = None if args.text is None else read_text(args.text)
     if training.generate == 0 and text is None:
         raise OptionError("there is nothing to learn from: give --text, or --generate above 0")
@@ -99,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
             args.out or settings.data_dir / TRAINED / base,
             training,
             text=text,
-            device=args.device,
-            threads=args.threads,
             keep=args.keep_work,
             progress=line,
         )

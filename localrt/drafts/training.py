@@ -1,8 +1,7 @@
 """Trains a draft head for a target: text that it writes, its hidden states, and many steps.
 
 Everything that takes long is kept in the folder ``work`` of the result: sequences as they are
-written, weights and optimizers once a minute. The same call goes on from there, to the same head.
-What the steps are is ``training_torch.py``'s, where text comes from ``text.py``'s.
+written, weights and optimizers once a minute. The same call continues from there, to the same head.
 """
 
 from __future__ import annotations
@@ -10,22 +9,21 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localrt.drafts.data import SequenceFiles
-from localrt.drafts.text import learnt_text
-from localrt.drafts.training_work import DraftTraining, Reporter
+from localrt.drafts.training_data import SequenceFiles, learnt_text
+from localrt.drafts.training_options import DraftTraining, Reporter
 from localrt.errors import MissingExtraError, OptionError
 from localrt.progress import ProgressCallback
 from localrt.speculative.draft_head_file import is_head_folder, write_head
 
 if TYPE_CHECKING:
-    from localrt.drafts.training_torch import LevelScore, Trainer
+    from localrt.drafts.training_torch import Trainer
 
 __all__ = ["DraftTraining", "TrainingReport", "train_draft"]
 
@@ -44,7 +42,7 @@ class TrainingReport:
     """
 
     path: Path
-    nbytes: int = 0
+    nbytes: int
     steps: int
     tokens: int
     text_tokens: int
@@ -62,15 +60,13 @@ def train_draft(
     training: DraftTraining,
     *,
     text: str | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
     keep: bool = False,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> TrainingReport:
     """Train a head for the model at ``target`` and write it to the folder ``out``.
 
-    The same arguments go on with what was interrupted. ``text`` gives beginnings that the target
+    The same arguments continue what was interrupted. ``text`` gives beginnings that the target
     continues. ``keep`` leaves what was written in ``out/work``: about 2 bytes times the hidden size
     for each token. ``progress`` gets ``Progress`` of the stages ``"load"``, ``"write"`` and
     ``"train"``, in tokens.
@@ -82,90 +78,64 @@ def train_draft(
         StorageError: the disk is full or fails.
         CancelledError: ``cancel`` was set.
     """
-    torch_part = _torch_part()
-    work = out / "work"
-    if is_head_folder(out) and not work.exists():
-        raise OptionError(f"{out} holds a draft head already: choose another --out")
-    report = Reporter(progress, cancel)
-    learnt_from = learnt_text(
-        target, work, training, text, device=device, threads=threads, report=report
-    )
-    files = learnt_from.files
-    tokens = files.tokens()
-    sequences = range(files.count)
-    tested = sequences[-min(_TESTED, max(1, files.count // 8)) :]
-    learnt = sequences[: -len(tested)]
-    if not learnt:
-        raise OptionError(
-            f"{tokens.size} tokens are too few to learn from: at least {2 * training.length} are "
-            "needed (--generate, --text)"
-        )
-    wanted = training.tokens or 3 * tokens.size
-    total = max(1, round(wanted / (training.batch * training.length)))
-    trainer = torch_part.Trainer(
-        learnt_from.config,
-        torch_part.freeze(learnt_from),
-        total=total,
-        levels=_LEVELS,
-        seed=training.seed,
-        device=device if device.startswith("cuda") else "cpu",
-        threads=threads,
-    )
-    _train(trainer, files, learnt, training, total, work / _STATE, report)
-    scores = torch_part.mean_scores(list(_tested(trainer, files, tested, training.batch)))
-    trained = TrainingReport(
-        path=out,
-        steps=total,
-        tokens=total * training.batch * training.length,
-        text_tokens=int(tokens.size),
-        agreed=tuple(round(score.agreed, 4) for score in scores),
-        loss=tuple(round(score.loss, 4) for score in scores),
-    )
-    record = trained.to_dict()
-    about = {name: record[name] for name in record if name not in ("path", "nbytes")}
-    nbytes = write_head(
-        out, learnt_from.config, learnt_from.draft_tokens, trainer.weights(), about=about
-    )
-    if not keep:
-        shutil.rmtree(work, ignore_errors=True)
-    return replace(trained, nbytes=nbytes)
-
-
-def _torch_part() -> Any:
-    """The module that computes.
-
-    Raises:
-        MissingExtraError: torch is not installed.
-    """
     try:
-        from localrt.drafts import training_torch
+        from localrt.drafts.training_torch import Trainer  # torch takes seconds to import
     except ImportError as error:
         raise MissingExtraError(
             "training computes with torch: pip install 'localrt[quantize]'"
         ) from error
-    return training_torch
+    work = out / "work"
+    if is_head_folder(out) and not work.exists():
+        raise OptionError(f"{out} holds a draft head already: choose another --out")
+    report = Reporter(progress, cancel)
+    learnt = learnt_text(target, work, training, text, report)
+    files = learnt.files
+    text_tokens = files.count * files.length
+    tested = min(_TESTED, max(1, files.count // 8))
+    if files.count <= tested:
+        raise OptionError(
+            f"{text_tokens} tokens are too few to learn from: at least {2 * training.length} are "
+            "needed (--generate, --text)"
+        )
+    size = training.batch * training.length
+    total = max(1, round((training.tokens or 3 * text_tokens) / size))
+    trainer = Trainer(learnt, training, total=total, levels=_LEVELS)
+    _train(trainer, files, files.count - tested, training, total, work / _STATE, report)
+    numbers = range(files.count - tested, files.count)
+    batches = [numbers[at : at + training.batch] for at in range(0, tested, training.batch)]
+    loss, agreed = np.mean([trainer.score(*files.read(batch)) for batch in batches], axis=0)
+    about: dict[str, Any] = {
+        "steps": total,
+        "tokens": total * size,
+        "text_tokens": text_tokens,
+        "agreed": tuple(agreed.round(4).tolist()),
+        "loss": tuple(loss.round(4).tolist()),
+    }
+    nbytes = write_head(out, learnt.config, learnt.draft_tokens, trainer.weights(), about=about)
+    if not keep:
+        shutil.rmtree(work, ignore_errors=True)
+    return TrainingReport(path=out, nbytes=nbytes, **about)
 
 
 def _train(
     trainer: Trainer,
     files: SequenceFiles,
-    learnt: range,
+    count: int,
     training: DraftTraining,
     total: int,
     state: Path,
     report: Reporter,
 ) -> None:
-    """Take the steps that are missing."""
+    """Take the steps that are missing, on the first ``count`` sequences."""
     trainer.load(state)
     size = training.batch * training.length
     saved = time.monotonic()
     recent: list[float] = []
-    batches = _batches(learnt, training, trainer.step)
+    batches = _batches(count, training, trainer.step)
     try:
         while trainer.step < total:
             report.check()
-            scores = trainer.train(*files.read(next(batches)))
-            recent = [*recent[-49:], scores[0].agreed]
+            recent = [*recent[-49:], trainer.train(*files.read(next(batches)))]
             detail = f"{100 * sum(recent) / len(recent):.0f} % guessed"
             report.show("train", trainer.step * size, total * size, detail)
             if time.monotonic() - saved > _SAVE_S:
@@ -175,23 +145,14 @@ def _train(
         trainer.save(state)
 
 
-def _batches(learnt: range, training: DraftTraining, skip: int) -> Iterator[list[int]]:
+def _batches(count: int, training: DraftTraining, skip: int) -> Iterator[list[int]]:
     """Sequences of each step, shuffled again when all were taken; ``skip`` steps are done."""
     step, epoch, waiting = 0, 0, list[int]()
     while True:
         while len(waiting) < training.batch:
-            random = np.random.default_rng((training.seed, epoch))
-            waiting += [learnt[n] for n in random.permutation(len(learnt)).tolist()]
+            waiting += np.random.default_rng((training.seed, epoch)).permutation(count).tolist()
             epoch += 1
         batch, waiting = waiting[: training.batch], waiting[training.batch :]
         if step >= skip:
             yield batch
         step += 1
-
-
-def _tested(
-    trainer: Trainer, files: SequenceFiles, tested: range, batch: int
-) -> Iterator[Sequence[LevelScore]]:
-    """Scores of each batch, by level."""
-    for start in range(0, len(tested), batch):
-        yield trainer.score(*files.read(tested[start : start + batch]))

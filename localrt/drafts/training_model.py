@@ -1,4 +1,4 @@
-"""A draft head as a torch module, for its training: several levels of guesses at once.
+"""A draft head in torch, for its training: several levels of guesses at once.
 
 Weights have the names and shapes that the head's file gives them. What it computes is what
 ``speculative/draft_head.py`` computes; a level's attention is that of a tree's row.
@@ -10,87 +10,93 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from localrt.speculative.draft_head_file import HeadConfig
 
 __all__ = ["HeadModel"]
 
+# What begins at zero, so that a new head passes the target's features on.
+_ZERO = ("gate_feature", "gate_token", "o_proj", "down_proj")
 
-class _Norm(nn.Module):
-    """RMSNorm, computed in float32 whatever the input is."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self._eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self._eps)
+_Levels = list[tuple[Tensor, Tensor]]  # keys and values (B, G, T, E) of each level so far
 
 
-class _Fusion(nn.Module):
-    """Dynamic gating fusion, with a norm on either input."""
+class HeadModel:
+    """The head. ``weights`` have the names and shapes of ``HeadConfig.shapes``."""
 
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        self.feature_norm = _Norm(size, eps)
-        self.token_norm = _Norm(size, eps)
-        self.feature = nn.Linear(size, size, bias=False)
-        self.token = nn.Linear(size, size, bias=False)
-        self.gate_feature = nn.Linear(size, size, bias=False)
-        self.gate_token = nn.Linear(size, size, bias=False)
-        nn.init.eye_(self.feature.weight)
-        nn.init.zeros_(self.gate_feature.weight)
-        nn.init.zeros_(self.gate_token.weight)
-
-    def tokens(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """What of the fusion depends on the tokens alone: h2 and its part of the gate."""
-        h2 = F.silu(self.token(self.token_norm(embedded)))
-        return h2, self.gate_token(h2)
-
-    def forward(self, features: Tensor, h2: Tensor, gate: Tensor) -> Tensor:
-        h1 = self.feature(self.feature_norm(features))
-        z = torch.sigmoid(self.gate_feature(h1) + gate)
-        fused: Tensor = z * h1 + (1 - z) * h2
-        return fused
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
+    def __init__(self, config: HeadConfig, device: torch.device | str = "cpu") -> None:
         self._config = config
-        size, of_head = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(size, config.heads * of_head, bias=False)
-        self.k_proj = nn.Linear(size, config.kv_heads * of_head, bias=False)
-        self.v_proj = nn.Linear(size, config.kv_heads * of_head, bias=False)
-        self.o_proj = nn.Linear(config.heads * of_head, size, bias=False)
-        nn.init.zeros_(self.o_proj.weight)
+        self.weights = {
+            name: _initial(name, shape).to(device).requires_grad_()
+            for name, shape in config.shapes().items()
+        }
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], levels: _Levels) -> Tensor:
-        """``levels`` has keys and values (B, G, T, E) of the levels so far; this one's join."""
+    def __call__(self, features: Tensor, embedded: Tensor, levels: int) -> list[Tensor]:
+        """Predicted features (B, T, D) of each level.
+
+        Row i takes in ``features`` (B, T, D) of token i and ``embedded`` (B, T, D) of token i + 1;
+        from the second level on, what the level before gave at row i - 1.
+        """
+        frequencies = torch.tensor(self._config.inv_freq, device=features.device)
+        angles = torch.arange(features.shape[1], device=features.device)[:, None] * frequencies
+        turn = angles.cos(), angles.sin()
+        h2 = F.silu(self._linear(self._norm(embedded, "fusion.token_norm"), "fusion.token"))
+        gate = self._linear(h2, "fusion.gate_token")
+        held: list[_Levels] = [[] for _ in range(self._config.blocks)]
+        outs: list[Tensor] = []
+        for _ in range(levels):
+            h1 = self._linear(self._norm(features, "fusion.feature_norm"), "fusion.feature")
+            z = torch.sigmoid(self._linear(h1, "fusion.gate_feature") + gate)
+            x = z * h1 + (1 - z) * h2
+            for block, of_block in enumerate(held):
+                x = self._block(x, f"model.layers.{block}.", turn, of_block)
+            outs.append(x)
+            features = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return outs
+
+    def _block(self, x: Tensor, name: str, turn: tuple[Tensor, Tensor], levels: _Levels) -> Tensor:
+        """One block; keys and values of this level join ``levels``."""
         c = self._config
         batch, length, _ = x.shape
+        y = self._norm(x, f"{name}input_layernorm")
 
-        def heads(y: Tensor, count: int) -> Tensor:
-            return y.view(batch, length, count, c.head_dim).transpose(1, 2)
+        def heads(part: str, count: int) -> Tensor:
+            rows = self._linear(y, f"{name}self_attn.{part}_proj")
+            return rows.view(batch, length, count, c.head_dim).transpose(1, 2)
 
-        q = _rotate(heads(self.q_proj(x), c.heads), *turn)
-        k = _rotate(heads(self.k_proj(x), c.kv_heads), *turn)
-        v = heads(self.v_proj(x), c.kv_heads)
+        q = _rotate(heads("q", c.heads), *turn)
+        k, v = _rotate(heads("k", c.kv_heads), *turn), heads("v", c.kv_heads)
         levels.append((k, v))
         if len(levels) == 1:
-            out = F.scaled_dot_product_attention(
+            mixed = F.scaled_dot_product_attention(
                 q.to(v.dtype), k.to(v.dtype), v, is_causal=True, enable_gqa=True
             )
         else:
-            out = _unrolled(q, levels)
-        joined: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
-        return joined
+            mixed = _unrolled(q, levels)
+        joined = mixed.transpose(1, 2).reshape(batch, length, -1)
+        x = x + self._linear(joined, f"{name}self_attn.o_proj")
+        y = self._norm(x, f"{name}post_attention_layernorm")
+        inner = F.silu(self._linear(y, f"{name}mlp.gate_proj"))
+        inner = inner * self._linear(y, f"{name}mlp.up_proj")
+        return x + self._linear(inner, f"{name}mlp.down_proj")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self._config.norm_eps)
 
 
-_Levels = list[tuple[Tensor, Tensor]]
+def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape)
+    if name == "fusion.feature.weight":
+        return torch.eye(*shape)
+    if name.split(".")[-2] in _ZERO:
+        return torch.zeros(shape)
+    return torch.empty(shape).uniform_(-1, 1) / math.sqrt(shape[1])
 
 
 def _unrolled(q: Tensor, levels: _Levels) -> Tensor:
@@ -123,68 +129,3 @@ def _unrolled(q: Tensor, levels: _Levels) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-        nn.init.zeros_(self.down_proj.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class _Block(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.input_layernorm = _Norm(config.hidden_size, config.norm_eps)
-        self.self_attn = _Attention(config)
-        self.post_attention_layernorm = _Norm(config.hidden_size, config.norm_eps)
-        self.mlp = _Mlp(config)
-
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], levels: _Levels) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, levels)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class _Blocks(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Block(config) for _ in range(config.blocks))
-
-
-class HeadModel(nn.Module):
-    """The head. ``state_dict`` has the names and shapes of ``HeadConfig.shapes``."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self._config = config
-        self.fusion = _Fusion(config)
-        self.model = _Blocks(config)
-
-    def forward(self, features: Tensor, embedded: Tensor, levels: int) -> list[Tensor]:
-        """Predicted features (B, T, D) of each level.
-
-        Row i takes in ``features`` (B, T, D) of token i and ``embedded`` (B, T, D) of token i + 1;
-        from the second level on, what the level before gave at row i - 1.
-        """
-        length = features.shape[1]
-        frequencies = torch.tensor(self._config.inv_freq, device=features.device)
-        angles = torch.arange(length, device=features.device)[:, None] * frequencies
-        turn = angles.cos(), angles.sin()
-        h2, gate = self.fusion.tokens(embedded)
-        held: list[_Levels] = [[] for _ in self.model.layers]
-        outs: list[Tensor] = []
-        for _ in range(levels):
-            x = self.fusion(features, h2, gate)
-            for block, of_block in zip(self.model.layers, held, strict=True):
-                x = block(x, turn, of_block)
-            outs.append(x)
-            features = F.pad(x, (0, 0, 1, 0))[:, :-1]
-        return outs

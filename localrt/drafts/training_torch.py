@@ -11,10 +11,8 @@ no files but that of its own state.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from localrt.drafts.training_data import Learnt
 from localrt.drafts.training_model import HeadModel
+from localrt.drafts.training_options import DraftTraining
 from localrt.errors import CheckpointError, StorageError
 from localrt.files import atomic_write
-from localrt.speculative.draft_head_file import HeadConfig
 
-if TYPE_CHECKING:
-    from localrt.drafts.text import Learnt
-
-__all__ = ["Frozen", "LevelScore", "Trainer", "freeze", "mean_scores"]
+__all__ = ["Trainer"]
 
 Tokens = npt.NDArray[np.int32]
 Halves = npt.NDArray[np.uint16]
@@ -44,38 +40,29 @@ _CLIP = 1.0
 _ROWS = 512  # of logits at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """What the head takes from its target.
+class _Frozen:
+    """What the head takes from its target: embedding, rows of the head, the final norm."""
 
-    ``embedding`` (V, D) of all tokens, ``head`` (draft vocabulary, D), ``norm`` (D,) the final one.
-    """
+    def __init__(self, learnt: Learnt, device: torch.device) -> None:
+        def tensor(array: npt.NDArray[np.float32], dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
 
-    embedding: Tensor
-    head: Tensor
-    norm: Tensor
-    eps: float
-    softcap: float | None = None
+        self.embedding = tensor(learnt.embedding, torch.bfloat16)
+        self.head = tensor(learnt.head, torch.bfloat16)
+        self.norm = tensor(learnt.norm, torch.float32)
+        self.softcap = learnt.softcap
+        self._eps = learnt.eps
 
     def logits(self, normed: Tensor) -> Tensor:
         """Of rows (..., D) past the final norm, over the draft vocabulary."""
-        logits = F.linear(normed, self.head)
-        if self.softcap is None:
-            return logits
-        return torch.tanh(logits / self.softcap) * self.softcap
+        logits = F.linear(normed.bfloat16(), self.head)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.float()
 
     def normed(self, x: Tensor) -> Tensor:
         """The final norm of rows (..., D)."""
-        return F.rms_norm(x.float(), x.shape[-1:], self.norm, self.eps)
-
-
-def freeze(learnt: Learnt) -> Frozen:
-    """A target's frozen parts."""
-    embedding, head, norm = (
-        torch.from_numpy(np.ascontiguousarray(array))
-        for array in (learnt.embedding, learnt.head, learnt.norm)
-    )
-    return Frozen(embedding, head, norm, learnt.eps, learnt.softcap)
+        return F.rms_norm(x.float(), x.shape[-1:], self.norm, self._eps)
 
 
 class _Entropy(torch.autograd.Function):
@@ -86,21 +73,20 @@ class _Entropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, guessed: Tensor, truth: Tensor, frozen: Frozen) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, guessed: Tensor, truth: Tensor, frozen: _Frozen) -> tuple[Tensor, Tensor]:
         n = len(guessed)
         grad = torch.empty_like(guessed)
         entropy = torch.zeros((), device=guessed.device)
         agreed = torch.zeros((), device=guessed.device)
         for start in range(0, n, _ROWS):
             part = slice(start, start + _ROWS)
-            said = frozen.logits(truth[part].bfloat16()).float()
-            logits = frozen.logits(guessed[part].bfloat16()).float()
-            wanted, chances = said.softmax(-1), logits.softmax(-1)
+            target, logits = frozen.logits(truth[part]), frozen.logits(guessed[part])
+            wanted, chances = target.softmax(-1), logits.softmax(-1)
             top, best = logits.max(-1)
             # log-sum-exp, from the likeliest token's logit and chance
             total = top - chances.gather(-1, best[:, None]).squeeze(-1).log()
             entropy += (total - (wanted * logits).sum(-1)).sum()
-            agreed += (best == said.argmax(-1)).sum()
+            agreed += (best == target.argmax(-1)).sum()
             slope = chances.sub_(wanted)
             if frozen.softcap is not None:
                 slope = slope * (1 - (logits / frozen.softcap).square())
@@ -115,82 +101,63 @@ class _Entropy(torch.autograd.Function):
         return grad * entropy, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class LevelScore:
-    """How a level did: its cross-entropy, and how often its best guess was the target's."""
-
-    loss: float
-    agreed: float
-
-
 class Trainer:
-    """A head with its optimizer. ``total`` steps are to be taken, on ``device``."""
+    """A head with its optimizer. ``total`` steps are to be taken, unrolled to ``levels``."""
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        frozen: Frozen,
-        *,
-        total: int,
-        levels: int,
-        seed: int,
-        device: str = "cpu",
-        threads: int | None = None,
-    ) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        torch.manual_seed(seed)
+    def __init__(self, learnt: Learnt, training: DraftTraining, *, total: int, levels: int) -> None:
+        if training.threads is not None:
+            torch.set_num_threads(training.threads)
+        torch.manual_seed(training.seed)
         self._total = total
         self._levels = levels
-        self._device = torch.device(device)
-        half = torch.bfloat16
-        self._frozen = Frozen(
-            frozen.embedding.to(self._device, half),
-            frozen.head.to(self._device, half),
-            frozen.norm.to(self._device),
-            frozen.eps,
-            frozen.softcap,
-        )
-        self.model = HeadModel(config).to(self._device)
-        norm = frozen.norm / frozen.norm.square().mean().sqrt().clamp_min(1e-6)
+        self._device = torch.device(training.device)
+        self._frozen = _Frozen(learnt, self._device)
+        self.model = HeadModel(learnt.config, self._device)
+        norm = self._frozen.norm
         with torch.no_grad():
-            self.model.fusion.feature_norm.weight.copy_(norm)
+            self.model.weights["fusion.feature_norm.weight"].copy_(
+                norm / norm.square().mean().sqrt().clamp_min(1e-6)
+            )
+        self._parameters = list(self.model.weights.values())
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+            self._parameters, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
         self.step = 0
 
-    def train(self, tokens: Tokens, features: Halves) -> list[LevelScore]:
-        """One step on sequences: tokens (B, L), features (B, L, D) as bfloat16's bits."""
+    def train(self, tokens: Tokens, features: Halves) -> float:
+        """One step on sequences: tokens (B, L), features (B, L, D) as bfloat16's bits.
+
+        The share of the next tokens that were guessed.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = _RATE * self._share()
         self._optimizer.zero_grad(set_to_none=True)
         levels = 1 if self.step < _SHALLOW * self._total else self._levels
-        loss, scores = self._loss(tokens, features, levels)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
+        total, _, agreed = self._loss(tokens, features, levels)
+        torch.autograd.backward(total)
+        nn.utils.clip_grad_norm_(self._parameters, _CLIP)
         self._optimizer.step()
         self.step += 1
-        return scores
+        return agreed[0]
 
     @torch.no_grad()
-    def score(self, tokens: Tokens, features: Halves) -> list[LevelScore]:
-        """Like ``train``, and nothing is learnt."""
-        return self._loss(tokens, features, self._levels)[1]
+    def score(self, tokens: Tokens, features: Halves) -> tuple[list[float], list[float]]:
+        """Each level's cross-entropy, and how often its best guess is the target's."""
+        return self._loss(tokens, features, self._levels)[1:]
 
-    def weights(self) -> dict[str, Any]:
-        """The head's weights as numpy arrays in float32, by their names."""
-        return {n: p.detach().float().cpu().numpy() for n, p in self.model.state_dict().items()}
+    def weights(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The head's weights, by their names."""
+        return {n: p.detach().float().cpu().numpy() for n, p in self.model.weights.items()}
 
     def save(self, path: Path) -> None:
-        """Write all that ``load`` needs to go on to the same numbers.
+        """Write all that ``load`` needs to continue to the same numbers.
 
         Raises:
             StorageError: the disk is full or fails.
         """
         state = {
             "step": self.step,
-            "model": self.model.state_dict(),
+            "weights": {name: tensor.detach() for name, tensor in self.model.weights.items()},
             "optimizer": self._optimizer.state_dict(),
         }
         try:
@@ -200,7 +167,7 @@ class Trainer:
             raise StorageError(f"{path} cannot be written: {error}") from error
 
     def load(self, path: Path) -> None:
-        """Go on from a file of ``save``, if there is one.
+        """Continue from a file of ``save``, if there is one.
 
         Raises:
             CheckpointError: it is damaged.
@@ -209,7 +176,9 @@ class Trainer:
             return
         try:
             state = torch.load(path, map_location=self._device, weights_only=True)
-            self.model.load_state_dict(state["model"])
+            with torch.no_grad():
+                for name, tensor in self.model.weights.items():
+                    tensor.copy_(state["weights"][name])
             self._optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
         except (OSError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
@@ -224,7 +193,10 @@ class Trainer:
         rise = min(1.0, (self.step + 1) / _WARM_UP)
         return rise * max(_LEAST_RATE, 1 - self.step / self._total)
 
-    def _loss(self, ids: Tokens, halves: Halves, levels: int) -> tuple[Tensor, list[LevelScore]]:
+    def _loss(
+        self, ids: Tokens, halves: Halves, levels: int
+    ) -> tuple[Tensor, list[float], list[float]]:
+        """What to minimize, and each level's cross-entropy and agreement."""
         frozen = self._frozen
         tokens = torch.from_numpy(ids.astype(np.int64)).to(self._device)
         features = torch.from_numpy(halves.view(np.int16)).view(torch.bfloat16).to(self._device)
@@ -234,7 +206,7 @@ class Trainer:
             outs = self.model(features[:, :-1].float(), embedded, levels)
         size = truth.square().mean()
         total = torch.zeros((), device=self._device)
-        scores = []
+        losses, shares = [], []
         for level, out in enumerate(outs):
             # The first rows of a deeper level have no guesses to go on from.
             normed, wanted = frozen.normed(out[:, level:]), truth[:, level:]
@@ -243,16 +215,6 @@ class Trainer:
             )
             regression = (normed - wanted).square().mean() / size
             total = total + _LEVEL_WEIGHT**level * (entropy + _REGRESSION * regression)
-            scores.append(LevelScore(float(entropy.detach()), float(agreed.detach())))
-        return total, scores
-
-
-def mean_scores(scores: Sequence[Sequence[LevelScore]]) -> list[LevelScore]:
-    """The means of several batches, level by level."""
-    return [
-        LevelScore(
-            sum(score.loss for score in of_level) / len(of_level),
-            sum(score.agreed for score in of_level) / len(of_level),
-        )
-        for of_level in zip(*scores, strict=True)
-    ]
+            losses.append(float(entropy.detach()))
+            shares.append(float(agreed.detach()))
+        return total, losses, shares

@@ -151,9 +151,8 @@ def test_training_computes_the_same_head(made: Any) -> None:
     config, _, _, w, target = made
     length, levels = 8, 3
     features = np.random.default_rng(3).normal(size=(length, config.hidden_size))
-    model = HeadModel(config).double()
-    model.load_state_dict({name: torch.tensor(value) for name, value in w.items()})
-    model.float()
+    model = HeadModel(config)
+    model.weights = {name: torch.tensor(value).float() for name, value in w.items()}
     embedded = torch.tensor(target["embedding"][TOKENS]).float()
     with torch.no_grad():
         outs = model(torch.tensor(features).float()[None], embedded[None], levels)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save, save_file
 
 from localrt.errors import CheckpointError
 from localrt.quant.formats import unpack
@@ -79,18 +79,20 @@ def test_sizes_out_of_bounds(change: dict[str, Any], message: str) -> None:
         HeadConfig(**{**SIZES, **change})
 
 
+KEY = "localrt_draft_head"
+
+
 def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Rewrite the metadata; the record of the head is in ``config``."""
+    """Rewrite the record of the head."""
 
     def damage(folder: Path) -> None:
         path = folder / HEAD_FILE
         with safe_open(path, "np") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            metadata: dict[str, Any] = dict(opened.metadata())
-        metadata["config"] = json.loads(metadata["config"])
-        change(metadata)
-        metadata["config"] = json.dumps(metadata["config"])
-        path.write_bytes(save(tensors, metadata))
+            metadata = opened.metadata()
+        record = json.loads(metadata[KEY])
+        change(record)
+        path.write_bytes(save(tensors, {KEY: json.dumps(record)}))
 
     return damage
 
@@ -103,15 +105,15 @@ def cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (edit(lambda m: m.update(localrt_draft_head="2")), "is of version '2', and .* reads 1"),
-        (edit(lambda m: m.pop("localrt_draft_head")), "no draft head's"),
-        (edit(lambda m: m["config"]["head"].pop("heads")), "is damaged: .*'heads'"),
-        (edit(lambda m: m["config"]["head"].update(heads="4")), "is damaged"),
-        (edit(lambda m: m["config"]["head"].update(blocks=2)), r"tensor model\.layers\.1"),
-        (edit(lambda m: m["config"]["head"].update(draft_vocab=41)), "its draft vocabulary"),
-        (edit(lambda m: m["config"]["head"].update(target=3)), "is damaged"),
-        (edit(lambda m: m["config"].update(head=3)), "is damaged"),
-        (edit(lambda m: m["config"].update(weight_format="q9")), "'q9' is not known"),
+        (edit(lambda r: r.update(version=2)), "is of version 2, and .* reads 1"),
+        (lambda folder: save_file({"a": np.zeros(3)}, folder / HEAD_FILE), "no draft head's"),
+        (edit(lambda r: r["head"].pop("heads")), "is damaged: .*'heads'"),
+        (edit(lambda r: r["head"].update(heads="4")), "is damaged"),
+        (edit(lambda r: r["head"].update(blocks=2)), r"tensor model\.layers\.1"),
+        (edit(lambda r: r["head"].update(draft_vocab=41)), "its draft vocabulary"),
+        (edit(lambda r: r["head"].update(target=3)), "is damaged"),
+        (edit(lambda r: r.update(head=3)), "is damaged"),
+        (edit(lambda r: r.update(weight_format="q9")), "'q9' is not known"),
         (lambda folder: (folder / HEAD_FILE).write_text("{"), "is damaged"),
         (lambda folder: (folder / HEAD_FILE).unlink(), "there is no draft head"),
         (cut, "is damaged"),

@@ -1,7 +1,7 @@
-"""What a draft head's training is asked for, how it reports, and the folder where it is kept.
+"""The options of a draft head's training, its progress, and the folder that belongs to it.
 
-A folder belongs to one training: its options, text and target are written down when it begins, and
-compared when it is gone on with. Nothing here knows models or torch.
+Options, text and target are written down when a training begins, and compared when it continues.
+Nothing here knows models or torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ import json
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from localrt.errors import CancelledError, OptionError, StorageError
+from localrt.files import write_text
+from localrt.models.decoder import DecoderConfig
 from localrt.progress import Progress, ProgressCallback
 from localrt.speculative.draft_head_file import MOST_BLOCKS
 
-if TYPE_CHECKING:
-    from localrt.models.decoder import DecoderConfig
-
 __all__ = ["DraftTraining", "Reporter", "claim"]
 
-_SETTINGS = "settings.json"
+_BOUNDS = {
+    "generate": (0, 1 << 40),
+    "tokens": (1, 1 << 40),
+    "depth": (1, MOST_BLOCKS),
+    "vocab": (2, 1 << 20),
+    "length": (16, 1 << 16),
+    "batch": (1, 4096),
+    "seed": (0, (1 << 63) - 1),
+    "threads": (1, 1 << 16),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,8 @@ class DraftTraining:
     ``generate`` tokens are written by the target; 0 learns from the given text as it is.
     ``tokens`` are learnt from in all, the same ones again if need be; None is three times what was
     written. ``depth`` is the number of blocks, ``vocab`` the most tokens that are guessed,
-    ``length`` the tokens of a sequence and how far the head's attention sees.
+    ``length`` the tokens of a sequence and how far the head's attention sees. ``device`` is
+    ``"cpu"`` or ``"cuda"``.
 
     Raises:
         OptionError: a number out of bounds, with its bounds.
@@ -45,21 +53,16 @@ class DraftTraining:
     length: int = 384
     batch: int = 4
     seed: int = 0
+    device: str = "cpu"
+    threads: int | None = None
 
     def __post_init__(self) -> None:
-        bounds = {
-            "generate": (0, 1 << 40),
-            "tokens": (1, 1 << 40),
-            "depth": (1, MOST_BLOCKS),
-            "vocab": (2, 1 << 20),
-            "length": (16, 1 << 16),
-            "batch": (1, 4096),
-            "seed": (0, (1 << 63) - 1),
-        }
-        for name, (low, high) in bounds.items():
+        for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise OptionError(f"{name} must be from {low} to {high}, is {value}")
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise OptionError(f"device must be cpu or cuda, is {self.device!r}")
 
 
 class Reporter:
@@ -72,7 +75,7 @@ class Reporter:
     def check(self) -> None:
         """Raise ``CancelledError`` once it was asked for."""
         if self.cancel is not None and self.cancel.is_set():
-            raise CancelledError("the training was cancelled; the same command goes on with it")
+            raise CancelledError("the training was cancelled; the same command continues it")
 
     def show(self, stage: str, done: int, total: int, detail: str = "") -> None:
         """``done`` of ``total`` tokens of a stage."""
@@ -87,23 +90,24 @@ def claim(work: Path, training: DraftTraining, text: str | None, decoder: Decode
         OptionError: it is another one.
         StorageError: it cannot be written.
     """
-    file = work / _SETTINGS
+    file = work / "settings.json"
+    options = asdict(training)
+    del options["device"], options["threads"]  # it may continue elsewhere
     sizes = ("architecture", "layers", "hidden_size", "vocab_size")
-    settings: dict[str, Any] = {
-        "options": asdict(training),
+    settings = {
+        "options": options,
         "text": hashlib.sha256((text or "").encode()).hexdigest(),
         "target": {name: getattr(decoder, name) for name in sizes},
     }
     record = json.dumps(settings, indent=1, sort_keys=True)
     try:
-        if file.exists():
-            if file.read_text(encoding="utf-8") != record:
-                raise OptionError(
-                    f"{work.parent} holds a training with other options or another text: give the "
-                    "same ones to go on with it, or another --out"
-                )
-            return
-        work.mkdir(parents=True, exist_ok=True)
-        file.write_text(record, encoding="utf-8")
+        if not file.exists():
+            work.mkdir(parents=True, exist_ok=True)
+            write_text(file, record)
+        elif file.read_text(encoding="utf-8") != record:
+            raise OptionError(
+                f"{work.parent} holds a training with other options or another text: give the "
+                "same ones to continue it, or another --out"
+            )
     except OSError as error:
         raise StorageError(f"{file}: {error.strerror or error}") from error

@@ -1,7 +1,8 @@
-"""The text that a draft head learns from, with the target's hidden states, and what the head is.
+"""What a draft head learns from: sequences of tokens with the target's hidden states, in files.
 
-The target is loaded for it, writes or reads, and is freed again. Sequences that an earlier run had
-finished are not made again. It knows nothing of how a head is trained.
+The target is loaded for it, writes or reads, and is freed again. A file holds one sequence, and is
+there whole or not at all, so that a run that was ended continues behind the last one. Hidden states
+are kept in bfloat16. It knows nothing of how a head is trained.
 """
 
 from __future__ import annotations
@@ -10,35 +11,85 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.drafts.data import SequenceFiles
 from localrt.drafts.head import target_identity
-from localrt.drafts.prompts import Prompts, chat_frame, line_starts
-from localrt.drafts.training_work import DraftTraining, Reporter, claim
-from localrt.drafts.writing import write_sequences
+from localrt.drafts.training_options import DraftTraining, Reporter, claim
+from localrt.drafts.training_text import Prompts, chat_frame, line_starts, write_sequences
 from localrt.engine.batch.batch import kv_room
 from localrt.engine.native.engine import NativeEngine
-from localrt.errors import OptionError
+from localrt.errors import OptionError, StorageError
+from localrt.files import atomic_write
 from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import EMBEDDING, HEAD
 from localrt.quant.formats import unpack
 from localrt.quant.ops.attention import LatentSpec
 from localrt.speculative.draft_head_file import HeadConfig
 
-if TYPE_CHECKING:
-    from localrt.models.decoder import DecoderConfig
-
-__all__ = ["Learnt", "learnt_text"]
+__all__ = ["Learnt", "SequenceFiles", "learnt_text", "to_bfloat16"]
 
 Floats = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.int32]
+Halves = npt.NDArray[np.uint16]
 
 _TOGETHER = 64  # sequences of a pass that writes, where memory holds their caches
+
+
+def to_bfloat16(values: Floats) -> Halves:
+    """The upper halves of float32 numbers, rounded to nearest (ties away from zero)."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    halves: Halves = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+    return halves
+
+
+class SequenceFiles:
+    """The sequences of a folder: ``count`` of ``length`` tokens are wanted in all."""
+
+    def __init__(self, folder: Path, count: int, length: int) -> None:
+        self._folder = folder
+        self.count = count
+        self.length = length
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the sequences that are not there yet, in order."""
+        return [number for number in range(self.count) if not self._file(number).exists()]
+
+    def add(self, number: int, tokens: Tokens, features: Floats) -> None:
+        """Write sequence ``number``.
+
+        Raises:
+            StorageError: the disk is full or fails.
+        """
+        file = self._file(number)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(file) as stream:
+                np.savez(stream, tokens=tokens, features=to_bfloat16(features))
+        except OSError as error:
+            raise StorageError(f"{file}: {error.strerror or error}") from error
+
+    def tokens(self) -> Tokens:
+        """All tokens, (count, length)."""
+        return np.stack([self._read(number, "tokens") for number in range(self.count)])
+
+    def read(self, numbers: Sequence[int]) -> tuple[Tokens, Halves]:
+        """Some sequences: tokens (n, length) and features (n, length, hidden)."""
+        tokens = np.stack([self._read(number, "tokens") for number in numbers])
+        return tokens, np.stack([self._read(number, "features") for number in numbers])
+
+    def _read(self, number: int, name: str) -> npt.NDArray[np.generic]:
+        with np.load(self._file(number)) as arrays:
+            values: npt.NDArray[np.generic] = arrays[name]
+            return values
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number:07}.npz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +110,7 @@ class Learnt:
 
 
 def learnt_text(
-    target: Path,
-    work: Path,
-    training: DraftTraining,
-    text: str | None,
-    *,
-    device: str,
-    threads: int | None,
-    report: Reporter,
+    target: Path, work: Path, training: DraftTraining, text: str | None, report: Reporter
 ) -> Learnt:
     """Write what is missing to the folder ``work``.
 
@@ -74,21 +118,23 @@ def learnt_text(
         OptionError: too little text, or ``work`` is another training's.
         LocalrtError: the target cannot be loaded.
     """
-    options = LoadOptions(engine="native", device=device, threads=threads, ctx=training.length)
+    options = LoadOptions(
+        engine="native", device=training.device, threads=training.threads, ctx=training.length
+    )
     parts = load_parts(target, options, progress=report.progress, cancel=report.cancel)
     engine = parts.engine
     try:
         assert isinstance(engine, NativeEngine), "it was asked for"
         ids = _text_ids(parts, text)
-        count, given = _sequence_counts(training, ids)
+        count = _sequence_count(training, ids)
         with closing(open_checkpoint(target)) as checkpoint:
             decoder = read_config(checkpoint)
             claim(work, training, text, decoder)
             files = SequenceFiles(work / "text", count, training.length)
-            if given:
-                _compute_given(engine, ids, files, report)
+            if training.generate:
+                _write(engine, parts, ids, files, training.seed, report)
             else:
-                _write(engine, parts, ids, files, training, report)
+                _compute_given(engine, ids, files, report)
             matrix = unpack(checkpoint.read(EMBEDDING))
             head = matrix if decoder.tied_head else unpack(checkpoint.read(HEAD))
             norm = unpack(checkpoint.read("model.norm.weight")).reshape(-1)
@@ -115,17 +161,16 @@ def _text_ids(parts: LoadedModel, text: str | None) -> list[int]:
     return parts.tokenizer.encode(text, add_special=False)
 
 
-def _sequence_counts(training: DraftTraining, ids: Sequence[int]) -> tuple[int, bool]:
-    """How many sequences, and whether they are the given text itself."""
+def _sequence_count(training: DraftTraining, ids: Sequence[int]) -> int:
+    length = training.length
     if training.generate:
-        return max(2, -(-training.generate // training.length)), False
-    count = len(ids) // training.length
-    if count < 2:
+        return max(2, -(-training.generate // length))
+    if len(ids) < 2 * length:
         raise OptionError(
-            f"the text has {len(ids)} tokens: at least {2 * training.length} are needed where the "
-            "target writes none (--generate 0)"
+            f"the text has {len(ids)} tokens: at least {2 * length} are needed where the target "
+            "writes none (--generate 0)"
         )
-    return count, True
+    return len(ids) // length
 
 
 def _write(
@@ -133,7 +178,7 @@ def _write(
     parts: LoadedModel,
     ids: Sequence[int],
     files: SequenceFiles,
-    training: DraftTraining,
+    seed: int,
     report: Reporter,
 ) -> None:
     """Let the target write what is missing."""
@@ -144,25 +189,24 @@ def _write(
     if parts.tokenizer is not None:
         frame = chat_frame(parts.tokenizer, parts.template)
         starts = line_starts(parts.tokenizer, ids)
-    prompts = Prompts(ids, starts, frame, seed=training.seed)
-    total = files.count * training.length
-    done = total - len(missing) * training.length
+    total = files.count * files.length
+    done = total - len(missing) * files.length
 
-    def count(rows: int) -> None:
+    def passed(rows: int) -> None:
         nonlocal done
         done += rows
         report.show("write", min(done, total), total)
+        report.check()
 
     room = kv_room(engine, ram=None, gpu_memory=None)
     for written in write_sequences(
         engine,
-        prompts,
+        Prompts(ids, starts, frame, seed=seed),
         missing,
-        length=training.length,
-        together=max(1, min(_TOGETHER, room // engine.kv_nbytes(training.length))),
+        length=files.length,
+        together=max(1, min(_TOGETHER, room // engine.kv_nbytes(files.length))),
         eos_ids=parts.eos_ids,
-        check=report.check,
-        on_tokens=count,
+        on_pass=passed,
     ):
         files.add(written.number, written.tokens, written.features)
 
