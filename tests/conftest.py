@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
+
+# Under nohup, or in the background of a script, SIGINT is ignored, which processes that tests start
+# would inherit; a handler is not inherited, they begin with the default.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/dxg")):
