@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.cli import main
-from localrt.engine.constraint import constrained
-from localrt.engine.sampling import Sampling
+from localrt.engine.sampling import Sampling, constrained
 from tests.conftest import CHATML, write_tiny_model
 
 pytest.importorskip("llguidance")

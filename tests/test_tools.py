@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.engine.types import ToolCall
-from localrt.text.harmony import HarmonyReader, harmony_messages
-from localrt.text.tools import TextReader, for_template, tool_form
+from localrt.text.harmony import HarmonyParser, harmony_messages
+from localrt.text.tools import TextParser, for_template, tool_form
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 
@@ -91,7 +91,7 @@ def pieces(text: str, cuts: list[int]) -> Iterator[str]:
     return (text[a:b] for a, b in itertools.pairwise(edges))
 
 
-def read(reader: TextReader | HarmonyReader, parts: Iterator[str]) -> tuple[str, list[Any]]:
+def read(reader: TextParser | HarmonyParser, parts: Iterator[str]) -> tuple[str, list[Any]]:
     shown = "".join([*map(reader.push, parts)])
     shown += reader.flush()
     return shown, [(call.name, json.loads(call.arguments)) for call in reader.calls]
@@ -101,11 +101,11 @@ def read(reader: TextReader | HarmonyReader, parts: Iterator[str]) -> tuple[str,
 @given(cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> None:
     template, text, shown = SPELLINGS[name]
-    reader = TextReader(tool_form(f"{{% {template} %}}"), [WEATHER])
+    reader = TextParser(tool_form(f"{{% {template} %}}"), [WEATHER])
     found, calls = read(reader, pieces(text, cuts))
     assert calls == [("weather", PARIS)]
     assert found.strip() == shown.strip()
-    whole, _ = read(TextReader(tool_form(template), [WEATHER]), iter([text]))
+    whole, _ = read(TextParser(tool_form(template), [WEATHER]), iter([text]))
     assert whole == found
 
 
@@ -120,7 +120,7 @@ def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> 
     ],
 )
 def test_several_calls(template: str, text: str) -> None:
-    reader = TextReader(tool_form(template), [WEATHER])
+    reader = TextParser(tool_form(template), [WEATHER])
     shown, calls = read(reader, iter(text))
     assert calls == [("weather", PARIS)] * 2
     assert shown.strip() == ""
@@ -148,7 +148,7 @@ def test_several_calls(template: str, text: str) -> None:
     ],
 )
 def test_what_is_malformed_stays_text(template: str, text: str) -> None:
-    shown, calls = read(TextReader(tool_form(template), [WEATHER]), iter(text))
+    shown, calls = read(TextParser(tool_form(template), [WEATHER]), iter(text))
     assert calls == []
     assert shown == text
 
@@ -156,7 +156,7 @@ def test_what_is_malformed_stays_text(template: str, text: str) -> None:
 @given(text=st.text(st.sampled_from('<>|[]{}":,tol_caTHfuns`\n ')), cuts=st.lists(st.integers(0)))
 def test_any_text_survives(text: str, cuts: list[int]) -> None:
     for template in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "tool_code"):
-        shown, calls = read(TextReader(tool_form(template), [WEATHER]), pieces(text, cuts))
+        shown, calls = read(TextParser(tool_form(template), [WEATHER]), pieces(text, cuts))
         assert calls or shown == text
 
 
@@ -173,7 +173,7 @@ HARMONY_ROLE_FIRST = (
 @pytest.mark.parametrize("text", [HARMONY, HARMONY_ROLE_FIRST])
 @given(cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_channels(text: str, cuts: list[int]) -> None:
-    shown, calls = read(HarmonyReader(), pieces(text, cuts))
+    shown, calls = read(HarmonyParser(), pieces(text, cuts))
     assert calls == [("weather", PARIS)]
     parts = localrt.split_thinking(shown)
     assert (parts.thinking, parts.answer, parts.open) == ("I look it up.", "", False)
@@ -185,24 +185,24 @@ def test_channels_of_an_answer(cuts: list[int]) -> None:
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>"
         "First this. <|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"
     )
-    shown, calls = read(HarmonyReader(), pieces(text, cuts))
+    shown, calls = read(HarmonyParser(), pieces(text, cuts))
     assert calls == []
     assert localrt.split_thinking(shown).answer == "First this. Four."
-    assert read(HarmonyReader(), pieces('{"a": 1}', cuts)) == ('{"a": 1}', [])
+    assert read(HarmonyParser(), pieces('{"a": 1}', cuts)) == ('{"a": 1}', [])
 
 
 def test_a_malformed_call_in_a_channel_stays_text() -> None:
     text = "<|channel|>commentary to=functions.weather<|message|>{oops"
-    assert read(HarmonyReader(), iter(text)) == ("{oops", [])
+    assert read(HarmonyParser(), iter(text)) == ("{oops", [])
 
 
 def test_thinking_that_the_prompt_has_opened() -> None:
-    reader = TextReader(tool_form("<tool_call>"), [WEATHER], thinking=True)
+    reader = TextParser(tool_form("<tool_call>"), [WEATHER], thinking=True)
     text = f"A <tool_call> may help.</think><tool_call>{_JSON}</tool_call>"
     shown, calls = read(reader, iter(text))
     assert localrt.split_thinking(shown).thinking == "A <tool_call> may help."
     assert calls == [("weather", PARIS)]
-    assert read(TextReader(None, thinking=True), iter("Hm</think>x"))[0] == "<think>\nHm</think>x"
+    assert read(TextParser(None, thinking=True), iter("Hm</think>x"))[0] == "<think>\nHm</think>x"
 
 
 @given(text=st.text(st.sampled_from("<think>/a \n"), max_size=40))

@@ -11,10 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localrt.drafts.choice import Drafts
-from localrt.engine.constraint import MakeConstraint
 from localrt.engine.options import Options
-from localrt.engine.reader import MakeReader
-from localrt.engine.request import Request
+from localrt.engine.request import MakeConstraint, MakeParser, Request
 from localrt.engine.types import Message
 from localrt.errors import ContextOverflowError, OptionError, TemplateError, TokenizerError
 from localrt.loading.parts import LoadedModel
@@ -131,7 +129,7 @@ class RequestBuilder:
             exactness=self._engine.info.exactness,
             speculation=None if self._drafts is None else self._drafts.speculation(options),
             constraint=(constraint := self._constraint(options)),
-            reader=self._reader(ids, tools, constraint is None) if chat else None,
+            parser=self._parser(ids, tools, constraint is None) if chat else None,
             cancel=cancel or threading.Event(),
             on_progress=on_progress,
         )
@@ -158,25 +156,25 @@ class RequestBuilder:
             self._grammars = Grammars(self.tokenizer, take_ram)
         return self._grammars.constraint(options)
 
-    def _reader(
+    def _parser(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None, free: bool
-    ) -> MakeReader | None:
+    ) -> MakeParser | None:
         """What finds calls and thinking in an answer to ``ids``; ``free`` if nothing binds it."""
         source = self._template.tool_source
         if not source:
             return None
-        from localrt.text.harmony import HarmonyReader, is_harmony
+        from localrt.text.harmony import HarmonyParser, is_harmony
         from localrt.text.thinking import CLOSE, OPEN
-        from localrt.text.tools import TextReader, tool_form
+        from localrt.text.tools import TextParser, tool_form
 
         if is_harmony(source):
-            return HarmonyReader
+            return HarmonyParser
         end = self.tokenizer.decode(ids[-8:], skip_special=False) if OPEN in source else ""
         thinking = free and end.rstrip().endswith(OPEN)
         if not tools and not thinking and CLOSE not in source:
             return None
         form = tool_form(source) if tools else None
-        return lambda: TextReader(form, tools or (), thinking=thinking)
+        return lambda: TextParser(form, tools or (), thinking=thinking)
 
     def _prompt_ids(
         self,

@@ -9,26 +9,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from localrt.engine.constraint import allowed_ids, constrained
 from localrt.engine.protocol import EngineSession, Logits
-from localrt.engine.reader import Reader
-from localrt.engine.request import Request
-from localrt.engine.sampling import adjust_logits, distribution, draw, log_probabilities
+from localrt.engine.request import AnswerParser, Constraint, Request
+from localrt.engine.sampling import (
+    adjust_logits,
+    constrained,
+    distribution,
+    draw,
+    log_probabilities,
+)
 from localrt.engine.speculation import Guesser, Stepper
-from localrt.engine.stops import StopMatcher
-from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
+from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import peak_rss
 
-if TYPE_CHECKING:
-    from localrt.engine.types import ToolCall
-
-__all__ = ["Answer", "Meter"]
+__all__ = ["Answer", "Meter", "StopMatcher"]
 
 
 class Answer:
@@ -49,9 +49,9 @@ class Answer:
         self.meter = Meter(request, session, shared=shared)
         self._request = request
         self._tokenizer = tokenizer
-        reader = None if request.reader is None or tokenizer is None else request.reader()
-        self._reader = reader
-        self._text = _Text(tokenizer, request.stop, reader)
+        parser = None if request.parser is None or tokenizer is None else request.parser()
+        self._parser = parser
+        self._text = _Text(tokenizer, request.stop, parser)
         self._rng = np.random.default_rng(request.sampling.seed)
         self._constraint = None if request.constraint is None else request.constraint()
 
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def _calls(self) -> tuple[ToolCall, ...]:
-        return () if self._reader is None else self._reader.calls
+        return () if self._parser is None else self._parser.calls
 
     def _reason(self, reason: FinishReason) -> FinishReason:
         return "tool_calls" if reason == "stop" and self._calls else reason
@@ -104,7 +104,7 @@ class Answer:
         if self._constraint is None:
             candidates = distribution(adjusted, sampling)
         else:
-            ids = allowed_ids(self._constraint, request.eos_ids, adjusted)
+            ids = _allowed_ids(self._constraint, request.eos_ids, adjusted)
             candidates = constrained(adjusted, ids, sampling)
         greedy = sampling.greedy
         token = int(candidates.tokens[0]) if greedy else draw(candidates, self._rng.random())
@@ -123,18 +123,18 @@ class _Text:
     """Tokens to text that may be shown."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stops: Sequence[str], reader: Reader | None
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], parser: AnswerParser | None
     ) -> None:
         self._matcher = StopMatcher(stops)
-        self._reader = reader
+        self._parser = parser
         self._hidden: frozenset[int] = frozenset()
         if tokenizer is None:
             self._detokenizer = None
-        elif reader is None:
+        elif parser is None:
             self._detokenizer = tokenizer.detokenizer()
         else:
             self._detokenizer = tokenizer.detokenizer(skip_special=False)
-            read = map(tokenizer.token_id, reader.markers)
+            read = map(tokenizer.token_id, parser.markers)
             self._hidden = tokenizer.special_ids.difference(t for t in read if t is not None)
 
     @property
@@ -145,15 +145,74 @@ class _Text:
         if self._detokenizer is None or token in self._hidden:
             return ""
         piece = self._detokenizer.push(token)
-        return self._matcher.push(piece if self._reader is None else self._reader.push(piece))
+        return self._matcher.push(piece if self._parser is None else self._parser.push(piece))
 
     def flush(self) -> str:
         if self._detokenizer is None:
             return ""
         rest = self._detokenizer.flush()
-        if self._reader is not None:
-            rest = self._reader.push(rest) + self._reader.flush()
+        if self._parser is not None:
+            rest = self._parser.push(rest) + self._parser.flush()
         return self._matcher.push(rest) + self._matcher.flush()
+
+
+class StopMatcher:
+    """Feeds on text pieces; tells what may be shown. The stop string itself is never shown.
+
+    Stop strings may span tokens: text is held back only while it may still become one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """Text that is certain not to begin a stop string; sets ``stopped`` at the first match."""
+        if not self._stops or self.stopped:
+            return "" if self.stopped else piece
+        self._held += piece
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            shown, self._held = self._held[: min(found)], ""
+            return shown
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back when the text ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+def _allowed_ids(
+    constraint: Constraint, ends: frozenset[int], logits: Logits
+) -> npt.NDArray[np.intp]:
+    """The ids that may be chosen from ``logits`` (V,): ``ends`` only where the answer may end.
+
+    Raises:
+        LocalrtError: there is none: the vocabulary, or a bias, leaves no way to go on.
+    """
+    allowed = np.zeros(len(logits), np.bool_)
+    known = constraint.allowed()[: len(logits)]
+    allowed[: len(known)] = known
+    allowed[[token for token in ends if token < len(logits)]] = constraint.may_end
+    allowed &= logits > -np.inf
+    ids = np.flatnonzero(allowed)
+    if not len(ids):
+        raise LocalrtError("no token of the model can go on within json_schema or regex")
+    return ids
 
 
 class Meter:

@@ -1,21 +1,70 @@
-"""What a generation is asked for, fully spelled out: tokens, sampling, limits, who hears of it."""
+"""What a generation is asked for, fully spelled out: tokens, sampling, limits, who hears of it.
+
+What binds an answer and what parses it are made for each; grammars and templates are unknown here.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
-from localrt.engine.constraint import MakeConstraint
+import numpy as np
+import numpy.typing as npt
+
 from localrt.engine.protocol import EngineSession
-from localrt.engine.reader import MakeReader
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
+from localrt.engine.types import ToolCall
 from localrt.progress import ProgressCallback
 
-__all__ = ["Request", "Restore"]
+__all__ = ["AnswerParser", "Constraint", "MakeConstraint", "MakeParser", "Request", "Restore"]
 
-Restore = Callable[[EngineSession, Sequence[int]], None]
+
+class Constraint(Protocol):
+    """Which tokens may come next in an answer, and whether it may end. Not thread-safe.
+
+    Speculation stays exact: a guess counts where it is the token that the sampler chooses under
+    the constraint.
+    """
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Which tokens may come next, (vocab,); those that end a generation are not among them."""
+
+    def accept(self, token: int) -> None:
+        """``token``, which was allowed, has been chosen."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer is complete as it is."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing may follow."""
+
+
+class AnswerParser(Protocol):
+    """Sees an answer's text first, and takes thinking and calls of tools out. Not thread-safe."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Control tokens that it reads as text; others stay hidden."""
+
+    def push(self, piece: str) -> str:
+        """Text to show, now that ``piece`` has come."""
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls found so far."""
+
+
+MakeConstraint: TypeAlias = Callable[[], Constraint]
+MakeParser: TypeAlias = Callable[[], AnswerParser]
+Restore: TypeAlias = Callable[[EngineSession, Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +80,7 @@ class Request:
     exactness: str | None = None
     speculation: Speculation | None = None
     constraint: MakeConstraint | None = None  # makes what binds the answer
-    reader: MakeReader | None = None  # makes what finds calls of tools in it
+    parser: MakeParser | None = None  # makes what finds thinking and calls of tools in it
     restore: Restore | None = None  # gives the session what is kept of the prompt elsewhere
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None

@@ -21,6 +21,7 @@ __all__ = [
     "Distribution",
     "Sampling",
     "adjust_logits",
+    "constrained",
     "distribution",
     "draw",
     "log_probabilities",
@@ -160,6 +161,12 @@ def distribution(logits: Logits, sampling: Sampling) -> Distribution:
         keep = int(np.count_nonzero(probs >= sampling.min_p * probs[0]))
         tokens, probs = _renormalized(tokens[:keep], probs[:keep])
     return Distribution(tokens, probs)
+
+
+def constrained(logits: Logits, ids: npt.NDArray[np.intp], sampling: Sampling) -> Distribution:
+    """``distribution`` of adjusted logits (V,) among ``ids`` alone."""
+    found = distribution(logits[ids], sampling)
+    return Distribution(ids[found.tokens], found.probs)
 
 
 def _top_k(logits: Logits, k: int) -> npt.NDArray[np.intp]:

@@ -18,7 +18,7 @@ from localrt.text.call_syntax import call_of
 from localrt.text.thinking import CLOSE, OPEN, split_thinking
 from localrt.text.tools import make_call
 
-__all__ = ["HarmonyReader", "harmony_messages", "is_harmony"]
+__all__ = ["HarmonyParser", "harmony_messages", "is_harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _MARKERS = (
@@ -34,8 +34,8 @@ def is_harmony(template: str) -> bool:
     return _CHANNEL in template and _MESSAGE in template
 
 
-class HarmonyReader:
-    """See ``localrt.text.tools.TextReader``. An answer begins with the header of a message."""
+class HarmonyParser:
+    """See ``localrt.text.tools.TextParser``. An answer begins with the header of a message."""
 
     markers = _MARKERS
 

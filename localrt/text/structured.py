@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.engine.constraint import MakeConstraint
 from localrt.engine.options import Options
+from localrt.engine.request import MakeConstraint
 from localrt.errors import LocalrtError, MissingExtraError, OptionError
 from localrt.offload.account import constraint_nbytes
 from localrt.offload.memory.process import current_rss

@@ -28,7 +28,7 @@ from localrt.text.thinking import CLOSE, OPEN
 
 __all__ = [
     "TURN_ENDS",
-    "TextReader",
+    "TextParser",
     "ToolForm",
     "as_message_calls",
     "for_template",
@@ -92,7 +92,7 @@ def tool_form(template: str) -> ToolForm:
     return next((form for needle, form in _FORMS if needle in template), _HERMES)
 
 
-class TextReader:
+class TextParser:
     """Text as it comes to what may be shown; ``calls`` are those that were found.
 
     ``form`` is None where no tools were given. ``thinking`` says that the prompt itself has opened

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.engine.stops import StopMatcher
+from localrt.engine.answer import StopMatcher
 
 
 def shown(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
