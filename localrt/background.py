@@ -1,6 +1,6 @@
 """Loading a model while the program goes on: how far it is, its end, and a way to stop it.
 
-It knows ``localrt.load`` alone.
+It knows ``localrt.load`` alone, which it imports in the loading thread: a window appears before.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.errors import CancelledError, OptionError
+from localrt.progress import Progress
 
 if TYPE_CHECKING:
     from localrt.api import Model
-    from localrt.progress import Progress
 
 __all__ = ["Loading", "load_in_background"]
 

@@ -6,23 +6,19 @@ The functions read the environment once (``Settings``); ``localrt.hub`` does the
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
+from localrt import hub
+from localrt.hub import LocalModel, ResolvedModel, searching, usage
+from localrt.hub.searching import FoundModel, Variant
 from localrt.progress import ProgressCallback
-
-if TYPE_CHECKING:
-    from localrt.hub import LocalModel, ResolvedModel
-    from localrt.hub.searching import FoundModel, Variant
+from localrt.settings import Settings
 
 __all__ = ["list_models", "list_variants", "pull", "remove_model", "search_models", "uses"]
 
 
 def list_models() -> list[LocalModel]:
     """Every model that ``load`` finds without the network, by name."""
-    from localrt.hub import list_models
-    from localrt.settings import Settings
-
-    return list_models(Settings.from_environment())
+    return hub.list_models(Settings.from_environment())
 
 
 def pull(
@@ -43,11 +39,8 @@ def pull(
         StorageError: the disk is full, or cannot be written.
         CancelledError: ``cancel`` was set.
     """
-    from localrt.hub import resolve
-    from localrt.settings import Settings
-
     settings = Settings.from_environment()
-    return resolve(
+    return hub.resolve(
         model,
         settings=settings,
         revision=revision,
@@ -59,10 +52,7 @@ def pull(
 
 def uses() -> dict[str, float]:
     """When each model was last loaded, in seconds since the epoch, by name."""
-    from localrt.hub.usage import last_used
-    from localrt.settings import Settings
-
-    return last_used(Settings.from_environment())
+    return usage.last_used(Settings.from_environment())
 
 
 def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
@@ -71,10 +61,7 @@ def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
     Raises:
         OfflineError, HubError: the hub cannot be asked.
     """
-    from localrt.hub.searching import search_models
-    from localrt.settings import Settings
-
-    return search_models(words, settings=Settings.from_environment(), limit=limit)
+    return searching.search_models(words, settings=Settings.from_environment(), limit=limit)
 
 
 def list_variants(repo: str) -> list[Variant]:
@@ -83,10 +70,7 @@ def list_variants(repo: str) -> list[Variant]:
     Raises:
         ModelNotFoundError, GatedModelError, OfflineError, HubError: it cannot be seen.
     """
-    from localrt.hub.searching import list_variants
-    from localrt.settings import Settings
-
-    return list_variants(repo, settings=Settings.from_environment())
+    return searching.list_variants(repo, settings=Settings.from_environment())
 
 
 def remove_model(name: str) -> int:
@@ -97,11 +81,7 @@ def remove_model(name: str) -> int:
         OptionError: they are a user's own files, or an installed package's.
         StorageError: a file cannot be deleted.
     """
-    from localrt.hub import remove_model
-    from localrt.hub.usage import forget_use
-    from localrt.settings import Settings
-
     settings = Settings.from_environment()
-    freed = remove_model(name, settings)
-    forget_use(name, settings)
+    freed = hub.remove_model(name, settings)
+    usage.forget_use(name, settings)
     return freed
