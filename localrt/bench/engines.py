@@ -17,11 +17,27 @@ from localrt.errors import OptionError
 if TYPE_CHECKING:
     from localrt.answering.core import Core
 
-__all__ = ["ENGINES", "FROM_FOLDER", "BenchEngine", "Launch", "llamacpp_core", "load_engine"]
+__all__ = [
+    "ENGINES",
+    "FROM_FOLDER",
+    "LLAMACPP_SETTINGS",
+    "BenchEngine",
+    "Launch",
+    "llamacpp_core",
+    "load_engine",
+]
 
 ENGINES = ("native", "llamacpp", "transformers", "accelerate", "airllm")
 
 _TRACED_TASKS = 200_000
+
+LLAMACPP_SETTINGS: Mapping[str, Mapping[str, bool]] = {
+    "repacked": {"repack": True, "flash_attention": False},
+    "repacked, flash attention": {"repack": True, "flash_attention": True},
+    "plain": {"repack": False, "flash_attention": False},
+    "plain, flash attention": {"repack": False, "flash_attention": True},
+}
+"""llama.cpp's, by name: which is fastest depends on machine and model."""
 
 FROM_FOLDER = frozenset({"accelerate", "airllm"})
 """Engines that read a Hugging Face folder in bf16 only."""
@@ -49,11 +65,7 @@ class Launch:
 
 
 class BenchEngine(Protocol):
-    """A loaded model that can be timed.
-
-    One that keeps a trace has ``trace_events`` as well, one that may be a mixture of experts
-    ``record_routing`` and ``save_routing``.
-    """
+    """A loaded model that can be timed. One that keeps a trace has ``trace_events`` as well."""
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -116,20 +128,6 @@ class _LocalrtEngine:
         for last in stream:  # noqa: B007 - the last chunk is what we want
             pass
         return last.metrics
-
-    def record_routing(self) -> None:
-        """Remember the experts of all tokens from now on.
-
-        Raises:
-            OptionError: the model is no mixture of experts, or not one of the native engine's.
-        """
-        from localrt.engine.native.routing import RoutingRecorder
-
-        self._routing = RoutingRecorder(self._engine, self._model.info.path)
-
-    def save_routing(self, path: Path) -> int:
-        """Write what was remembered; returns the number of tokens."""
-        return self._routing.save(path)
 
     def trace_events(self) -> list[tuple[str, str, float, float]]:
         """(resource, task, start, end) of the latest tasks; they are kept from the first call on.

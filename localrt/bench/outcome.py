@@ -22,7 +22,7 @@ class BenchOptions:
     engine to measure, by default all; ``variants`` are several ways to load the native engine, as
     fields of `Launch` by name, measured like settings. Weights that peers need in another form are
     kept below ``cache``; ``stores`` is where the native engine keeps its own. ``trace`` asks for
-    the native engine's tasks in its last run, ``expert_trace`` is a file for its routing in all.
+    the native engine's tasks in its last run.
     """
 
     path: Path
@@ -40,7 +40,6 @@ class BenchOptions:
     cache: Path | None = None
     stores: Path | None = None
     trace: bool = False
-    expert_trace: Path | None = None
     variants: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:

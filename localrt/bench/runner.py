@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from localrt.bench.engines import FROM_FOLDER, Launch
+from localrt.bench.engines import FROM_FOLDER, LLAMACPP_SETTINGS, Launch
 from localrt.bench.hf_folder import hf_folder
 from localrt.bench.memory_limit import MemoryLimit
 from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
@@ -30,12 +30,7 @@ __all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
 
 # Several settings of an engine are measured, and its best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "llamacpp": {
-        "repacked": {"repack": True, "flash_attention": False},
-        "repacked, flash attention": {"repack": True, "flash_attention": True},
-        "plain": {"repack": False, "flash_attention": False},
-        "plain, flash attention": {"repack": False, "flash_attention": True},
-    },
+    "llamacpp": LLAMACPP_SETTINGS,
     "accelerate": {
         "layers on disk": {"way": "layers on disk"},
         "disk_offload": {"way": "disk_offload"},
@@ -123,8 +118,6 @@ class _Bench:
                 if running:
                     self._notify(f"run {index} of {runs}")
                 running = [r for r in running if self._try(self._time, r, index)]
-            for r in running:
-                self._save_routing(r)
         return [_result(r) for r in running]
 
     def _start(self, candidate: _Candidate, children: ExitStack) -> _Running | None:
@@ -193,16 +186,8 @@ class _Bench:
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
             self._prompts = make_prompts(self._options.workload, self._encoder(running.child))
-        if self._options.expert_trace and running.candidate.launch.engine == "native":
-            running.child.ask("record_routing")
         self._notify(f"warming up {_name(running.candidate.launch.engine, running.setting)}")
         running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
-
-    def _save_routing(self, running: _Running) -> None:
-        path = self._options.expert_trace
-        if path is not None and running.candidate.launch.engine == "native":
-            tokens = running.child.ask("save_routing", file=str(path))
-            self._notify(f"wrote the routing of {tokens} tokens to {path}")
 
     def _encoder(self, child: ChildProcess) -> Callable[[str], list[int]]:
         """The model's tokenizer, here: a vocabulary would count as an engine's memory."""

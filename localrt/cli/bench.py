@@ -61,12 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     native.add_argument(
         "--trace", type=Path, metavar="FILE", help="write its pipeline's tasks for Perfetto"
     )
-    native.add_argument(
-        "--expert-trace",
-        type=Path,
-        metavar="FILE",
-        help="write which experts its tokens were sent to (.npz)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -76,9 +70,6 @@ def run(args: argparse.Namespace) -> int:
     def size(text: str | None) -> int | None:
         return None if text is None else parse_size(text)
 
-    if args.expert_trace is not None and not args.expert_trace.absolute().parent.is_dir():
-        folder = args.expert_trace.parent
-        raise OptionError(f"--expert-trace: there is no folder {folder}: make it first")
     limit, ram, gpu_memory = size(args.memory_limit), size(args.ram), size(args.gpu_memory)
     workload = Workload(args.prompt_tokens, args.tokens, args.runs)
     settings = Settings.from_environment()
@@ -98,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
         cache=settings.cache_dir / "bench",
         stores=settings.data_dir / "stores",
         trace=args.trace is not None,
-        expert_trace=None if args.expert_trace is None else args.expert_trace.absolute(),
     )
     if wants_card(options) and "native" in options.engines:
         return _simulate(args, options, name, settings)
@@ -131,12 +121,8 @@ def run(args: argparse.Namespace) -> int:
 def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where: Settings) -> int:
     """Print what a named card would do; no engine runs."""
     _notify("no GPU here: planning for a named card, running nothing")
-    for option in ("trace", "expert_trace"):
-        if getattr(args, option) is not None:
-            name = option.replace("_", "-")
-            raise OptionError(
-                f"--{name} records a run, and without a GPU --gpu-memory runs nothing"
-            )
+    if args.trace is not None:
+        raise OptionError("--trace records a run, and without a GPU --gpu-memory runs nothing")
     run = simulate_card(options, where)
     machine = hardware.probe()
     if args.json:

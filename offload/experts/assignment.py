@@ -24,7 +24,6 @@ __all__ = [
     "Rate",
     "Ready",
     "Seconds",
-    "all_on",
     "loaded_end",
     "split_misses",
 ]
@@ -184,24 +183,6 @@ def loaded_end(start: float, work: float, link_until: float, load: float) -> flo
         return start + work
     done = (link_until - start) * (1 - load)
     return start + work / (1 - load) if work <= done else link_until + work - done
-
-
-def all_on(
-    device: Device,
-    rows: Sequence[int] | NDArray[Any],
-    resident: Sequence[bool] | NDArray[np.bool_],
-    costs: ExpertCosts,
-    ready: Ready = NOW,
-) -> Assignment:
-    """One rule for all. ``CPU``: everything there. ``FETCH``: everything on the GPU.
-
-    ``GPU``: cached experts there and absent ones on the CPU, as a static placement has it.
-    """
-    work = LayerWork(rows, resident, costs, ready)
-    return work.assign(
-        kept=0 if device is Device.CPU else len(work.cached),
-        fetched=len(work.absent) if device is Device.FETCH else 0,
-    )
 
 
 def split_misses(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
-from localrt.offload.experts.policies import DEFAULT_POLICY, Policy, make_policy
+from localrt.offload.experts.policy import Learned, Policy
 
 __all__ = ["CacheStats", "Demand", "ExpertCache", "Key", "slots_within"]
 
@@ -75,10 +75,7 @@ def slots_within(nbytes: int, expert_nbytes: int, *, least: int = 1) -> int:
 class ExpertCache:
     """``capacity`` slots for the experts of all layers; ``pinned`` ones take slots for good.
 
-    ``policy`` is a policy's name or a policy.
-
     Raises:
-        OptionError: no policy of that name.
         MemoryBudgetError: the pinned experts alone take more slots.
     """
 
@@ -89,13 +86,11 @@ class ExpertCache:
         used: int,
         capacity: int,
         *,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: Policy | None = None,
         pinned: Iterable[Key] = (),
     ) -> None:
         self.layers, self.count, self.used = layers, count, used
-        if isinstance(policy, str):
-            policy = make_policy(policy, layers, count, used)
-        self.policy = policy
+        self.policy = policy or Learned(layers, count, used)
         self._resident = np.zeros((layers, count), np.bool_)
         # Reasons not to evict, one of them being absent; what there is none for has its worth.
         self._blocked = np.ones((layers, count), np.int32)
@@ -222,8 +217,8 @@ class ExpertCache:
         """The absent expert of a layer most worth a slot, to be brought in while nothing waits.
 
         None where a slot is not free and the expert is not worth ``margin`` times what it would
-        replace: experts that take turns would keep the link busy, and memory, for nothing. For
-        policies whose values are shares, which LRU's and Stale's are not.
+        replace: experts that take turns would keep the link busy, and memory, for nothing.
+        The policy's values must be shares.
         """
         value = np.where(self._resident[layer], -np.inf, self.policy.value[layer])
         best = int(value.argmax())

@@ -1,10 +1,9 @@
 """The best assignment of a layer's experts to CPU and GPU, for decoding and for prompts alike.
 
-``greedy`` is HybriMoE's rule. It only ever makes assignments of one shape: the most loaded of the
-absent experts are copied, and the least loaded of the cached ones go to the CPU, since copying
-takes the same for all, computing on the GPU nearly the same, and on the CPU the longer the more
-rows. ``balanced`` finds the best of that shape, so it ends no later than the rule, or than either
-device alone; it is what ``schedule`` is.
+Assignments are of one shape, that of HybriMoE's rule: the most loaded of the absent experts are
+copied, and the least loaded of the cached ones go to the CPU, since copying takes the same for all,
+computing on the GPU nearly the same, and on the CPU the longer the more rows. ``schedule`` finds
+the best of that shape, so it ends no later than that rule, or than either device alone.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from localrt.offload.experts.assignment import (
     loaded_end,
 )
 
-__all__ = ["balanced", "greedy", "schedule"]
+__all__ = ["schedule"]
 
 
-def balanced(
+def schedule(
     rows: Sequence[int] | NDArray[Any],
     resident: Sequence[bool] | NDArray[np.bool_],
     costs: ExpertCosts,
@@ -77,40 +76,3 @@ def balanced(
             else:
                 low = kept + 1
     return layer.assign(kept=-best[2], fetched=-best[1])
-
-
-def greedy(
-    rows: Sequence[int] | NDArray[Any],
-    resident: Sequence[bool] | NDArray[np.bool_],
-    costs: ExpertCosts,
-    ready: Ready = NOW,
-    *,
-    most_fetched: int | None = None,
-) -> Assignment:
-    """HybriMoE's rule: a list's head to the GPU or its tail to the CPU, whichever ends first.
-
-    The list is the cached experts by falling load, then the absent ones by falling load; of these
-    the head waits for its copy. Ties go to the GPU.
-    """
-    layer = LayerWork(rows, resident, costs, ready)
-    held, listed = len(layer.cached), layer.cached + layer.absent
-    limit = len(layer.absent) if most_fetched is None else most_fetched
-    head, tail = 0, len(listed)
-    cpu, gpu, link = ready.cpu, ready.gpu, ready.link
-    while head < tail:
-        cpu_end = cpu + layer.cpu_s[listed[tail - 1]]
-        gpu_end = float("inf")
-        if head < held:
-            gpu_end = gpu + layer.gpu_s[listed[head]]
-        elif head - held < limit:
-            gpu_end = max(gpu, link + costs.fetch) + layer.gpu_s[listed[head]]
-        if gpu_end + ready.gpu_back <= cpu_end + ready.cpu_back:
-            link += costs.fetch if head >= held else 0.0
-            gpu, head = gpu_end, head + 1
-        else:
-            cpu, tail = cpu_end, tail - 1
-    return layer.assign(kept=min(head, held), fetched=max(0, head - held))
-
-
-schedule = balanced
-"""The assignment to use."""

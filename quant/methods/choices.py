@@ -1,7 +1,7 @@
 """What a format gets where nobody says otherwise: the tables of what measured best.
 
 Method with and without calibration text, rotation of mr-gptq, and what a matrix falls back to whose
-rows are no whole groups. Change the tables when ``benchmarks/quality.py`` says so. They know names
+rows are no whole groups. Change the tables when ``benchmarks.quality`` says so. They know names
 of formats, not weights.
 """
 

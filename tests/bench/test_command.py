@@ -61,7 +61,6 @@ def test_a_trace_that_nothing_was_recorded_for_is_an_error_after_the_results(
         (["--gpu-memory", "0"], 2, "above zero"),
         (["--ctx", "100"], 2, "must be at least 640"),
         (["no/such/file.gguf"], 1, "no/such/file.gguf"),
-        (["--expert-trace", "no/such/trace.npz"], 2, "there is no folder no/such"),
         (["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
     ],
 )

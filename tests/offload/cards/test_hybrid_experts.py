@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.moe.rules import all_on
 from localrt.errors import CancelledError
-from localrt.offload.experts.assignment import Device, ExpertCosts, Rate, all_on
+from localrt.offload.experts.assignment import Device, ExpertCosts, Rate
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Where

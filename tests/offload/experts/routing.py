@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from localrt.offload.experts.trace import RoutingTrace, TraceHeader
+from benchmarks.moe.routing_trace import RoutingTrace, TraceHeader
 
 
 def random_trace(

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import MemoryBudgetError, OptionError
+from benchmarks.moe.belady import replay
+from benchmarks.moe.policies import LFU, MRS, POLICIES
+from benchmarks.moe.routing_trace import RoutingTrace
+from localrt.errors import MemoryBudgetError
 from localrt.offload.experts.cache import ExpertCache, slots_within
-from localrt.offload.experts.policies import POLICIES
-from localrt.offload.experts.replay import replay
-from localrt.offload.experts.trace import RoutingTrace
 from tests.offload.experts.routing import random_trace, traces
 
 policies = st.sampled_from(sorted(POLICIES))
@@ -21,14 +21,9 @@ def cache_for(
     trace: RoutingTrace, capacity: int, policy: str = "mrs", **more: object
 ) -> ExpertCache:
     header = trace.header
-    return ExpertCache(
-        header.layers,
-        header.count,
-        header.used,
-        capacity,
-        policy=policy,
-        **more,  # type: ignore[arg-type]
-    )
+    sizes = (header.layers, header.count, header.used)
+    made = POLICIES[policy](*sizes)
+    return ExpertCache(*sizes, capacity, policy=made, **more)  # type: ignore[arg-type]
 
 
 def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +142,7 @@ def test_a_cancelled_load_gives_its_slot_back() -> None:
 
 
 def test_a_candidate_is_well_worth_what_it_replaces() -> None:
-    cache = ExpertCache(1, 4, 1, 1, policy="lfu")
+    cache = ExpertCache(1, 4, 1, 1, policy=LFU(1, 4, 1))
     assert cache.candidate(0) is not None  # there is room
     cache.admit(0, 0)
     cache.touch(0, *route(0, 1))
@@ -167,7 +162,7 @@ def test_a_candidate_is_well_worth_what_it_replaces() -> None:
 
 def test_a_prompt_does_not_evict_what_its_next_layers_need() -> None:
     layers, count, used = 4, 16, 2
-    cache = ExpertCache(layers, count, used, 32, policy="mrs")
+    cache = ExpertCache(layers, count, used, 32, policy=MRS(layers, count, used))
     for layer in range(layers):
         for expert in range(8):
             cache.admit(layer, expert)
@@ -200,5 +195,3 @@ def test_budgets() -> None:
         slots_within(5_000_000, 3_000_000, least=2)
     with pytest.raises(MemoryBudgetError, match="at least 1 slot"):
         ExpertCache(1, 4, 1, 0)
-    with pytest.raises(OptionError, match="lru, lfu, mrs"):
-        ExpertCache(1, 4, 1, 1, policy="random")

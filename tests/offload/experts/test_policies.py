@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.moe.belady import replay
+from benchmarks.moe.policies import LRU, MRS, POLICIES, Stale
+from benchmarks.moe.synthetic import synthetic_trace
 from localrt.offload.experts.cache import ExpertCache
-from localrt.offload.experts.policies import LRU, MRS, POLICIES, Learned, Stale
-from localrt.offload.experts.replay import replay
-from localrt.offload.experts.synthetic import synthetic_trace
+from localrt.offload.experts.policy import Learned
 from tests.offload.experts.routing import random_trace
 
 
@@ -66,7 +67,9 @@ def test_a_sweep_over_the_layers_defeats_lru_but_not_its_layerwise_form() -> Non
     slots = 10  # fewer than one pass asks for
 
     def rate(policy: str) -> float:
-        return replay(trace, ExpertCache(12, 4, 1, slots, policy=policy)).hit_rate
+        return replay(
+            trace, ExpertCache(12, 4, 1, slots, policy=POLICIES[policy](12, 4, 1))
+        ).hit_rate
 
     assert rate("lru") < 0.15
     assert rate("stale") > rate("lru") + 0.15
@@ -93,8 +96,10 @@ def test_learned_finds_out_what_a_workload_goes_by() -> None:
     changing = type(phases)(phases.header, experts.astype(np.int16), phases.scores, phases.pass_of)
     for trace in (phases, changing):
         rates = {
-            policy: replay(trace, ExpertCache(layers, count, used, 16, policy=policy)).hit_rate
-            for policy in POLICIES
+            name: replay(
+                trace, ExpertCache(layers, count, used, 16, policy=make(layers, count, used))
+            ).hit_rate
+            for name, make in POLICIES.items()
         }
         assert rates["learned"] >= max(rates.values()) - 0.03
 
@@ -105,8 +110,9 @@ def test_on_published_skew_scores_beat_recency(name: str) -> None:
     header = trace.header
 
     def rate(policy: str, share: float) -> float:
+        sizes = (header.layers, header.count, header.used)
         slots = int(share * header.layers * header.count)
-        cache = ExpertCache(header.layers, header.count, header.used, slots, policy=policy)
+        cache = ExpertCache(*sizes, slots, policy=POLICIES[policy](*sizes))
         return replay(trace, cache).hit_rate
 
     assert rate("mrs", 0.25) > rate("lru", 0.25) + 0.05

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.moe.rules import all_on, greedy, q_star
 from localrt.offload.experts.assignment import (
     Assignment,
     Device,
     ExpertCosts,
     Rate,
     Ready,
-    all_on,
     split_misses,
 )
-from localrt.offload.experts.q_star import q_star
-from localrt.offload.experts.scheduler import balanced, greedy, schedule
+from localrt.offload.experts.scheduler import schedule
 
 seconds = st.floats(0.01, 10)
 waits = st.floats(0, 10)
@@ -36,7 +35,7 @@ EXACT = 1e-9
 
 @settings(max_examples=300)
 @given(layer=layers, costs=all_costs, ready=all_ready, most=st.none() | st.integers(0, 4))
-@pytest.mark.parametrize("scheduler", [balanced, greedy])
+@pytest.mark.parametrize("scheduler", [schedule, greedy])
 def test_an_assignment_is_one(
     scheduler: object, layer: tuple, costs: ExpertCosts, ready: Ready, most: int | None
 ) -> None:
@@ -88,7 +87,7 @@ def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, re
 @given(layer=layers, costs=all_costs, ready=all_ready)
 def test_never_worse_than_the_simple_ways(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
     rows, resident = layer
-    end = balanced(rows, resident, costs, ready).end + EXACT
+    end = schedule(rows, resident, costs, ready).end + EXACT
     for device in Device:
         assert end <= all_on(device, rows, resident, costs, ready).end * (1 + EXACT) + 2 * EXACT
     assert end <= greedy(rows, resident, costs, ready).end * (1 + EXACT) + 2 * EXACT
@@ -127,7 +126,7 @@ def test_balanced_is_the_best_for_decoding(
     resident = used[1]
     rows = (1,) * len(resident)
     costs = ExpertCosts(cpu=cpu, gpu=Rate(0.0, gpu, 0.0), fetch=fetch)
-    assert balanced(rows, resident, costs).end == pytest.approx(shortest(rows, resident, costs))
+    assert schedule(rows, resident, costs).end == pytest.approx(shortest(rows, resident, costs))
 
 
 def test_how_far_from_the_best_it_is_for_prompts() -> None:
@@ -140,7 +139,7 @@ def test_how_far_from_the_best_it_is_for_prompts() -> None:
         rows = tuple(int(n) for n in random.geometric(1 / 32, count))
         resident = tuple(bool(r) for r in random.random(count) < 0.3)
         best = shortest(rows, resident, costs)
-        for name, scheduler in (("balanced", balanced), ("greedy", greedy)):
+        for name, scheduler in (("balanced", schedule), ("greedy", greedy)):
             ratios[name].append(scheduler(rows, resident, costs).end / best)
     assert np.mean(ratios["balanced"]) < 1.06
     assert max(ratios["balanced"]) < 1.6
@@ -163,7 +162,7 @@ def test_decoding_with_a_slow_link() -> None:
 
 def test_ties_go_to_the_gpu() -> None:
     costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 10, 0), fetch=0.0)
-    for scheduler in (balanced, greedy):
+    for scheduler in (schedule, greedy):
         assert scheduler([1], [True], costs).device == [Device.GPU]
         assert scheduler([1], [False], costs).device == [Device.FETCH]
 

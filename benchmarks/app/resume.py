@@ -1,0 +1,124 @@
+"""A long conversation comes back: its KV cache from the disk, against computing it again.
+
+    python -m benchmarks.app.resume [MODEL] [--tokens 8192] [--runs 5] [--kv-format bf16]
+
+Both are the time to the first token of a next turn in a process that has the model loaded: one
+where the disk has nothing, one after ``ChatSession.park``. The reading is measured with the file in
+the system's cache and without ("cold"), which needs no root: its pages are given up one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import localrt
+from benchmarks.common.command import cited_command, make_parser
+from benchmarks.common.record import Record, load, save, setting
+from localrt.bench.page_cache import drop_from_cache
+from localrt.formatting import format_bytes
+
+TEXT = "the store keeps what was packed and brings it back in order"
+WORDS = TEXT.split(" ")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, save beside the other models' results."""
+    parser = make_parser(__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--prefills", type=int, default=3, help="they take long")
+    parser.add_argument("--kv-format", choices=("bf16", "int8", "int4"))
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+        os.environ["LOCALRT_CACHE"] = folder
+        found = measure(args, Path(folder))
+    print(json.dumps(found, indent=1))
+    if args.json is not None:
+        row = {**found, **setting(cited_command("app.resume", arguments))}
+        rows = load(args.json, results=[])["results"]
+        key = (row["model"], row["kv_format"])
+        kept = [other for other in rows if (other["model"], other["kv_format"]) != key]
+        save(args.json, {"results": [*kept, row]})
+    return 0
+
+
+def measure(args: argparse.Namespace, folder: Path) -> Record:
+    """One model's figures."""
+    ctx = args.tokens + 256
+    with localrt.load(args.model, ctx=ctx, kv_format=args.kv_format) as model:
+        messages = conversation(model, args.tokens)
+
+        def answered(least_cached: int = 0) -> float:
+            chat = model.chat()
+            chat.messages = list(messages)
+            seconds = next_turn(chat, least_cached)
+            chat.close()
+            return seconds
+
+        prefill = statistics.median(answered() for _ in range(args.prefills))
+        chat = model.chat()
+        chat.messages = list(messages)
+        chat.send("Why?", max_tokens=1, temperature=0.0)
+        saved = chat.park()
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for cold in [False] + [False, True] * args.runs:  # the first warms up
+            if cold:
+                forget_pages(folder)
+            times[cold].append(answered(args.tokens // 2))
+        warm, cold_s = statistics.median(times[False][1:]), statistics.median(times[True])
+        return {
+            "model": Path(model.name).name,
+            "tokens": model.count(messages),
+            "kv_format": args.kv_format or "bf16",
+            "saved_bytes": saved,
+            "prefill_s": prefill,
+            "resume_s": warm,
+            "resume_cold_s": cold_s,
+            "faster": prefill / warm,
+            "faster_cold": prefill / cold_s,
+            "saved": format_bytes(saved),
+        }
+
+
+def conversation(model: localrt.Model, tokens: int) -> list[localrt.Message]:
+    """Turns that come to about ``tokens``."""
+    messages: list[localrt.Message] = []
+    turn = 0
+    while not messages or model.count(messages) < tokens - 350:
+        words = [WORDS[(turn * 7 + i * (turn % 5 + 1)) % len(WORDS)] for i in range(220)]
+        role = "assistant" if turn % 2 else "user"
+        messages.append({"role": role, "content": f"{turn}: " + " ".join(words)})
+        turn += 1
+    if messages[-1]["role"] == "user":
+        messages.append({"role": "assistant", "content": "Yes."})
+    return messages
+
+
+def next_turn(chat: localrt.ChatSession, least_cached: int) -> float:
+    """Seconds to the first token of a next answer."""
+    answer = chat.send("And then?", max_tokens=1, temperature=0.0)
+    metrics = answer.metrics
+    if metrics.cached_tokens < least_cached:
+        raise SystemExit(f"only {metrics.cached_tokens} tokens came back")
+    assert metrics.ttft_s is not None, "an answer has a first token"
+    return metrics.ttft_s
+
+
+def forget_pages(folder: Path) -> None:
+    """Have the system drop the files' pages, which it does for those that are on the disk."""
+    files = list(folder.rglob("blocks.bin"))
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    drop_from_cache(files)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What several benchmarks share: command lines, records, tables, timing, random weights."""

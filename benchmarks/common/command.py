@@ -1,0 +1,68 @@
+"""The command line of a benchmark: its parser, the command as results cite it, models by name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from localrt.hub import resolve
+from localrt.settings import Settings
+
+__all__ = ["RESULTS", "ROOT", "cited_command", "find_model", "listed", "make_parser"]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results"
+
+
+def make_parser(
+    doc: str | None, *, json: bool = True, results: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser described by the first line of ``doc``, the benchmark's docstring.
+
+    With ``json`` it has ``--json``, whose default is the file of ``benchmarks/results`` that
+    ``results`` names, if any.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    if json:
+        default = None if results is None else RESULTS / f"{results}.json"
+        shown = "" if default is None else f" (default: {default.relative_to(ROOT)})"
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", default=default, help=f"save the results{shown}"
+        )
+    return parser
+
+
+def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
+    """For ``type=``: names between commas, each one of ``known``."""
+
+    def parse(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        for name in names:
+            if known is not None and name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def cited_command(name: str, arguments: Sequence[str] | None = None) -> str:
+    """``python -m benchmarks.NAME`` with its arguments but --json; files have no folders."""
+    words, skip = [], False
+    for word in sys.argv[1:] if arguments is None else arguments:
+        if skip or word == "--json":
+            skip = word == "--json"
+        elif "/" in word and not word.endswith("/s"):  # of a rate, 12GB/s
+            words.append(Path(word).name)
+        else:
+            words.append(word)
+    return " ".join([f"python -m benchmarks.{name}", *words])
+
+
+def find_model(name: str) -> Path:
+    """The file of a test model's short name (``qwen1.5b``), or of any MODEL."""
+    from tests.real_models import FILES, find_real_model  # which needs pytest
+
+    found = find_real_model(name) if name in FILES else None
+    return found or resolve(name, settings=Settings.from_environment()).path

@@ -1,0 +1,88 @@
+"""Result files: what stands in all of them, saving, and rows that go on where a run stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import localrt
+from localrt.machine import hardware
+
+__all__ = ["Record", "load", "pending", "save", "save_row", "setting"]
+
+Record = dict[str, Any]
+
+
+class Named(Protocol):
+    """A row of a benchmark that goes on where it stopped."""
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` and ``--again`` look for."""
+
+
+AnyRow = TypeVar("AnyRow", bound=Named)
+
+
+def setting(command: str, *packages: str) -> Record:
+    """Where results come from: machine, versions of localrt and of ``packages``, command."""
+    return {
+        "machine": hardware.probe().to_dict(),
+        "versions": dict(_versions(packages)),
+        "command": command,
+    }
+
+
+def load(path: Path, **empty: Any) -> Record:
+    """The results so far; ``empty`` when there are none."""
+    if not path.exists():
+        return empty
+    record: Record = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def save(path: Path | None, record: Mapping[str, Any]) -> None:
+    """Whole or not at all: a run may be stopped at any time. Nowhere if ``path`` is None."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def save_row(
+    path: Path, record: Record, row: Record, order: Sequence[str], **setting: Any
+) -> Record:
+    """``record`` with ``row`` in place of an older one, saved. ``order`` names all rows."""
+    both = {old["name"]: old for old in record["rows"]} | {row["name"]: row}
+    made = {**setting, "rows": [both[name] for name in order if name in both]}
+    save(path, made)
+    return made
+
+
+def pending(
+    rows: Sequence[AnyRow], record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]
+) -> list[AnyRow]:
+    """Rows to measure: without results yet, or named by ``again``; of those named by ``only``."""
+    done = {row["name"] for row in record["rows"] if row["results"]}
+
+    def named(row: AnyRow, words: Sequence[str]) -> bool:
+        return any(word in row.name for word in words)
+
+    wanted = [row for row in rows if not only or named(row, only)]
+    return [row for row in wanted if row.name not in done or named(row, again)]
+
+
+def _versions(packages: Sequence[str]) -> list[tuple[str, str]]:
+    found = [("localrt", localrt.__version__)]
+    for package in packages:
+        try:
+            found.append((package, version(package)))
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,80 @@
+"""The models that ``scripts/gpu_check`` makes of random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.random_weights import RandomCheckpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.protocol import Batch
+
+__all__ = ["ARCHITECTURES", "QWEN_1_5B", "TINY", "largest_error", "logits", "random_ids",
+           "random_model"]  # fmt: skip
+
+TINY: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"head_dim": 64},
+    "Gemma2ForCausalLM": {
+        "head_dim": 64,
+        "sliding_window": 32,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "Gemma3ForCausalLM": {"head_dim": 64, "sliding_window": 32},
+    "Phi3ForCausalLM": {"sliding_window": 64},
+    "SmolLM3ForCausalLM": {},
+}
+# Qwen2.5-Coder-1.5B's shape: the model most of the project's numbers are about.
+QWEN_1_5B: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+def random_model(architecture: str, config: Mapping[str, Any], ops: Any) -> Decoder:
+    """A decoder of random bf16 weights."""
+    checkpoint = RandomCheckpoint(architecture, config)
+    return load_decoder(checkpoint, ops, read_config(checkpoint))
+
+
+def random_ids(config: Mapping[str, Any], count: int, seed: int = 0) -> list[int]:
+    """Token ids."""
+    rng = np.random.default_rng(seed)
+    return [int(token) for token in rng.integers(0, config["vocab_size"], count)]
+
+
+def logits(model: Decoder, ids: list[int], single: int) -> np.ndarray:
+    """Prefill of all but the last ``single`` tokens, then these one at a time."""
+    cache = model.cache(256)
+    parts = [model.forward(Batch.extend([(cache, ids[:-single])]))]
+    parts += [model.forward(Batch.extend([(cache, [token])])) for token in ids[-single:]]
+    return np.concatenate(parts)
+
+
+def largest_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest difference over largest magnitude."""
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())

@@ -1,0 +1,270 @@
+"""Experts of a layer in two launches: right, and beside a product for each.
+
+Every expert has memory of its own, as in a pool of slots. Bytes per second are those of the experts
+that are chosen; which they are changes from launch to launch, so that no cache holds them. Kernels
+are timed in a recorded graph, whole steps with what the host does for them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.random_weights import random_packed
+from benchmarks.gpu.timing import RUNS, Result, copy_bandwidth, guarded, launch_seconds, timed
+from localrt.quant.formats import unpack
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
+from localrt.quant.ops.torch.experts import run_each, slots_of
+from localrt.quant.ops.triton.expert_table import TritonExpertTable
+from localrt.quant.ops.triton.experts import run_kind
+from localrt.quant.ops.triton.grouped import plan_blocks
+from localrt.quant.ops.triton.linear import MOST_ROWS
+from localrt.quant.ops.triton.ops import TritonOps
+
+__all__ = ["check_grouped"]
+
+BOUND = 0.01  # inner rows are bf16, and in long passes weights too
+DISTINCT = 3  # experts with weights of their own; the others are copies
+ROUTINGS = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer: experts of ``hidden`` by ``inner``, ``used`` for each row."""
+
+    count: int
+    used: int
+    hidden: int
+    inner: int
+    format: str
+    spec: ExpertSpec = ExpertSpec()  # noqa: RUF009  frozen
+    biased: bool = False
+
+
+GPT_OSS = ExpertSpec(activation="swiglu_oai", limit=7.0)
+LARGE = {
+    "qwen3-30b-a3b int4-g32": Shape(128, 8, 2048, 768, "int4-g32"),
+    "qwen3-30b-a3b q4_k": Shape(128, 8, 2048, 768, "q4_k"),
+    "qwen3-30b-a3b nvfp4": Shape(128, 8, 2048, 768, "nvfp4"),
+    "qwen3-30b-a3b int8-g32": Shape(128, 8, 2048, 768, "int8-g32"),
+    "gpt-oss-20b mxfp4": Shape(32, 4, 2880, 2880, "mxfp4", GPT_OSS, biased=True),
+}
+SMALL = {"small mxfp4": Shape(4, 2, 64, 32, "mxfp4", GPT_OSS, biased=True)}
+ROWS = (1, 4, 16, 64, 512)
+
+
+def check_grouped(device: str) -> list[Result]:
+    """Each shape: results, then speeds."""
+    cuda = device.startswith("cuda")
+    ceiling = copy_bandwidth(device)
+    results: list[Result] = []
+    for name, shape in (LARGE if cuda else SMALL).items():
+        rows = ROWS if cuda else (1, 66)
+
+        def both(name: str = name, shape: Shape = shape, rows: Any = rows) -> list[Result]:
+            layer = Layer(shape, device)
+            return [
+                layer.results(f"experts together {name}", rows),
+                *(layer.speed(f"experts of {n} rows {name}", n, ceiling) for n in rows),
+            ]
+
+        with torch.inference_mode():
+            results += guarded(f"experts together {name}", both)
+        if cuda:
+            torch.cuda.empty_cache()
+    return results
+
+
+class Layer:
+    """Random experts on the device."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        self.shape, self.device = shape, device
+        self.ops = TritonOps(device=device)
+        self.values: list[list[np.ndarray]] = []
+        self.weights: list[ExpertWeights] = []
+        self.table = TritonExpertTable(shape.count)
+        distinct = [self._tiles(seed) for seed in range(min(DISTINCT, shape.count))]
+        rng = np.random.default_rng(9)
+        sizes = (2 * shape.inner, shape.hidden)
+        biases = [rng.standard_normal(n).astype(np.float32) for n in sizes]
+        self.biases = biases if shape.biased else [np.zeros(n, np.float32) for n in sizes]
+        for number in range(shape.count):
+            gate, up, down = distinct[number % len(distinct)]
+            both = (2 * shape.inner, shape.hidden)
+            weights = ExpertWeights(
+                gate_up=self.ops.weight(both, map(self._elsewhere, (gate, up))),
+                down=self.ops.weight((shape.hidden, shape.inner), [self._elsewhere(down)]),
+                gate_up_bias=self.ops.vector(biases[0]) if shape.biased else None,
+                down_bias=self.ops.vector(biases[1]) if shape.biased else None,
+            )
+            self.table.put(number, weights)
+            self.weights.append(weights)
+        first = self.weights[0]
+        self.nbytes = first.gate_up.nbytes + first.down.nbytes
+        (self.kind,) = self.table.kinds
+
+    def _tiles(self, seed: int) -> list[Any]:
+        shape = self.shape
+        sizes = [(shape.inner, shape.hidden)] * 2 + [(shape.hidden, shape.inner)]
+        packed = [random_packed(shape.format, *s, seed=3 * seed + i) for i, s in enumerate(sizes)]
+        self.values.append([unpack(tensor).astype(np.float64) for tensor in packed])
+        return [tile_tensor(tensor) for tensor in packed]
+
+    def _elsewhere(self, tiles: Any) -> Any:
+        return replace(tiles, data=torch.from_numpy(np.asarray(tiles.data)).to(self.device))
+
+    def inputs(self, rows: int) -> torch.Tensor:
+        return torch.randn(rows, self.shape.hidden, device=self.device).bfloat16()
+
+    def routing(self, rows: int, seed: int = 0) -> Routing:
+        """Each row's experts by chance; those of few rows are all different."""
+        rng = np.random.default_rng(seed)
+        count, used = self.shape.count, self.shape.used
+        chosen = rng.permuted(np.tile(np.arange(count, dtype=np.int32), (rows, 1)), axis=1)
+        if rows * used <= count:
+            chosen[:, :used] = rng.permutation(count)[: rows * used].reshape(rows, used)
+        scores = np.full((rows, used), 1 / used, np.float32)
+        return Routing(chosen[:, :used], scores, scores)
+
+    # -- right -------------------------------------------------------------------------------------
+
+    def results(self, name: str, many: tuple[int, ...]) -> Result:
+        """Against float64, a product for each expert, and the same rows alone."""
+        values: dict[str, Any] = {"bound": BOUND}
+        ok = True
+        for rows in many:
+            x, routing = self.inputs(rows), self.routing(rows)
+            got = self.together(x, routing)
+            apart = torch.empty_like(got)
+            self.one_by_one(x, routing, apart)
+            values[f"against_apart_{rows}"] = relative(got, apart)
+            values[f"relative_error_{rows}"] = self.error(x, routing, got)
+            ok &= values[f"against_apart_{rows}"] < 2 * BOUND
+            ok &= values[f"relative_error_{rows}"] < BOUND
+        if self.device.startswith("cuda"):
+            values["rows_bitwise_equal"] = same = self.rows_are_equal()
+            ok &= same
+        return Result(name, bool(ok), values=values)
+
+    def together(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        slots = self.ops.expert_slots(x, routing).fill_(float("nan"))
+        self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
+        return slots
+
+    def error(self, x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> float:
+        """Of the first rows' slots."""
+        rows = min(len(x), 4)
+        inputs, used = x[:rows].double().cpu().numpy(), routing.used
+        got = slots[: rows * used].double().cpu().numpy()
+        wanted = [
+            self.expected(inputs[slot // used], int(routing.chosen.reshape(-1)[slot]))
+            for slot in range(rows * used)
+        ]
+        return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+    def expected(self, x: np.ndarray, expert: int) -> np.ndarray:
+        gate, up, down = self.values[expert % len(self.values)]
+        first, second = np.split(self.biases[0].astype(np.float64), 2)
+        g, u = gate @ x + first, up @ x + second
+        spec = self.shape.spec
+        if spec.activation == "swiglu_oai":
+            g, u = np.minimum(g, spec.limit), np.clip(u, -spec.limit, spec.limit)
+            inner = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+        else:
+            inner = g / (1 + np.exp(-g)) * u
+        return np.asarray(down @ inner + self.biases[1])
+
+    def rows_are_equal(self) -> bool:
+        """A row's bits among 64 and in passes of fewer."""
+        x, routing, used = self.inputs(64), self.routing(64), self.shape.used
+        whole = self.together(x, routing)
+        same = True
+        for rows in (1, 2, 7, 33):
+            first = 64 - rows
+            part = Routing(routing.experts[first:], routing.scores[first:], routing.weights[first:])
+            same &= torch.equal(self.together(x[first:], part), whole[first * used :])
+        return bool(same)
+
+    # -- how fast ----------------------------------------------------------------------------------
+
+    def speed(self, name: str, rows: int, ceiling: float) -> Result:
+        """Microseconds of kernels and of whole steps, grouped and each expert apart."""
+        x = self.inputs(rows)
+        count = ROUTINGS if self.device.startswith("cuda") else 1
+        routings = [self.routing(rows, seed) for seed in range(count)]
+        used = [len(np.unique(routing.chosen)) for routing in routings]
+        nbytes = statistics.mean(used) * self.nbytes
+        slots = self.ops.expert_slots(x, routings[0])
+        kernels = [self._kernels(x, routing, slots) for routing in routings]
+        seconds = launch_seconds(kernels, self.device)
+        apart = launch_seconds([self._apart(x, r) for r in routings], self.device)
+
+        def together(x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> None:
+            self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
+
+        def steps(run: Callable[..., None]) -> float:
+            def work() -> None:
+                for routing in routings:
+                    run(x, routing, slots)
+
+            return statistics.median([timed(work) for _ in range(RUNS)][1:]) / count
+
+        values = {
+            "us": seconds * 1e6,
+            "gb_s": nbytes / seconds / 1e9,
+            "share_of_copy": nbytes / seconds / ceiling,
+            "us_apart": apart * 1e6,
+            "gb_s_apart": nbytes / apart / 1e9,
+            "times_apart": apart / seconds,
+            "us_step": steps(together) * 1e6,
+            "us_step_apart": steps(self.one_by_one) * 1e6,
+        }
+        return Result(name, True, values=values)
+
+    def one_by_one(self, x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> None:
+        """Fill slots with products of each expert's own."""
+
+        def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
+
+        run_each(x, routing, slots, None, compute)
+
+    def _kernels(
+        self, x: torch.Tensor, routing: Routing, slots: torch.Tensor
+    ) -> Callable[[], None]:
+        chosen = routing.chosen.reshape(-1)
+        order = np.argsort(chosen, kind="stable")
+        found, counts = np.unique(chosen, return_counts=True)
+        plan = plan_blocks(
+            self.table.places[found], counts, order, routing.used, torch.device(self.device),
+            long=len(x) > MOST_ROWS,
+        )  # fmt: skip
+        return lambda: run_kind(x, plan, self.kind, self.shape.spec, slots)
+
+    def _apart(self, x: torch.Tensor, routing: Routing) -> Callable[[], None]:
+        """A product for each expert, its rows gathered and scattered on the device."""
+        places = [
+            (expert, torch.from_numpy(filled).to(self.device))
+            for expert, filled in slots_of(routing, None)
+        ]
+        out = self.ops.expert_slots(x, routing)
+
+        def run() -> None:
+            for expert, index in places:
+                rows = x[index // routing.used]
+                out[index] = self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
+
+        return run
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over the largest magnitude; NaN counts as infinite."""
+    off = float((got - wanted).abs().max() / wanted.abs().max())
+    return off if off == off else float("inf")

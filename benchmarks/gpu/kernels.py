@@ -1,0 +1,287 @@
+"""The Triton kernels one at a time: right, batch-invariant, and how fast.
+
+Speeds stand beside the ceiling (a device copy, read and written counted), cuBLAS in bf16 and, where
+it is installed, bitsandbytes' 4-bit product. Weights are random bytes with sane scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common.random_weights import random_packed
+from benchmarks.gpu.timing import (
+    Result,
+    copies_beyond_cache,
+    copy_bandwidth,
+    guarded,
+    launch_seconds,
+)
+from localrt.quant.formats import unpack
+from localrt.quant.formats.tiled import tile
+from localrt.quant.ops.triton.attention import attend
+from localrt.quant.ops.triton.formats import layout_of
+from localrt.quant.ops.triton.linear import Tiles, Tiling, tiled_linear, tiling
+from localrt.quant.ops.triton.rows import unpack_rows
+
+FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
+OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g32m", "int8-g128m")
+SHAPES = ((4096, 4096), (14336, 4096))
+TWO_TILES = Tiling(tiles=2)  # what large matrices get
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def put(name: str, rows: int, columns: int, device: str) -> tuple[Tiles, np.ndarray]:
+    """Random weights as the kernels take them, and their values."""
+    tensor = random_packed(name, rows, columns)
+    layout = layout_of(tensor.format)
+    assert layout is not None
+    data = torch.from_numpy(tile(tensor)).to(device)
+    factor = None
+    if tensor.scale != 1.0:
+        factor = torch.full((-(-rows // 16),), tensor.scale, device=device)
+    views = data, data.view(torch.float16), data.view(torch.int32)
+    return Tiles(layout, (rows, columns), *views, factor), unpack(tensor)
+
+
+def copy_of(weight: Tiles) -> Tiles:
+    """The same matrix elsewhere in memory."""
+    data = weight.w8.clone()
+    return replace(weight, w8=data, w16=data.view(torch.float16), w32=data.view(torch.int32))
+
+
+def check_products(device: str) -> list[Result]:
+    """Every format against float64; a row's bits for any number of rows."""
+    names = (*FOUR_BIT, *OTHERS) if device.startswith("cuda") else ("int4-g32", "nvfp4")
+    results = []
+    for name in names:
+        results += guarded(f"product {name}", lambda n=name: [product(n, device)])
+    return results
+
+
+def product(name: str, device: str) -> Result:
+    cuda = device.startswith("cuda")
+    rows, columns, most = (352, 2048, 64) if cuda else (20, 256, 3)
+    weight, values = put(name, rows, columns, device)
+    x = torch.randn(most, columns, device=device).bfloat16()
+    wanted = x.double().cpu().numpy() @ values.T.astype(np.float64)
+    out = torch.full((most, rows), float("nan"), device=device)
+    tiled_linear(x, weight, out)
+    error = float(np.abs(out.cpu().numpy() - wanted).max() / np.abs(wanted).max())
+    cuts: list[dict[str, Any]] = [{}, {"cut": TWO_TILES}, {"gate": "silu"}] if cuda else []
+    same = all(rows_are_equal(x, weight, **cut) for cut in cuts)
+    dense = torch.empty(rows, columns, device=device)
+    unpack_rows(weight, dense)
+    unpacked = float(np.abs(dense.cpu().numpy() - values).max() / np.abs(values).max())
+    # NF4's levels are rounded to bf16; all else is exact but for the order of float32 sums.
+    bound = 4e-3 if name == "nf4" else 1e-4
+    ok = error < bound and same and unpacked < (bound if name == "nf4" else 1e-6)
+    found: dict[str, Any] = {"relative_error": error, "bound": bound}
+    found |= {"rows_bitwise_equal": same, "unpack_error": unpacked}
+    return Result(f"product {name}", ok, values=found)
+
+
+def rows_are_equal(
+    x: torch.Tensor, weight: Tiles, *, cut: Tiling | None = None, **how: Any
+) -> bool:
+    """Whether a row's bits are the same with any number of rows before it."""
+    most, width = len(x), weight.shape[0] // (2 if how else 1)
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(rows), width), float("nan"), device=x.device)
+        here = cut and replace(cut, columns=tiling(1, len(rows), 1, bits=4).columns)
+        tiled_linear(rows, weight, out, cut=here, **how)
+        return out
+
+    whole = multiply(x)
+    parts = ((count, multiply(x[most - count :])) for count in range(1, most))
+    return all(torch.equal(part, whole[most - count :]) for count, part in parts)
+
+
+def check_one_row(device: str) -> list[Result]:
+    """One row at the sizes of a 7B: bandwidth, and beside what."""
+    cuda = device.startswith("cuda")
+    ceiling = copy_bandwidth(device)
+    results = []
+    for rows, columns in SHAPES if cuda else ((32, 64),):
+        x = torch.randn(1, columns, device=device).bfloat16()
+        y = torch.empty(1, rows, device=device, dtype=torch.bfloat16)
+        plain = cublas_seconds(x, rows, device)
+        theirs = bitsandbytes_seconds(x, rows, device) if cuda else None
+        for name in FOUR_BIT if cuda else FOUR_BIT[:1]:
+            seconds, nbytes = product_seconds(name, x, y, device)
+            values = {
+                "us": seconds * 1e6,
+                "gb_s": nbytes / seconds / 1e9,
+                "share_of_copy": nbytes / seconds / ceiling,
+                "against_cublas_bf16": plain / seconds,
+            }
+            if theirs is not None:
+                values["against_bitsandbytes_nf4"] = theirs / seconds
+            results.append(Result(f"one row {name} {rows}x{columns}", True, values=values))
+    return results
+
+
+def check_batches(device: str) -> list[Result]:
+    """2 to 64 rows: microseconds, and against cuBLAS."""
+    cuda = device.startswith("cuda")
+    results = []
+    for rows, columns in SHAPES if cuda else ((32, 64),):
+        for name in ("int4-g32", "nvfp4") if cuda else ("int4-g32",):
+            values: dict[str, Any] = {}
+            for batch in BATCHES if cuda else (2,):
+                x = torch.randn(batch, columns, device=device).bfloat16()
+                y = torch.empty(batch, rows, device=device, dtype=torch.bfloat16)
+                seconds, _ = product_seconds(name, x, y, device)
+                values[f"us_{batch}"] = seconds * 1e6
+                values[f"against_cublas_{batch}"] = cublas_seconds(x, rows, device) / seconds
+            results.append(Result(f"batches {name} {rows}x{columns}", True, values=values))
+    return results
+
+
+def check_unpacking(device: str) -> list[Result]:
+    """A matrix to bf16, as prefill does it: bytes read and written."""
+    cuda = device.startswith("cuda")
+    rows, columns = SHAPES[1] if cuda else (32, 64)
+    ceiling = copy_bandwidth(device)
+    results = []
+    for name in ("int4-g32", "q4_k", "nvfp4") if cuda else ("int4-g32",):
+        copies = rotating(name, rows, columns, device)
+        dense = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        launches = [lambda w=w, out=dense: unpack_rows(w, out) for w in copies]
+        seconds = launch_seconds(launches, device)
+        moved = copies[0].w8.nbytes + dense.nbytes
+        values = {"us": seconds * 1e6, "share_of_copy": moved / seconds / ceiling}
+        results.append(Result(f"unpacking {name} {rows}x{columns}", True, values=values))
+    return results
+
+
+def check_attention(device: str) -> list[Result]:
+    """One row and a tree of 16 over long caches; right against float64 on a short one."""
+    cuda = device.startswith("cuda")
+    results = [attention_error(device)]
+    ceiling = copy_bandwidth(device)
+    shapes = ((12, 2, 128), (32, 8, 128)) if cuda else ((4, 2, 32),)
+    for heads, groups, size in shapes:
+        for length in (1024, 8192, 32768) if cuda else (130,):
+            values: dict[str, Any] = {}
+            for n in (1, 16) if cuda else (1,):
+                run, plain, nbytes = attention_launches(n, heads, groups, size, length, device)
+                seconds = launch_seconds(run, device)
+                values[f"us_{n}"] = seconds * 1e6
+                values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
+                values[f"against_sdpa_{n}"] = launch_seconds(plain, device) / seconds
+            name = f"attention {heads}/{groups}x{size} over {length}"
+            results.append(Result(name, True, values=values))
+    return results
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def rotating(name: str, rows: int, columns: int, device: str) -> list[Tiles]:
+    """Copies of a matrix that together exceed the cache."""
+    weight, _ = put(name, rows, columns, device)
+    count = copies_beyond_cache(weight.w8.nbytes, device)
+    return [weight, *(copy_of(weight) for _ in range(count - 1))]
+
+
+_kept: dict[tuple[str, int, int], list[Tiles]] = {}
+
+
+def product_seconds(name: str, x: torch.Tensor, y: torch.Tensor, device: str) -> tuple[float, int]:
+    """Seconds of one product, and bytes of its weight."""
+    key = (name, y.shape[1], x.shape[1])
+    if key not in _kept:
+        _kept.clear()
+        _kept[key] = rotating(*key, device)
+    copies = _kept[key]
+    launches = [lambda w=w: tiled_linear(x, w, y) for w in copies]
+    return launch_seconds(launches, device), copies[0].w8.nbytes
+
+
+def cublas_seconds(x: torch.Tensor, rows: int, device: str) -> float:
+    count = copies_beyond_cache(2 * rows * x.shape[1], device)
+    weights = [torch.randn(rows, x.shape[1], device=device).bfloat16() for _ in range(count)]
+    return launch_seconds([lambda w=w: F.linear(x, w) for w in weights], device)
+
+
+def bitsandbytes_seconds(x: torch.Tensor, rows: int, device: str) -> float | None:
+    """Its NF4 product; None where it is not installed or does not run."""
+    try:
+        from bitsandbytes import functional, matmul_4bit
+    except Exception:  # noqa: BLE001  a broken install is none
+        return None
+    count = copies_beyond_cache(rows * x.shape[1] // 2, device)
+    try:
+        w = torch.randn(rows, x.shape[1], device=device).bfloat16()
+        packed, state = functional.quantize_4bit(w, quant_type="nf4", blocksize=64)
+        copies = [packed.clone() for _ in range(count)]
+        with torch.inference_mode():
+            launches = [lambda p=p: matmul_4bit(x, p.t(), quant_state=state) for p in copies]
+            return launch_seconds(launches, device)
+    except Exception as error:  # noqa: BLE001  a peer's trouble is not ours
+        print(f"bitsandbytes: {error}")
+        return None
+
+
+def attention_error(device: str) -> Result:
+    """A tree of five over 150 keys, with a window and a soft cap, against float64."""
+    n, heads, groups, size, held = 5, 4, 2, 64, 150
+    q = torch.randn(n, heads, size, device=device).bfloat16()
+    k, v = (torch.randn(groups, 256, size, device=device).bfloat16() for _ in range(2))
+    tree = torch.eye(n, dtype=torch.bool)
+    tree[1:, 0] = tree[3, 1] = tree[4, 2] = True
+    positions = (held + tree.sum(1) - 1).to(device)
+    got = attend(
+        q, k, v, torch.tensor([held], device=device), positions,
+        scale=0.125, window=100, softcap=20.0, mask=tree.to(torch.int8).to(device), longest=256,
+    )  # fmt: skip
+    keys, values = (t[:, : held + n].double().repeat_interleave(2, 0) for t in (k, v))
+    scores = 20 * torch.tanh(torch.einsum("nhe,hle->nhl", q.double(), keys) * 0.125 / 20)
+    at = torch.cat([torch.arange(held, device=device), positions])
+    seen = positions[:, None] - at < 100
+    seen[:, held:] &= tree.to(device)
+    scores.masked_fill_(~seen[:, None], float("-inf"))
+    wanted = torch.einsum("nhl,hle->nhe", scores.softmax(-1), values).reshape(n, -1)
+    error = float((got.double() - wanted).abs().max() / wanted.abs().max())
+    return Result("attention", error < 0.02, values={"relative_error": error, "bound": 0.02})
+
+
+def attention_launches(
+    n: int, heads: int, groups: int, size: int, length: int, device: str
+) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]], int]:
+    """Ours, torch's, and the bytes of keys and values."""
+    nbytes = 2 * groups * length * size * 2
+    count = copies_beyond_cache(nbytes, device)
+    q = torch.randn(n, heads, size, device=device).bfloat16()
+    caches = [
+        [torch.randn(groups, length, size, device=device).bfloat16() for _ in range(2)]
+        for _ in range(count)
+    ]
+    held = torch.tensor([length - n], device=device)
+    positions = torch.arange(length - n, length, device=device)
+    mask = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
+
+    def ours(k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attend(
+            q, k, v, held, positions,
+            scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
+        )  # fmt: skip
+
+    def torchs(k: torch.Tensor, v: torch.Tensor) -> Any:
+        return F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None], v[None],
+            attn_mask=None if n == 1 else mask, enable_gqa=True,
+        )  # fmt: skip
+
+    return (
+        [lambda c=c: ours(*c) for c in caches],
+        [lambda c=c: torchs(*c) for c in caches],
+        nbytes,
+    )

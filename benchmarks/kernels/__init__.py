@@ -1,0 +1,1 @@
+"""Single CPU kernels, and passes of few rows, beside llama.cpp."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: kernels, caches and schedulers, experts on the SSD, plans."""

@@ -1,0 +1,104 @@
+"""Records which experts a model sends its tokens to: a trace for ``benchmarks.moe.cache``.
+
+    python -m benchmarks.moe.record_trace MODEL OUT.npz [--tokens 2000]
+
+MODEL decodes Python's standard library token by token, as it stands rather than generated: greedy
+text of a small model repeats itself, and its routing with it. Only files are read that the fixture
+(``benchmarks/moe/fixture``, a folder that MODEL may be) has not learnt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from benchmarks.common.command import make_parser
+from benchmarks.moe.fixture_gguf import fixture_model
+from benchmarks.moe.fixture_text import read_texts
+from benchmarks.moe.routing_trace import TraceHeader, TraceRecorder
+from localrt.answering.core import open_core
+from localrt.engine.protocol import Engine
+from localrt.errors import OptionError
+from localrt.loading.parts import LoadOptions
+from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
+from localrt.models.registry import read_config
+from localrt.offload.store.pack import fingerprint
+from localrt.quant.ops.experts import Routing
+
+__all__ = ["RoutingRecorder", "trace_header"]
+
+PROMPT, LENGTH = 64, 512  # of each stretch of text
+
+
+def trace_header(path: Path, checkpoint: Checkpoint) -> TraceHeader:
+    """What a trace says of the model at ``path``.
+
+    Raises:
+        OptionError: it is no mixture of experts.
+    """
+    config = read_config(checkpoint)
+    routers = [mixture.router for mixture in config.mixtures if mixture is not None]
+    if not routers:
+        raise OptionError(f"{path.name} is no mixture of experts: there is no routing to record")
+    # A packed model routes like the one that it was packed from.
+    packed = isinstance(checkpoint, StoreCheckpoint)
+    return TraceHeader(
+        model=path.name,
+        architecture=config.architecture,
+        fingerprint=checkpoint.manifest.source.fingerprint if packed else fingerprint(checkpoint),
+        layers=len(routers),
+        count=routers[0].count,
+        used=routers[0].used,
+    )
+
+
+class RoutingRecorder:
+    """Everything that ``engine``, the model at ``path``, is sent through from now on.
+
+    Raises:
+        OptionError: it is no mixture of experts.
+    """
+
+    def __init__(self, engine: Engine, path: Path) -> None:
+        with closing(open_checkpoint(path)) as checkpoint:
+            self._recorder = TraceRecorder(trace_header(path, checkpoint))
+        self._passes = 0
+        engine.watch_routing(self._add)
+
+    def save(self, path: Path) -> int:
+        """Write what was recorded; returns the number of tokens."""
+        trace = self._recorder.finish()
+        trace.save(path)
+        return trace.tokens
+
+    def _add(self, layer: int, routing: Routing) -> None:
+        self._passes += layer == 0
+        self._recorder.add(self._passes, layer, routing.experts, routing.scores)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record and save."""
+    parser = make_parser(__doc__, json=False)
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a mixture, or the fixture")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--tokens", type=int, default=2000)
+    args = parser.parse_args(arguments)
+    path = fixture_model(args.model) if (args.model / "training.json").exists() else args.model
+    with closing(open_core(str(path), LoadOptions(ctx=LENGTH), draft="off")) as core:
+        recorder = RoutingRecorder(core.engine, path)
+        text = "\n".join(read_texts().held_out)[: 16 * args.tokens]
+        ids = core.tokenizer.encode(text, add_special=False)
+        for start in range(0, args.tokens, LENGTH):
+            part = ids[start : start + min(LENGTH, args.tokens - start)]
+            with closing(core.new_session()) as session:
+                session.extend(part[:PROMPT])
+                for token in part[PROMPT:]:
+                    session.extend([token])
+    print(f"wrote the routing of {recorder.save(args.out)} tokens to {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

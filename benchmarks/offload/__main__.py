@@ -1,0 +1,156 @@
+"""Models larger than memory, measured: every number of the offloading pipeline by one command.
+
+    python -m benchmarks.offload [MODEL] [--only WORDS] [--again WORDS]
+
+Each engine runs in a memory control group (root, or a delegated one), the page cache dropped
+before it. Rows are saved as they are done, and a row that is there is not measured again unless
+``--again`` names it. ``python -m benchmarks.tables`` makes the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.command import cited_command, find_model, make_parser
+from benchmarks.common.record import Record, load, pending, save_row, setting
+from benchmarks.offload.tables import offload_table
+from localrt.bench.outcome import BenchOptions, Outcome
+from localrt.bench.report import to_json, to_table
+from localrt.bench.runner import run_bench
+from localrt.bench.workload import Workload
+from localrt.errors import LocalrtError
+from localrt.machine import hardware
+from localrt.settings import Settings
+
+PACKAGES = ("llama-cpp-python", "torch", "transformers", "accelerate", "numpy")
+MB = 1_000_000
+
+LIMITS = tuple(size * MB for size in (1000, 850, 700, 500))
+STREAMERS_LIMIT = 2500 * MB  # what Accelerate and AirLLM need
+LLAMACPP = ("plain", "repacked")  # both mapped
+# Just below what the resident engine asks for, and more than the pipeline needs: all is resident.
+PIPELINE_RAM = 1190 * MB
+
+# A card scaled to a model of 1.1 GB, as 8 GB are to a model of 30 GB.
+CARD = "virtual:300MB@12GB/s,256GB/s,20TFLOPS"
+CARD_RAM = 600 * MB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement: an engine under a limit, or several that take turns."""
+
+    name: str
+    engines: tuple[str, ...]
+    workload: Workload
+    memory_limit: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self, path: Path, threads: int, settings: Settings) -> BenchOptions:
+        """As the runner takes them."""
+        return BenchOptions(
+            path=path,
+            engines=self.engines,
+            workload=self.workload,
+            memory_limit=self.memory_limit,
+            threads=threads,
+            settings={"llamacpp": LLAMACPP} if self.memory_limit is not None else None,
+            cache=settings.cache_dir / "bench",
+            stores=settings.data_dir / "stores",
+            **self.more,
+        )
+
+
+def all_rows() -> Iterator[Row]:
+    """In the order they are measured: what matters most first, the slow peers last."""
+    for limit in LIMITS:
+        name = f"{limit // MB} MB"
+        yield Row(
+            name=f"{name} native",
+            engines=("native",),
+            workload=Workload(prompt_tokens=32, tokens=64, runs=5),
+            memory_limit=limit,
+        )
+    yield Row(
+        name="no limit native",  # alone: both fit at once and take turns
+        engines=("native",),
+        workload=Workload(prompt_tokens=32, tokens=64, runs=7),
+        more={"variants": {"resident": {}, "pipeline": {"ram": PIPELINE_RAM}}},
+    )
+    yield Row(
+        name="virtual card",
+        engines=("native",),
+        workload=Workload(prompt_tokens=32, tokens=32, runs=5),
+        more={"device": CARD, "ram": CARD_RAM},
+    )
+    yield Row(
+        name="no limit llamacpp",
+        engines=("llamacpp",),
+        workload=Workload(prompt_tokens=32, tokens=64, runs=5),
+    )
+    for limit in LIMITS:
+        yield Row(
+            name=f"{limit // MB} MB llamacpp",
+            engines=("llamacpp",),
+            workload=Workload(prompt_tokens=8, tokens=16, runs=5),
+            memory_limit=limit,
+        )
+    # Tens of seconds a token.
+    for engine, tokens in (("accelerate", 4), ("airllm", 3)):
+        yield Row(
+            name=f"{STREAMERS_LIMIT // MB} MB {engine}",
+            engines=(engine,),
+            workload=Workload(prompt_tokens=8, tokens=tokens, runs=5),
+            memory_limit=STREAMERS_LIMIT,
+        )
+
+
+def measure(row: Row, path: Path, threads: int, machine: hardware.Machine) -> Record:
+    """Run a row; what an engine could not do stands in ``skipped``."""
+    options = row.options(path, threads, Settings.from_environment())
+    try:
+        outcome = run_bench(options, notify=lambda line: print(f"  {line}", flush=True))
+    except LocalrtError as error:
+        return {"name": row.name, "results": [], "skipped": [{"reason": str(error)}]}
+    print(to_table(outcome, options, name=path.name, machine=machine), flush=True)
+    return row_record(row, options, outcome, machine)
+
+
+def row_record(
+    row: Row, options: BenchOptions, outcome: Outcome, machine: hardware.Machine
+) -> Record:
+    """What of a row is kept: the names of ``localrt bench --json``."""
+    report = to_json(outcome, options, name="", machine=machine, versions={}, command="")
+    for name in ("machine", "versions", "command", "model"):
+        del report[name]
+    return {"name": row.name, **report}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, row by row."""
+    parser = make_parser(__doc__, results="offload")
+    parser.add_argument("model", nargs="?", default="qwen1.5b", metavar="MODEL")
+    parser.add_argument("--only", action="append", default=[], help="rows whose name has this")
+    parser.add_argument("--again", action="append", default=[], help="measure these anew")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args(arguments)
+    path, machine = find_model(args.model), hardware.probe()
+    record = load(args.json, rows=[])
+    rows = list(all_rows())
+    where = setting(f"{cited_command('offload', [path.name])} --threads {args.threads}", *PACKAGES)
+    todo = pending(rows, record, args.only, args.again)
+    for number, row in enumerate(todo, 1):
+        print(f"{row.name} ({number} of {len(todo)})", flush=True)
+        made = measure(row, path, args.threads, machine)
+        order = [row.name for row in rows]
+        record = save_row(args.json, record, made, order, **where, model=path.name)
+    print(offload_table(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What fewer bits cost: perplexity, KL divergence, time to quantize."""

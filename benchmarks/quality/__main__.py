@@ -1,0 +1,216 @@
+"""The quality table: formats and methods, against float32 and against other libraries.
+
+    python -m benchmarks.quality --text prose.txt [--models smollm2,./model.gguf]
+        [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--peers bnb-nf4] [--tokens 8192]
+    python -m benchmarks.quality --text prose.txt --speeds
+
+The reference of a model is its published weights, unpacked, in float32. Rows are printed and saved
+as they are done, and those that are saved are not made again: stop it and start it at will. Decode
+speeds (``--speeds``) are measured on a quiet machine, all of a model's rows by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.command import find_model, listed, make_parser
+from benchmarks.common.record import Record, load, save, setting
+from benchmarks.quality.bench import Bench, Row, jobs
+from benchmarks.quality.peers import PEERS, peer_package
+from benchmarks.quality.rows import Measure
+from benchmarks.quality.speeds import measure_speeds
+from benchmarks.quality.texts import Corpus, calibration_file, prose, python_source
+from localrt.errors import LocalrtError, OptionError
+from localrt.quant.formats import CODECS
+from localrt.quant.methods import METHODS
+from localrt.quantizing.quantize import CALIBRATION_TOKENS
+
+MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
+FORMATS = ("int4-g32", "int4-g64", "int4-g32m", "nf4", "mxfp4", "nvfp4", "int5-g32", "int6-g32")
+
+
+PACKAGES = ("torch", "llama-cpp-python", *dict.fromkeys(map(peer_package, PEERS)), "numpy")
+
+
+class Results:
+    """The JSON file: finished rows, saved one by one. Skipped ones are tried again.
+
+    Raises:
+        OptionError: the file holds rows that were measured otherwise.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], command: str) -> None:
+        self._path = path
+        self.record: Record = load(path, references=[], rows=[], settings=settings)
+        theirs = self.record["settings"]
+        if other := [key for key in settings if theirs.get(key) != settings[key]]:
+            raise OptionError(
+                f"{path.name} was made with other {', '.join(other)}: choose another --json"
+            )
+        self.record |= {**setting(command, *PACKAGES), "settings": settings}
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        return any(_key(row) == key and not row.get("skipped") for row in self.record["rows"])
+
+    def add(self, row: Row) -> None:
+        """Save a row in place of an older attempt."""
+        kept = [other for other in self.record["rows"] if _key(other) != _key(row)]
+        self._save(rows=[*kept, row])
+
+    def add_reference(self, row: Row) -> None:
+        """Save a model's reference."""
+        known = [other for other in self.record["references"] if other["model"] != row["model"]]
+        self._save(references=[*known, row])
+
+    def add_speeds(self, speeds: Sequence[Row]) -> None:
+        """Save the speeds of a model in place of all that it had."""
+        models = {one["model"] for one in speeds}
+        kept = [one for one in self.record.get("speeds", []) if one["model"] not in models]
+        self._save(speeds=[*kept, *speeds])
+
+    def _save(self, **changed: Any) -> None:
+        self.record |= changed
+        save(self._path, self.record)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, row by row."""
+    options = _parse(arguments)
+    try:
+        corpora = [prose(options.text)] if options.text else []
+        corpora += [python_source()] if options.python_source else []
+        if not corpora:
+            raise OptionError("there is no text: give --text or --python-source")
+        results = Results(options.json, _settings(options, corpora), _command(options))
+        for name in options.models:
+            if options.speeds:
+                _speeds(options, name, corpora[0], results)
+            else:
+                _rows(options, name, corpora, results)
+    except LocalrtError as error:
+        print(f"quality: {error}", file=sys.stderr)
+        return 2 if isinstance(error, OptionError) else 1
+    return 0
+
+
+def _rows(
+    options: argparse.Namespace, name: str, corpora: Sequence[Corpus], results: Results
+) -> None:
+    """A model's rows that are missing."""
+    bench = Bench(
+        find_model(name),
+        corpora,
+        Measure(
+            ctx=options.ctx,
+            tokens=options.tokens,
+            reference_format=options.reference,
+            float_format=options.float_format,
+        ),
+        calibration=calibration_file(options.calibration, corpora) if options.calibration else None,
+        calibration_tokens=options.calibration_tokens,
+        cache=options.cache,
+        work=options.work,
+    )
+    todo = jobs(options.formats, options.methods, options.peers)
+    missing = [job for job in todo if (bench.name, job.name) not in results]
+    if missing:
+        results.add_reference(bench.reference_row())
+    for job in missing:
+        results.add(bench.row(job))
+        print(describe(results.record["rows"][-1]), flush=True)
+
+
+def _speeds(options: argparse.Namespace, name: str, corpus: Corpus, results: Results) -> None:
+    """The speeds of a model's rows, in one run."""
+    with tempfile.TemporaryDirectory() as temporary:
+        speeds = measure_speeds(
+            find_model(name),
+            options.formats,
+            options.methods,
+            corpus.calibration,
+            options.work or Path(temporary),
+            runs=options.runs,
+        )
+    results.add_speeds(speeds)
+    for one in speeds:
+        print(f"{one['model']}  {one['name']:16s} {one['decode_tok_s']:.1f} tok/s")
+
+
+def describe(row: Row) -> str:
+    """A row as one line."""
+    head = f"{row['model']}  {row['name']:16s}"
+    if row.get("skipped"):
+        return f"{head} skipped: {row['skipped']}"
+    parts = [head, f"{row['bits_per_weight']:.3f} bits"]
+    parts += [
+        f"{s['text']}/{s['path']} {s['perplexity']:.3f} ({100 * s['change']:+.2f} ± "
+        f"{100 * s['change_error']:.2f} %), KL {max(s['kl'], 0):.4f}, top-1 {100 * s['top1']:.1f} %"
+        for s in row["scores"]
+    ]
+    if row.get("no_kernel"):
+        parts.append(f"no kernel: {row['no_kernel']}")
+    return "; ".join(parts)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    peers = (*PEERS, "llamacpp")
+    cache = Path(tempfile.gettempdir()) / "localrt-quality"
+    parser = make_parser(__doc__, results="quality")
+    parser.add_argument("--models", type=listed(), default=list(MODELS))
+    parser.add_argument("--formats", type=listed(CODECS), default=list(FORMATS))
+    parser.add_argument("--methods", type=listed(METHODS), default=list(METHODS))
+    parser.add_argument("--peers", type=listed(peers), default=list(peers), help="may be empty")
+    parser.add_argument("--text", type=Path, help="prose: passages between blank lines")
+    parser.add_argument("--python-source", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--calibration", type=Path, help="default: what is not evaluated on")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each text")
+    parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
+    parser.add_argument("--ctx", type=int, default=2048)
+    parser.add_argument("--speeds", action="store_true", help="the rows' decode speeds, and no row")
+    parser.add_argument("--runs", type=int, default=5, help="turns of --speeds")
+    parser.add_argument("--reference", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("--float-format", choices=("f32", "bf16"), default="f32")
+    parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")
+    parser.add_argument("--work", type=Path, help="where quantized models lie for a while")
+    return parser.parse_args(arguments)
+
+
+def _settings(options: argparse.Namespace, corpora: Sequence[Corpus]) -> dict[str, Any]:
+    """All that a row's numbers depend on beside the model: rows of one table share it."""
+    own = options.calibration
+    return {
+        "ctx": options.ctx,
+        "tokens": options.tokens,
+        "reference": options.reference,
+        "float_format": options.float_format,
+        "calibration": own.name if own else "the rest of the texts, in turn",
+        "calibration_tokens": options.calibration_tokens,
+        "texts": [corpus.to_dict() for corpus in corpora],
+    }
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command without this machine's paths and without the rows that it made this time."""
+    parts = ["python -m benchmarks.quality"]
+    if options.text:
+        parts.append(f"--text {options.text.name}")
+    if not options.python_source:
+        parts.append("--no-python-source")
+    if options.calibration:
+        parts.append(f"--calibration {options.calibration.name}")
+    parts.append(f"--tokens {options.tokens} --ctx {options.ctx}")
+    parts.append(f"--calibration-tokens {options.calibration_tokens}")
+    return " ".join(parts)
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["model"], row["name"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""All rows of one model: which there are, and how each is made.
+
+A row's model is quantized into a folder that is removed again, measured, and described as plain
+values for JSON. It knows no command line and no results file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import localrt
+from benchmarks.quality.peers import PEERS
+from benchmarks.quality.rows import (
+    Measure,
+    Reference,
+    bits_per_weight,
+    float_scores,
+    kernel_scores,
+    make_reference,
+    peer_scores,
+)
+from benchmarks.quality.texts import Corpus, interleaved
+from localrt.errors import LocalrtError
+from localrt.quant.formats import CODECS
+from localrt.quant.methods import default_method
+from localrt.quantizing.quantize import quantize_model
+
+__all__ = ["Bench", "Job", "Row", "jobs"]
+
+Row = dict[str, Any]
+
+_MOST_CALIBRATED_BITS = 5.1  # above, rounding to nearest loses next to nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row to make: a format by a method, a peer, or the published weights on an engine."""
+
+    name: str
+    format: str | None = None
+    method: str | None = None
+    peer: str | None = None
+    engine: str = "native"
+
+
+def jobs(formats: Sequence[str], methods: Sequence[str], peers: Sequence[str]) -> Iterator[Job]:
+    """All rows of a model. Wider formats than four bits are rounded to nearest only."""
+    yield Job("published")
+    for peer in peers:
+        yield Job(peer, peer=peer) if peer in PEERS else Job(peer, engine=peer)
+    for name in formats:
+        format_ = CODECS[name].format
+        for method in methods:
+            if method == "rtn" or format_.bits_per_weight <= _MOST_CALIBRATED_BITS:
+                yield Job(f"{name} {method}", format=name, method=method)
+
+
+class Bench:
+    """One model: its references, made when the first row needs them, and its rows.
+
+    ``calibration`` is a text, or None for the corpora's own, in turn. Logits are kept in ``cache``,
+    quantized models for a while in ``work``.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        corpora: Sequence[Corpus],
+        measure: Measure,
+        *,
+        calibration: str | None,
+        calibration_tokens: int,
+        cache: Path,
+        work: Path | None,
+    ) -> None:
+        self.source, self.name = source, source.stem
+        self._corpora, self._measure = corpora, measure
+        self._calibration, self._calibration_tokens = calibration, calibration_tokens
+        self._cache, self._work = cache, work
+        self._made: list[Reference] = []
+        self._tokens: list[int] = []
+
+    def references(self) -> list[Reference]:
+        """Log-probabilities of every text, from the cache where they are there."""
+        if not self._made:
+            self._made = [
+                make_reference(self.source, corpus, self._measure, self._cache)
+                for corpus in self._corpora
+            ]
+        return self._made
+
+    def reference_row(self) -> Row:
+        """The reference's own perplexities."""
+        return {
+            "model": self.name,
+            "texts": [
+                {
+                    "text": reference.corpus.name,
+                    "perplexity": reference.perplexity,
+                    "perplexity_error": reference.perplexity_error,
+                    "scored_tokens": len(reference.log_p),
+                }
+                for reference in self.references()
+            ],
+        }
+
+    def row(self, job: Job) -> Row:
+        """Make one row; what cannot be made becomes a row that says why."""
+        row: Row = {
+            "model": self.name,
+            "name": job.name,
+            "format": job.format,
+            "method": job.method,
+            "bits_per_weight": None,
+            "quantize_s": None,
+            "scores": [],
+        }
+        try:
+            if job.peer is not None:
+                row["scores"], row["bits_per_weight"] = peer_scores(
+                    self.source, job.peer, self.references(), self._measure
+                )
+            elif job.format is None:
+                self._run(row, self.source, job.engine)
+            else:
+                with tempfile.TemporaryDirectory(dir=self._work) as folder:
+                    store = Path(folder) / "store"
+                    start = time.perf_counter()
+                    row.update(self._quantize(job.format, job.method, store))
+                    row["quantize_s"] = time.perf_counter() - start
+                    self._run(row, store, "native")
+        except LocalrtError as error:
+            row.update(scores=[], skipped=str(error))
+        return row
+
+    def _run(self, row: Row, source: Path, engine: str) -> None:
+        """Fill in the row: on the engine's own kernels, and natively in floating point too."""
+        references, measure = self.references(), self._measure
+        row["bits_per_weight"] = bits_per_weight(source)
+        try:
+            row["scores"] = kernel_scores(source, references, measure, engine=engine)
+        except LocalrtError as error:
+            if engine != "native":
+                raise
+            row["no_kernel"] = str(error)
+        if engine == "native":
+            row["scores"] += float_scores(source, references, measure)
+
+    def _quantize(self, format_: str, method: str | None, store: Path) -> Row:
+        """Write the store; what there is to say about it."""
+        report = quantize_model(
+            self.source,
+            store,
+            format_,
+            method=method,
+            calibration=None if method == "rtn" else self._calibration_ids(),
+            calibration_tokens=self._calibration_tokens,
+        )
+        return {
+            "default": method == default_method(CODECS[format_].format, calibrated=True),
+            "calibration_tokens": report.calibration_tokens,
+            "head_format": report.head_format,
+            "fallbacks": dict(Counter(report.fallbacks.values())),
+        }
+
+    def _calibration_ids(self) -> list[int]:
+        if not self._tokens:
+            texts = [corpus.calibration for corpus in self._corpora]
+            if self._calibration is not None:
+                texts = [self._calibration]
+            with localrt.load(self.source, ctx=self._measure.ctx, engine="native") as model:
+                parts = [model.tokenizer.encode(text, add_special=False) for text in texts]
+            self._tokens = interleaved(parts, total=self._calibration_tokens)
+        return self._tokens

@@ -1,0 +1,212 @@
+"""One row of the quality table: a model's weights in one format, measured against float32.
+
+The reference runs once per model and text; its log-probabilities lie on disk in half precision.
+Every row is then one pass over the same windows: on the kernels that users get, and in floating
+point, so that what a format loses and what a kernel loses stay apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import localrt
+from benchmarks.quality.peers import PEERS
+from benchmarks.quality.texts import Corpus
+from localrt.engine.protocol import Logits
+from localrt.errors import MissingExtraError
+from localrt.evaluating.evaluate import Windows, text_windows
+from localrt.evaluating.scoring import Tally, log_softmax
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.torch.ops import TorchOps
+
+__all__ = [
+    "Measure",
+    "Reference",
+    "bits_per_weight",
+    "float_scores",
+    "kernel_scores",
+    "make_reference",
+    "peer_scores",
+]
+
+Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
+Scores = list[dict[str, Any]]
+
+_ROWS = 256  # logits of a float pass at a time: 156 MB at a vocabulary of 151,936
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """How every row is measured. ``float_format`` is what dequantized weights compute in."""
+
+    ctx: int
+    tokens: int
+    reference_format: str
+    float_format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A text's windows, and the reference's log-probabilities of every scored position."""
+
+    corpus: Corpus
+    windows: Windows
+    log_p: npt.NDArray[np.float16]  # (scored, vocab), mapped from disk
+    perplexity: float
+    perplexity_error: float
+
+    def score(self, pieces_of: Pieces) -> dict[str, Any]:
+        """Compare the logits that ``pieces_of`` gives (tokens, first) with the reference."""
+        tally, row, seconds = Tally(), 0, 0.0
+        for window in self.windows.windows:
+            targets = np.array(window[self.windows.first + 1 :])
+            done = 0
+            pieces = pieces_of(window[:-1], self.windows.first)
+            while done < len(targets):
+                start = time.perf_counter()
+                piece = next(pieces)
+                seconds += time.perf_counter() - start
+                n = len(piece)
+                tally.add(log_softmax(piece), targets[done : done + n], self.log_p[row : row + n])
+                done, row = done + n, row + n
+        read = sum(len(window) - 1 for window in self.windows.windows)
+        return {
+            "text": self.corpus.name,
+            "perplexity": tally.perplexity,
+            "perplexity_error": tally.perplexity_error,
+            "change": tally.change,
+            "change_error": tally.change_error,
+            "kl": tally.kl_divergence,
+            "kl_error": tally.kl_error,
+            "top1": tally.top1_agreement,
+            "tok_s": read / max(seconds, 1e-9),
+        }
+
+
+def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) -> Reference:
+    """Compute the reference of one text, or find it under ``cache``."""
+    options = {"ctx": measure.ctx, "engine": "native"}
+    with localrt.load(source, **options) as model:
+        windows = text_windows(
+            model, corpus.evaluation, ctx=measure.ctx, limit_tokens=measure.tokens
+        )
+        vocab = model.info.vocab_size
+    targets = np.array(windows.targets())
+    path = cache / f"{_key(source, windows, measure.reference_format)}.npy"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.npy")
+        shape = (len(targets), vocab)
+        out = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float16, shape=shape)
+        row = 0
+        decoder = _decoder(source, measure.ctx, measure.reference_format)
+        for window in windows.windows:
+            for piece in _logits(decoder, window[:-1], windows.first):
+                out[row : row + len(piece)] = log_softmax(piece)
+                row += len(piece)
+        out.flush()
+        del out
+        partial.replace(path)
+    log_p = np.load(path, mmap_mode="r")
+    tally, step = Tally(), 64
+    for row in range(0, len(targets), step):
+        tally.add(log_p[row : row + step].astype(np.float32), targets[row : row + step])
+    return Reference(corpus, windows, log_p, tally.perplexity, tally.perplexity_error)
+
+
+def kernel_scores(
+    source: Path, references: Sequence[Reference], measure: Measure, *, engine: str = "native"
+) -> Scores:
+    """Scores of a model as users run it.
+
+    Raises:
+        MissingExtraError: the native kernels are not there, or cannot run it.
+    """
+    with localrt.load(source, ctx=measure.ctx, engine=engine, draft="off") as model:
+        if model.info.format in ("bf16", "f32") and engine == "native":
+            raise MissingExtraError(f"the compiled kernels cannot run {source.name} here")
+
+        def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
+            return model.logits(tokens, first=first)
+
+        return [{"path": "kernels", **reference.score(pieces)} for reference in references]
+
+
+def float_scores(source: Path, references: Sequence[Reference], measure: Measure) -> Scores:
+    """Scores of a model's weights, unpacked, in the plain torch implementation."""
+    decoder = _decoder(source, measure.ctx, measure.float_format)
+    return _scores_of(decoder, references)
+
+
+def peer_scores(
+    source: Path, peer: str, references: Sequence[Reference], measure: Measure
+) -> tuple[Scores, float]:
+    """Scores of the layers' weights as another library leaves them, and its bits per weight."""
+    decoder = _decoder(source, measure.ctx, measure.float_format)
+    weights = nbytes = 0
+    with decoder.ops.scope():
+        for block in decoder.blocks:
+            attention, mlp = block.attention.weights, block.mlp.weights
+            for matrix in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
+                restored = PEERS[peer](matrix.float().cpu().numpy().copy())
+                matrix.copy_(torch.from_numpy(restored.values))
+                weights += restored.values.size
+                nbytes += restored.nbytes
+    return _scores_of(decoder, references), 8 * nbytes / weights
+
+
+def _scores_of(decoder: Any, references: Sequence[Reference]) -> Scores:
+    def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
+        return _logits(decoder, tokens, first)
+
+    return [{"path": "float", **reference.score(pieces)} for reference in references]
+
+
+def _decoder(source: Path, ctx: int, format_: str) -> Any:
+    """The model in torch, its weights unpacked to ``format_``."""
+    with closing(open_checkpoint(source)) as checkpoint:
+        config = read_config(checkpoint, context=ctx)
+        return load_decoder(checkpoint, TorchOps(compute_format=format_), config)
+
+
+def _logits(decoder: Any, tokens: Sequence[int], first: int) -> Iterator[Logits]:
+    """Logits after each of ``tokens`` from index ``first`` on, in pieces."""
+    cache = decoder.cache(len(tokens))
+    for start in range(0, first, 2 * _ROWS):
+        chunk = tokens[start : min(start + 2 * _ROWS, first)]
+        decoder.forward(Batch.extend([(cache, chunk)]), rows=[])
+    for start in range(first, len(tokens), _ROWS):
+        yield decoder.forward(Batch.extend([(cache, tokens[start : start + _ROWS])]))
+
+
+def bits_per_weight(source: Path) -> float:
+    """Bits per weight of the layers' matrices, scales included; embedding and head left out."""
+    with closing(open_checkpoint(source)) as checkpoint:
+        infos = [
+            info
+            for name, info in checkpoint.tensors.items()
+            if ".layers." in name and len(info.shape) == 2
+        ]
+    weights = sum(info.shape[0] * info.shape[1] for info in infos)
+    return 8 * sum(info.nbytes for info in infos) / weights
+
+
+def _key(source: Path, windows: Windows, format_: str) -> str:
+    """A name for what the reference depends on, without reading all of the model."""
+    digest = hashlib.sha256(repr((format_, windows)).encode())
+    for path in sorted(source.iterdir()) if source.is_dir() else [source]:
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 20))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,128 @@
+"""Rewrites the tables of README and docs from the results in ``benchmarks/results``.
+
+    python -m benchmarks.tables [--check]
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, in README.md or any page of
+docs/. NAME is that of a results file (``offload``, ``bench-smollm2``: a JSON of ``localrt bench``),
+or one of several tables of a file (``quality-full``); ``app`` is made from several files.
+``--check`` changes nothing and fails when a table is not what its results say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.app.tables import app_table
+from benchmarks.common.command import RESULTS, ROOT, make_parser
+from benchmarks.common.markdown import machine_of, markdown_table, versions_of
+from benchmarks.gpu.tables import gpu_tables
+from benchmarks.kernels.tables import kernels_table, passes_table
+from benchmarks.moe.cache_tables import cache_tables
+from benchmarks.moe.tables import experts_table, guesses_table, plans_table, ssd_table
+from benchmarks.offload.tables import offload_table
+from benchmarks.quality.tables import full_tables, short_table
+from benchmarks.speculation.tables import speculation_short, speculation_table
+from localrt.formatting import format_bytes, format_rate, format_seconds
+
+_TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def bench_table(record: dict[str, Any]) -> str:
+    """The best setting of each engine of a ``localrt bench --json``.
+
+    Ratios are to llama.cpp's best figure of the column, whichever setting reached it.
+    """
+    best = [result for result in record["results"] if result["best"]]
+    peers = [r for r in record["results"] if r["engine"] == "llamacpp"] or best
+
+    def rated(result: dict[str, Any], key: str) -> str:
+        ratio = result[key] / max(peer[key] for peer in peers)
+        return f"{format_rate(result[key])} ({ratio:.2f}x)"
+
+    rows = [
+        [
+            f"{result['engine']} ({result['setting'] or result['info'].get('format', '')})",
+            rated(result, "prefill_tok_s"),
+            rated(result, "decode_tok_s"),
+            format_seconds(result["ttft_s"]),
+            format_bytes(result["peak_ram_bytes"]),
+        ]
+        for result in best
+    ]
+    headers = ["engine", "prefill tok/s", "decode tok/s", "first token", "peak RAM"]
+    return (
+        f"{markdown_table(headers, rows)}\n\n`{record['command'].removesuffix(' --json')}`: "
+        f"{record['prompt_tokens']} prompt and {record['tokens']} answer tokens, median of "
+        f"{record['runs']}, on {machine_of(record)}. {versions_of(record)}."
+    )
+
+
+# Of a file's tables, the one with its name, and others.
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "bench": bench_table,
+    "experts": experts_table,
+    "experts_prefetch": guesses_table,
+    "experts_ssd": ssd_table,
+    "gpu_check": gpu_tables,
+    "kernels": kernels_table,
+    "moe_cache": cache_tables,
+    "offload": offload_table,
+    "passes": passes_table,
+    "plans": plans_table,
+    "quality": short_table,
+    "quality-full": full_tables,
+    "speculation": speculation_table,
+    "speculation-short": speculation_short,
+}
+
+
+def filled(text: str) -> str:
+    """``text`` with every table made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}{_table(match[2])}\n{match[3]}"
+
+    return _TABLE.sub(fill, text)
+
+
+def _table(name: str) -> str:
+    if name == "app":
+        return app_table(RESULTS)
+    kind = name.partition("-")[0]
+    path = RESULTS / f"{kind if name in _TABLES else name}.json"
+    if not path.exists():
+        return f"Not measured yet: run python -m benchmarks.{kind}."
+    make = _TABLES.get(name) or _TABLES[kind]
+    return make(json.loads(path.read_text(encoding="utf-8")))
+
+
+def pages() -> Iterator[Path]:
+    """Those that may have tables."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").glob("*.md"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite, or check."""
+    parser = make_parser(__doc__, json=False)
+    parser.add_argument("--check", action="store_true", help="fail when a table is out of date")
+    check = parser.parse_args(arguments).check
+    stale = False
+    for page in pages():
+        old = page.read_text(encoding="utf-8")
+        new = filled(old)
+        if check and new != old:
+            print(f"the tables of {page.name} are out of date: run python -m benchmarks.tables")
+            stale = True
+        elif new != old:
+            page.write_text(new, encoding="utf-8")
+    return int(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The quality benchmark: its texts are disjoint, its tables complete, its runs go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality import rows as quality_rows
+from benchmarks.quality.bench import jobs
+from benchmarks.quality.peers import PEERS
+from benchmarks.quality.tables import full_tables, short_table
+from benchmarks.quality.texts import calibration_file, interleaved, prose, python_source
+from localrt.errors import OptionError
+
+WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]
+
+
+def passages(count: int, seed: int = 0) -> str:
+    rng = np.random.default_rng(seed)
+    return "\n\n".join(" ".join(rng.choice(WORDS, 40)) + f" {i}." for i in range(count))
+
+
+def test_prose_is_cut_into_disjoint_passages(tmp_path: Path) -> None:
+    path = tmp_path / "prose.txt"
+    path.write_text(passages(40))
+    corpus = prose(path)
+    sides = [set(side.split("\n\n")) for side in (corpus.evaluation, corpus.calibration)]
+    assert [len(side) for side in sides] == [30, 10]
+    assert not sides[0] & sides[1]
+    assert "passages 1-30 of 40" in corpus.source
+    path.write_text("one\n\ntwo\n\nthree")
+    with pytest.raises(OptionError, match="3 passages"):
+        prose(path)
+
+
+def test_python_source_is_the_same_every_time_and_disjoint(tmp_path: Path) -> None:
+    for number in range(20):
+        lines = "".join(f"x_{number}_{line} = {line}\n" for line in range(1000))
+        (tmp_path / f"module{number}.py").write_text(lines)
+    corpus = python_source(tmp_path)
+    assert corpus == python_source(tmp_path)
+    lines = [set(side.splitlines()) for side in (corpus.evaluation, corpus.calibration)]
+    assert min(map(len, lines)) > 1000
+    assert len(lines[0] & lines[1]) <= 1  # the blank lines between pieces
+    assert len(python_source().evaluation) > 100_000
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OptionError, match="too few Python files"):
+        python_source(tmp_path / "empty")
+
+
+def test_calibrating_on_evaluated_text_is_refused(tmp_path: Path) -> None:
+    path, own = tmp_path / "prose.txt", tmp_path / "own.txt"
+    path.write_text(passages(40))
+    corpus = prose(path)
+    own.write_text(corpus.calibration)
+    assert calibration_file(own, [corpus]) == corpus.calibration
+    own.write_text("before " + corpus.evaluation[400:1000])
+    with pytest.raises(OptionError, match="holds prose that is evaluated on"):
+        calibration_file(own, [corpus])
+
+
+def test_calibration_takes_turns() -> None:
+    parts = [list(range(100, 110)), list(range(200, 207))]
+    taken = interleaved(parts, total=10, length=3)
+    assert taken == [100, 101, 102, 200, 201, 202, 103, 104, 105, 203]
+    with pytest.raises(OptionError, match="fewer than 3 tokens"):
+        interleaved([[1, 2], [3, 4, 5]], total=6, length=3)
+
+
+def test_jobs_leave_out_what_says_nothing() -> None:
+    names = [job.name for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], ["bnb-nf4"])]
+    assert names == ["published", "bnb-nf4", "mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "bits", "most"),
+    [
+        ("bnb-nf4", "bitsandbytes", 4.5, 0.1),
+        ("bnb-nf4-dq", "bitsandbytes", 4.127, 0.1),
+        ("bnb-fp4", "bitsandbytes", 4.5, 0.13),
+        ("hqq-g64", "hqq", 4.5, 0.1),
+    ],
+)
+def test_a_peer_leaves_nearly_the_weights(
+    name: str, package: str, bits: float, most: float
+) -> None:
+    pytest.importorskip(package, reason=f"needs {package}")
+    weight = np.random.default_rng(0).standard_normal((128, 256)).astype(np.float32)
+    restored = PEERS[name](weight.copy())
+    assert restored.values.shape == weight.shape
+    assert 0.03 < np.linalg.norm(restored.values - weight) / np.linalg.norm(weight) < most
+    assert 8 * restored.nbytes / weight.size == pytest.approx(bits, abs=0.01)
+
+
+def row(name: str, change: float, *, bits: float = 4.25, **more: Any) -> dict[str, Any]:
+    format_, _, method = name.partition(" ")
+    score = {"text": "prose", "change": change, "change_error": 0.001, "kl": change / 2}
+    noisy = {**score, "change": change + 0.5}
+    return {
+        "model": "m",
+        "name": name,
+        "format": format_ if method else None,
+        "method": method or None,
+        "bits_per_weight": bits,
+        "scores": [
+            {"path": "kernels", **noisy},
+            {"path": "float", **score},
+        ],
+        **more,
+    }
+
+
+def test_tables_show_every_row_in_order() -> None:
+    rows = [
+        row("mxfp4 mr-gptq", 0.1, default=True),
+        row("mxfp4 rtn", 0.3),
+        row("mxfp4 gptq", 0.2),
+        row("hqq-g64", 0.2, bits=4.5),
+        {**row("nf4 rtn", 0.0), "scores": [], "skipped": "no kernel"},
+        row("published", -0.00001, bits=5.0),
+    ]
+    for one in rows:
+        for score in one["scores"]:
+            score.update(perplexity=12.0, kl_error=0.01, top1=0.9)
+    record = {
+        "rows": rows,
+        "speeds": [
+            {"model": "m", "name": "mxfp4 rtn", "decode_tok_s": 120.0},
+            {"model": "m", "name": "mxfp4 mr-gptq", "decode_tok_s": 95.0},
+            {"model": "other", "name": "published", "decode_tok_s": 7.0},
+        ],
+        "references": [
+            {
+                "model": "m",
+                "texts": [
+                    {
+                        "text": "prose",
+                        "perplexity": 12,
+                        "perplexity_error": 1,
+                        "scored_tokens": 9,
+                    }
+                ],
+            }
+        ],
+        "settings": {
+            "texts": [{"name": "prose", "source": "a file"}],
+            "reference": "f32",
+            "float_format": "f32",
+            "tokens": 8,
+            "ctx": 4,
+            "calibration": "the rest",
+            "calibration_tokens": 16,
+        },
+        "machine": {"cpu": {"name": "a processor", "usable_cores": 2}},
+        "versions": {"localrt": "0"},
+        "command": "python -m benchmarks.quality",
+    }
+    full = full_tables(record)
+    starts = [line.split("|")[1].strip() for line in full.splitlines() if line.startswith("| ")]
+    assert starts == [
+        "prose: weights",
+        "as published",
+        "hqq, 4 bits, groups of 64",
+        "mxfp4 rtn",
+        "mxfp4 gptq",
+        "mxfp4 mr-gptq (default)",
+    ]
+    lines = [line for line in full.splitlines() if line.startswith("| ")]
+    speeds = [line.split("|")[-2].strip() for line in lines]
+    assert speeds == ["decode tok/s", "", "", "120", "120", "95.0"]
+    assert "| +0.00 ± 0.10 % |" in full
+    assert "Not measured: nf4 rtn: no kernel." in full
+    short = short_table(record)
+    assert "| mxfp4 mr-gptq | 4.25 | +10.0 % |" in short
+    assert "| as published" not in short
+
+
+def test_a_run_goes_on_where_it_was(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "prose.txt"
+    text.write_text(passages(60))
+    out = tmp_path / "quality.json"
+    common = [
+        *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
+        *("--tokens", "512", "--ctx", "128", "--calibration-tokens", "1024"),
+        *("--cache", str(tmp_path / "cache"), "--json", str(out), "--peers", ""),
+    ]
+    assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
+    first = json.loads(out.read_text())
+    assert [r["name"] for r in first["rows"]] == ["published", "int8-g32 rtn"]
+    for made in first["rows"]:
+        assert {score["text"] for score in made["scores"]} == {"prose"}
+        float_score = next(s for s in made["scores"] if s["path"] == "float")
+        assert float_score["kl"] < 0.05
+        assert float_score["top1"] > 0.8
+    assert first["rows"][0]["bits_per_weight"] == 32
+    assert first["rows"][1]["bits_per_weight"] == pytest.approx(8.5)
+    assert first["references"][0]["texts"][0]["scored_tokens"] == 4 * 63
+    assert str(tmp_path) not in first["command"]
+
+    assert quality.main([*common, "--formats", "int8-g32,mxfp4", "--methods", "rtn,gptq"]) == 0
+    second = json.loads(out.read_text())
+    assert second["rows"][:2] == first["rows"]
+    assert [r["name"] for r in second["rows"][2:]] == ["mxfp4 rtn", "mxfp4 gptq"]
+    assert second["rows"][3]["default"] is False
+    assert second["rows"][3]["calibration_tokens"] == 1024
+    shown = capsys.readouterr().out
+    assert shown.count("int8-g32 rtn") == 1
+
+    assert quality.main([*common, "--formats", "mxfp4", "--reference", "bf16"]) == 2
+    assert "made with other reference: choose another --json" in capsys.readouterr().err
+    assert json.loads(out.read_text()) == second
+
+
+def test_a_reference_is_computed_once(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prose.txt"
+    path.write_text(passages(40))
+    measure = quality_rows.Measure(ctx=64, tokens=256, reference_format="f32", float_format="f32")
+    made = [
+        quality_rows.make_reference(tiny_folder, prose(path), measure, tmp_path) for _ in range(2)
+    ]
+    assert len(list(tmp_path.glob("*.npy"))) == 1
+    assert made[0].perplexity == made[1].perplexity
+    score = quality_rows.float_scores(tiny_folder, made[:1], measure)[0]
+    assert score["kl"] == pytest.approx(0, abs=1e-5)
+    assert score["change"] == pytest.approx(0, abs=5e-4)  # half precision on disk
+
+
+def test_speeds_are_of_every_format_and_kept_beside_the_rows(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "prose.txt"
+    text.write_text(passages(120))
+    out, work = tmp_path / "quality.json", tmp_path / "work"
+    work.mkdir()
+    arguments = [
+        *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
+        *("--formats", "int8-g32,mxfp4", "--runs", "1", "--speeds"),
+        *("--work", str(work), "--json", str(out)),
+    ]
+    assert quality.main(arguments) == 0
+    speeds = json.loads(out.read_text())["speeds"]
+    assert {one["name"] for one in speeds} >= {"int8-g32 rtn", "mxfp4 rtn", "mxfp4 mr-gptq"}
+    assert all(one["decode_tok_s"] > 0 and len(one["samples"]) == 1 for one in speeds)
+    kept = {path.name: path.stat().st_mtime_ns for path in work.iterdir()}
+    assert quality.main(arguments) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in work.iterdir()} == kept
+    assert len(json.loads(out.read_text())["speeds"]) == len(speeds)
+    assert "mxfp4 mr-gptq" in capsys.readouterr().out
