@@ -7,9 +7,11 @@ published in (``checkpoints/latent_tensors.py``).
 
 from __future__ import annotations
 
+from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
-from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
+from localrt.quant.ops.protocol import Array, Weight
 
 __all__ = ["LatentAttention", "latent_groups", "latent_tensors"]
 
@@ -43,16 +45,21 @@ def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:
 
 
 class LatentAttention:
-    """Norm, projections down, rotary, cache, attention over latents, projections up."""
+    """Norm, projections down, rotary, cache, attention over latents, projections up.
+
+    ``at`` is the layer's number in the cache, where that does not have all layers.
+    """
 
     def __init__(
-        self, spec: LatentSpec, hidden: int, layer: int, prefix: str, weights: WeightLoader
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int | None = None
     ) -> None:
-        self.layer = layer
+        spec, hidden = config.attention[layer], config.hidden_size
+        assert isinstance(spec, LatentSpec), "the layer's attention is of another kind"
+        self.layer = layer if at is None else at
         self.spec = spec
 
         def name(stem: str) -> str:
-            return f"{prefix}{stem}.weight"
+            return f"model.layers.{layer}.{stem}.weight"
 
         rank = spec.query_rank
         first = _QUERY_DOWN if rank else _QUERY
@@ -67,16 +74,15 @@ class LatentAttention:
             query_up=weights.matrix((spec.query_rows, rank), name(_QUERY_UP)) if rank else None,
         )
 
-    def matrices(self) -> dict[str, Weight]:
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        ops, step = state.ops, state.step
+        q = ops.norm_latent_append(state.x, self.weights, self.spec, step, self.layer)
+        return ops.latent_output(q, self.weights, self.spec, step, self.layer)
+
+    def matrices(self, names: LayerNames) -> dict[str, Weight]:
         """The weights of ``latent_groups``, by the first name of each."""
         own = self.weights
-        whole = (
-            (own.down, own.query_up, own.out) if own.query_up is not None else (own.down, own.out)
-        )
+        whole = [weight for weight in (own.down, own.query_up, own.out) if weight is not None]
         groups = latent_groups(self.spec)
         return {group[0]: weight for group, weight in zip(groups, whole, strict=True)}
-
-    def __call__(self, ops: Ops, x: Array, step: Pass) -> Array:
-        """(R, D) to (R, D), without the residual."""
-        q = ops.norm_latent_append(x, self.weights, self.spec, step, self.layer)
-        return ops.latent_output(q, self.weights, self.spec, step, self.layer)

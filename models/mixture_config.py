@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from localrt.errors import CheckpointError
-from localrt.models.decoder import DecoderConfig
-from localrt.models.moe import MixtureSpec
+from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import RouterSpec, Scoring
 

@@ -1,64 +1,28 @@
 """A mixture of experts in a block's MLP: norm, router, the chosen experts, those that all rows see.
 
-The experts' weights are units of their own, in an ``ExpertTable`` that may hold all of them (a
-resident model) or some (a placed one, whose runtime brings the others in between). Config ->
-router -> experts -> sum; it does not know where experts are or when they come.
+The experts' weights are units of their own. Who computes the chosen ones is an ``Experts``: with
+all of them in memory ``ResidentExperts``, else one that brings them in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from localrt.errors import CheckpointError
+from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.parts import PassState
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertTable,
-    ExpertWeights,
-    RouterSpec,
-    RouterWeights,
-    Routing,
-)
-from localrt.quant.ops.protocol import Array, MlpSpec, MlpWeights, Ops
+from localrt.quant.ops.experts import ExpertTable, ExpertWeights, RouterWeights, Routing
+from localrt.quant.ops.protocol import Array, MlpWeights, Ops, Weight
 
-__all__ = ["MixtureNames", "MixtureSpec", "Routed", "SparseMlp", "load_expert"]
+__all__ = ["Experts", "ResidentExperts", "Routed", "RoutingWatch", "SparseMlp", "load_expert"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureSpec:
-    """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts."""
-
-    router: RouterSpec
-    expert: ExpertSpec
-    inner: int
-    shared: int = 0
-    shared_gate: bool = False
-    gate_bias: bool = False
-    choice_bias: bool = False
-    expert_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureNames:
-    """A sparse layer's tensors, below ``model.layers.N.``; ``{}`` is an expert's number."""
-
-    router: str = "mlp.gate"
-    choice_bias: str = "mlp.gate.e_score_correction_bias"
-    gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
-    down: str = "mlp.experts.{}.down_proj"
-    shared_gate_up: tuple[str, str] = (
-        "mlp.shared_experts.gate_proj",
-        "mlp.shared_experts.up_proj",
-    )
-    shared_down: str = "mlp.shared_experts.down_proj"
-    shared_gate: str = "mlp.shared_expert_gate"
-
-    def expert(self, number: int) -> tuple[str, ...]:
-        """The matrices of one expert: gate, up, down."""
-        return tuple(name.format(number) for name in (*self.gate_up, self.down))
+RoutingWatch = Callable[[int, Routing], None]
+"""Told of every choice of experts, with the layer's number among the sparse ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,68 +34,70 @@ class Routed:
 
 
 class SparseMlp:
-    """Norm, router and shared experts; ``table`` holds the experts that are in memory.
+    """Norm, router and shared experts of a layer; ``experts`` computes the chosen ones.
 
-    ``watch`` is told of every choice. Raises CheckpointError where a router gives no numbers.
+    ``place`` is the layer's number among the sparse ones.
     """
 
     def __init__(
         self,
-        spec: MixtureSpec,
-        mlp: MlpSpec,
-        hidden: int,
-        norm: str,
-        names: MixtureNames,
-        prefix: str,
+        config: DecoderConfig,
+        layer: int,
+        names: LayerNames,
         weights: WeightLoader,
-        table: ExpertTable,
+        experts: Experts,
     ) -> None:
+        spec, hidden = config.mixture(layer), config.hidden_size
+        assert spec is not None, "a dense layer has no experts"
         self.spec = spec
-        self.table = table
-        self.watch: Callable[[Routing], None] | None = None
-        self._mlp = mlp
-        self._prefix = prefix
+        self.experts = experts
+        self.layer = layer
+        self.place = config.sparse_layers[layer]
+        self._mlp = config.mlp
+        prefix, own = f"model.layers.{layer}.", names.mixture
         count = spec.router.count
         self.router = RouterWeights(
-            norm=weights.vector(hidden, f"{prefix}{norm}.weight"),
-            gate=weights.matrix((count, hidden), f"{prefix}{names.router}.weight"),
-            gate_bias=weights.vector(count, f"{prefix}{names.router}.bias")
+            norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight"),
+            gate=weights.matrix((count, hidden), f"{prefix}{own.router}.weight"),
+            gate_bias=weights.vector(count, f"{prefix}{own.router}.bias")
             if spec.gate_bias
             else None,
-            choice_bias=weights.vector(count, f"{prefix}{names.choice_bias}")
+            choice_bias=weights.vector(count, f"{prefix}{own.choice_bias}")
             if spec.choice_bias
             else None,
         )
         self.shared: MlpWeights | None = None
         self.shared_gate = None
         if spec.shared:
-            gate_up = (f"{prefix}{name}.weight" for name in names.shared_gate_up)
-            down = f"{prefix}{names.shared_down}.weight"
+            gate_up = (f"{prefix}{name}.weight" for name in own.shared_gate_up)
+            down = f"{prefix}{own.shared_down}.weight"
             self.shared = MlpWeights(
                 norm=None,
                 gate_up=weights.matrix((2 * spec.shared, hidden), *gate_up),
                 down=weights.matrix((hidden, spec.shared), down),
             )
         if spec.shared_gate:
-            self.shared_gate = weights.matrix((1, hidden), f"{prefix}{names.shared_gate}.weight")
+            self.shared_gate = weights.matrix((1, hidden), f"{prefix}{own.shared_gate}.weight")
 
-    def __call__(self, ops: Ops, x: Array) -> Array:
-        """(R, D) to (R, D), with every expert that is chosen in the table."""
-        routed = self.route(ops, x)
-        slots = ops.expert_slots(routed.normed, routed.routing)
-        ops.run_experts(routed.normed, routed.routing, self.table, self.spec.expert, slots)
-        return ops.combine_experts(slots, routed.routing, self.shared_rows(ops, routed))
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        return self.experts.run(self, state)
 
     def route(self, ops: Ops, x: Array) -> Routed:
-        """The normed rows and their experts."""
+        """The normed rows and their experts.
+
+        Raises:
+            CheckpointError: the router gives no numbers.
+        """
         normed, routing = ops.norm_route(x, self.router, self.spec.router)
         if not np.isfinite(routing.weights).all():
             raise CheckpointError(
-                f"{self._prefix}mlp: the router's scores are not numbers: the weights are damaged, "
-                "or the layers before it overflow; download or quantize the model again"
+                f"model.layers.{self.layer}.mlp: the router's scores are not numbers: the weights "
+                "are damaged, or the layers before it overflow; download or quantize the model "
+                "again"
             )
-        if self.watch is not None:
-            self.watch(routing)
+        if self.experts.watch is not None:
+            self.experts.watch(self.place, routing)
         return Routed(normed, routing)
 
     def shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
@@ -140,17 +106,51 @@ class SparseMlp:
             return None
         return ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
 
+    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+        """The shared experts' stacked matrices by the first name in each.
+
+        Not the others': few rows of a text reach each of them, too few to calibrate by.
+        """
+        if self.shared is None:
+            return {}
+        own = names.mixture
+        return {
+            own.shared_gate_up[0]: self.shared.gate_up,
+            own.shared_down: self.shared.down,
+        }
+
+
+class Experts(Protocol):
+    """Who computes the experts of sparse layers. ``watch`` is told of every choice."""
+
+    watch: RoutingWatch | None
+
+    def run(self, part: SparseMlp, state: Any) -> Array:
+        """The layer's sum for ``state.x``, a ``PassState``'s: (R, D)."""
+
+
+class ResidentExperts:
+    """All experts of a layer in ``table``. See ``Experts``."""
+
+    def __init__(self, table: ExpertTable) -> None:
+        self.table = table
+        self.watch: RoutingWatch | None = None
+
+    def run(self, part: SparseMlp, state: PassState) -> Array:
+        """See ``Experts``."""
+        ops, routed = state.ops, part.route(state.ops, state.x)
+        slots = ops.expert_slots(routed.normed, routed.routing)
+        ops.run_experts(routed.normed, routed.routing, self.table, part.spec.expert, slots)
+        return ops.combine_experts(slots, routed.routing, part.shared_rows(ops, routed))
+
 
 def load_expert(
-    spec: MixtureSpec,
-    hidden: int,
-    number: int,
-    names: MixtureNames,
-    prefix: str,
-    weights: WeightLoader,
+    config: DecoderConfig, layer: int, number: int, names: LayerNames, weights: WeightLoader
 ) -> ExpertWeights:
     """One expert's weights."""
-    gate, up, down = (f"{prefix}{name}" for name in names.expert(number))
+    spec, hidden = config.mixture(layer), config.hidden_size
+    assert spec is not None, "a dense layer has no experts"
+    gate, up, down = (f"model.layers.{layer}.{name}" for name in names.mixture.expert(number))
     biased = spec.expert_bias
     return ExpertWeights(
         gate_up=weights.matrix((2 * spec.inner, hidden), f"{gate}.weight", f"{up}.weight"),

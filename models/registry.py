@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from localrt.errors import UnsupportedModelError
-from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.decoder import Decoder, DecoderConfig, LayerNames
+from localrt.models.checkpoints.base import Checkpoint, TensorSource
+from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.decoder import Decoder, PartLoader, load_resident
 from localrt.models.raw_config import RawConfig
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
@@ -22,6 +23,7 @@ __all__ = [
     "Architecture",
     "find_architecture",
     "load_decoder",
+    "part_loader",
     "read_config",
     "require_readable",
 ]
@@ -126,5 +128,10 @@ def load_decoder(
 ) -> Decoder:
     """Read every tensor into ``ops`` and build the model; ``on_bytes`` gets bytes as read."""
     require_readable(checkpoint)
-    names = find_architecture(checkpoint.architecture).names
-    return Decoder(config, ops, WeightLoader(checkpoint, ops, on_bytes), names)
+    loader = part_loader(checkpoint, config)
+    return Decoder(load_resident(loader, ops, WeightLoader(checkpoint, ops, on_bytes)))
+
+
+def part_loader(checkpoint: TensorSource, config: DecoderConfig) -> PartLoader:
+    """Makes the parts of the checkpoint's architecture."""
+    return PartLoader(config, find_architecture(checkpoint.architecture).names)

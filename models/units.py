@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
-from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
 from localrt.models.latent import latent_tensors
 from localrt.models.weights import is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 from localrt.quant.ops.attention import LatentSpec
 
-__all__ = ["EMBEDDING", "HEAD", "Unit", "list_units", "packed_nbytes"]
+__all__ = ["Unit", "list_units", "packed_nbytes"]
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 _LARGEST_SLICE = 8 << 20
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES

@@ -15,18 +15,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from localrt.models.timing import Mark
 from localrt.quant.ops.aligned import aligned_buffer
 
-__all__ = ["PAGE", "Chunk", "Lease", "Mark", "Ring", "chunks", "place"]
+__all__ = ["PAGE", "Chunk", "Lease", "Ring", "chunks", "place"]
 
 PAGE = 4096
 Bytes = npt.NDArray[np.uint8]
-Mark: TypeAlias = Any  # opaque here; None: no need to wait
 
 
 @dataclass(frozen=True, slots=True)

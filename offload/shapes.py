@@ -14,9 +14,9 @@ from localrt.errors import OptionError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import find_architecture, read_config
-from localrt.models.units import EMBEDDING, HEAD, Unit, list_units, packed_nbytes
+from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.kv import grown_capacity

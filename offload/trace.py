@@ -9,49 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-__all__ = ["PipelineCounts", "Resource", "Task", "Trace"]
+from localrt.models.timing import Resource, Task
 
-Resource = Literal["ssd", "link", "link-back", "cpu", "gpu"]
+__all__ = ["Trace"]
+
 _MOST_TASKS = 200_000
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineCounts:
-    """What a pipeline has done since it was made: bytes, and seconds by resource.
-
-    ``clock_s`` is the time now, on the clock that these seconds are of. ``decode_passes`` counts
-    the passes of one row, ``decode_cpu_s`` are the CPU's busy seconds in them. Of the experts that
-    layers have asked for (``expert_uses``), ``expert_hits`` were in memory. ``expert_prefetches``
-    were brought on a guess, ``expert_prefetch_hits`` of them were asked for. ``memory_note`` says
-    which weights are no longer where they were at load, and why.
-    """
-
-    ssd_read_bytes: int
-    link_bytes: int
-    busy_s: Mapping[str, float]
-    passes: int
-    clock_s: float
-    decode_passes: int = 0
-    decode_cpu_s: float = 0.0
-    expert_uses: int = 0
-    expert_hits: int = 0
-    expert_prefetches: int = 0
-    expert_prefetch_hits: int = 0
-    memory_note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One task on a resource, from ``start`` to ``end``."""
-
-    resource: Resource
-    name: str
-    start: float
-    end: float
 
 
 class Trace:

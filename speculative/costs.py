@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from localrt.models.decoder import DecoderConfig
+    from localrt.models.config import DecoderConfig
 
 __all__ = ["DraftCost", "GapWorth", "Mixture", "PassCost"]
 

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.base import TensorSource
-from localrt.models.decoder import Attention, Block, DecoderConfig, GatedMlp, LayerNames
-from localrt.models.units import EMBEDDING, HEAD
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
+from localrt.models.decoder import PartLoader
+from localrt.models.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.ops.protocol import (
@@ -101,16 +102,12 @@ class DraftHead:
             self._feature_norm = loader.vector(size, "fusion.feature_norm.weight")
             self._token_norm = loader.vector(size, "fusion.token_norm.weight")
             self._ones = ops.vector(np.ones(size, np.float32))
-            names = LayerNames()
-            self._blocks = []
-            for block in range(config.blocks):
-                prefix = f"model.layers.{block}."
-                self._blocks.append(
-                    Block(
-                        Attention(decoder, block, names, prefix, loader),
-                        GatedMlp(decoder, names, prefix, loader),
-                    )
-                )
+            parts = PartLoader(decoder, LayerNames())
+            self._parts = [
+                part
+                for block in range(config.blocks)
+                for part in (parts.attention(block, loader), parts.mlp(block, loader, None))
+            ]
             self._norm: Vector = ops.vector(target.norm)
             self._head: Weight = ops.weight((config.draft_vocab, size), target.head)
         loader.finish()
@@ -139,11 +136,11 @@ class DraftHead:
         span = Span(cache, len(tokens), mask)
         with ops.scope():
             step = ops.begin(Batch(np.asarray(tokens, np.int64), positions, (span,)))
-            x = self.fuse(ops, features, tokens)
-            for block in self._blocks:
-                x = block(ops, x, step)
+            state = PassState(ops, step, self.fuse(ops, features, tokens))
+            for part in self._parts:
+                part(state)
             logits = ops.head(
-                x,
+                state.x,
                 np.asarray(wanted, np.intp),
                 self._norm,
                 self._target.eps,
@@ -151,7 +148,7 @@ class DraftHead:
                 self._target.softcap,
             )
         cache.advance(len(tokens))
-        return x, logits
+        return state.x, logits
 
     def fuse(self, ops: Ops, features: Floats, tokens: Sequence[int]) -> Floats:
         """Dynamic gating fusion of rows, (R, D): z * h1 + (1 - z) * h2."""

@@ -14,7 +14,7 @@ import localrt
 from localrt.answering.budgets import Budgets
 from localrt.answering.status import LaneUse, MemoryUse, Status
 from localrt.answering.watching import last_pass
-from localrt.offload.trace import Task
+from localrt.models.timing import Task
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
 

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.common.random_weights import RandomPackedCheckpoint, random_packed
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT, StoredUnit, UnitTensor
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.registry import find_architecture, read_config
 from localrt.models.units import list_units
 from localrt.offload.reading.files import StoreFiles

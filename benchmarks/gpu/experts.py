@@ -40,7 +40,7 @@ from benchmarks.moe.synthetic import synthetic_trace
 from localrt.offload.experts.assignment import Device, ExpertCosts, Rate
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.scheduler import schedule
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.models.decoder import Decoder
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
@@ -178,7 +178,7 @@ def mixture(device: str, name: str, size: Size) -> Result:
         card = Card(TracedOps(trace, device=device), copies, room - size.scratch)
         costs = costs_of(store, host, link, memory)
         mode = ReadMode(threads=4, block=1 << 20)
-        with opened(store, placement, card, host, mode, expert_costs=costs) as decoder:
+        with opened(store, placement, card, host, mode, costs) as decoder:
             loaded = time.perf_counter() - started
             values = compare(decoder, size)
     values |= {
@@ -232,9 +232,9 @@ WAYS: Mapping[str, Callable[..., Any]] = {
 WAYS_RUNS = 3
 
 
-def compare(decoder: PlacedDecoder, size: Size) -> dict[str, Any]:
+def compare(decoder: Decoder, size: Size) -> dict[str, Any]:
     """Median tokens per second of each way, and how busy CPU and card were in the hybrid's."""
-    stages = decoder._res.experts["gpu"]
+    stages = decoder.residency.sparse["gpu"]
     assert isinstance(stages, HybridStage)
     cache = decoder.cache(4096)
     logits = np.zeros(1)
@@ -252,10 +252,10 @@ def compare(decoder: PlacedDecoder, size: Size) -> dict[str, Any]:
     for _ in range(WAYS_RUNS):
         for name, way in WAYS.items():
             stages.scheduler, stages.fills = way, name == "hybrid"
-            before, began = decoder.counts(), time.perf_counter()
+            before, began = decoder.residency.counts(), time.perf_counter()
             seconds[name].append(tokens(size.tokens))
             if name == "hybrid":
-                after, wall = decoder.counts(), time.perf_counter() - began
+                after, wall = decoder.residency.counts(), time.perf_counter() - began
                 uses = after.expert_uses - before.expert_uses
                 values["hit_rate"] = (after.expert_hits - before.expert_hits) / uses
                 for resource in ("cpu", "gpu", "link"):

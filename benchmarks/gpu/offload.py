@@ -24,12 +24,13 @@ from torch import nn
 from benchmarks.common.random_store import RandomStore
 from benchmarks.gpu.timing import Result, guarded, timed
 from localrt.errors import CancelledError
+from localrt.models.decoder import Decoder
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.cards.cuda import CudaAccelerator
-from localrt.offload.pipeline.building import open_pipeline
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.offload.pipeline.opening import Devices, open_pipeline
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
+from localrt.offload.reading.loading import Reading
 from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
@@ -175,25 +176,24 @@ class Card:
 
 @contextmanager
 def opened(
-    store: RandomStore, placement: Placement, card: Card, host: Any, mode: ReadMode, **more: Any
-) -> Iterator[PlacedDecoder]:
+    store: RandomStore, placement: Placement, card: Card, host: Any, mode: ReadMode, costs: Any = None
+) -> Iterator[Decoder]:
     """The pipeline of a random store, on the wall's clock."""
     trace = Trace()
     clock = WallClock(trace)
-    decoder = open_pipeline(
-        store,  # type: ignore[arg-type]
-        host,
-        store.decoder,
-        placement,
-        mode=mode,
-        budget=1 << 60,
-        card=CudaAccelerator(clock, card.ops, card.copies, capacity=card.capacity),
-        clock=clock,
-        files=store,
+    devices = Devices(
+        ops=host,
         trace=trace,
-        verify=False,
-        **more,
+        clock=clock,
+        card=CudaAccelerator(clock, card.ops, card.copies, capacity=card.capacity),
+        expert_costs=costs,
     )
+    reading = Reading(mode=mode, files=store, verify=False)
+    like_a_store: Any = store
+    streamed = open_pipeline(
+        like_a_store, store.decoder, placement, devices, reading, budget=1 << 60
+    )
+    decoder = Decoder(streamed)
     try:
         yield decoder
     finally:
@@ -248,7 +248,7 @@ def pipeline(device: str, size: Size) -> Result:
     return Result("offload 24B int4 in 8 GB", ok, values=values)
 
 
-def decode(decoder: PlacedDecoder, size: Size) -> dict[str, Any]:
+def decode(decoder: Decoder, size: Size) -> dict[str, Any]:
     """Tokens one by one until there are enough, or the time is up."""
     cache = decoder.cache(256)
     end = time.perf_counter() + size.seconds
@@ -257,17 +257,17 @@ def decode(decoder: PlacedDecoder, size: Size) -> dict[str, Any]:
         if time.perf_counter() > end:
             raise CancelledError("the time is up")
 
-    logits, seconds, totals = np.zeros(1), [], decoder.counts()
+    logits, seconds, totals = np.zeros(1), [], decoder.residency.counts()
     for number in range(WARM_UP + size.passes):
         if number == WARM_UP:
-            totals = decoder.counts()
+            totals = decoder.residency.counts()
         start = time.perf_counter()
         try:
             logits = decoder.forward(Batch.extend([(cache, [number % 50])]), rows=[0], check=check)
         except CancelledError:
             break
         seconds.append(time.perf_counter() - start)
-    counts, wall = decoder.counts(), sum(seconds[WARM_UP:])
+    counts, wall = decoder.residency.counts(), sum(seconds[WARM_UP:])
     if not wall:
         raise TimeoutError(f"fewer than {WARM_UP + 1} passes in {size.seconds} seconds")
     busy = {

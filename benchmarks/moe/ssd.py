@@ -68,7 +68,7 @@ class _Child:
             settings = {"repack": repack}
             launch = Launch(engine=engine, path=path, ctx=512, threads=2, settings=settings)
             self._core = llamacpp_core(launch)
-        self._decoder: Any = getattr(self._core.engine, "_decoder", None)
+        self._residency: Any = getattr(self._core.engine, "_residency", None)
         forced = PrefetchSources() if guesses == "off" else None
         if guesses in SOURCES:
             forced = PrefetchSources(**{guesses: True})
@@ -89,7 +89,7 @@ class _Child:
         finally:
             session.close()
         count = len(tokens) - PROMPT
-        if getattr(self._decoder, "simulated", False):
+        if self._core.engine.simulated:
             seconds = after.clock_s - before.clock_s
         answer: Record = {
             "tok_s": count / seconds,
@@ -120,8 +120,8 @@ class _Child:
         }
 
     def _foresights(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = getattr(self._decoder, "foresights", {})
-        return found
+        runners = getattr(self._residency, "sparse", {})
+        return {lane: runner.foresight for lane, runner in runners.items()}
 
 
 # -- the parent ------------------------------------------------------------------------------------

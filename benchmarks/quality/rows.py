@@ -27,6 +27,7 @@ from localrt.errors import MissingExtraError
 from localrt.evaluating.evaluate import Windows, text_windows
 from localrt.evaluating.scoring import Tally, log_softmax
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.config import LayerNames
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
@@ -157,9 +158,8 @@ def peer_scores(
     decoder = _decoder(source, measure.ctx, measure.float_format)
     weights = nbytes = 0
     with decoder.ops.scope():
-        for block in decoder.blocks:
-            attention, mlp = block.attention.weights, block.mlp.weights
-            for matrix in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
+        for part in decoder.residency.body[1:]:  # behind the embedding
+            for matrix in part.layer.matrices(LayerNames()).values():
                 restored = PEERS[peer](matrix.float().cpu().numpy().copy())
                 matrix.copy_(torch.from_numpy(restored.values))
                 weights += restored.values.size

@@ -16,8 +16,8 @@ from localrt.answering.status import LaneUse, MemoryUse, PassTrace, Status
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError
+from localrt.models.timing import Task
 from localrt.offload.memory.process import current_rss, ram_budget
-from localrt.offload.trace import Task
 
 __all__ = ["Watch", "last_pass"]
 

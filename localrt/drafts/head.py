@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from localrt.engine.options import Options
     from localrt.engine.protocol import EngineSession
     from localrt.loading.parts import LoadedModel, LoadOptions
-    from localrt.models.decoder import DecoderConfig
+    from localrt.models.config import DecoderConfig
     from localrt.models.tokenizers import Tokenizer
 
 __all__ = [

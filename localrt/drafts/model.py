@@ -24,7 +24,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
 from localrt.loading.parts import LoadedModel
-from localrt.offload.cards.clock import Clock
+from localrt.models.timing import Clock
 from localrt.quant.ops.protocol import Batch, KVCache
 from localrt.speculative.calibration import FirstChoices
 from localrt.speculative.drafter import ModelDrafter

@@ -24,9 +24,8 @@ from localrt.errors import OptionError, StorageError
 from localrt.files import atomic_write
 from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import read_config
-from localrt.models.units import EMBEDDING, HEAD
 from localrt.quant.formats import unpack
 from localrt.quant.ops.attention import LatentSpec
 from localrt.speculative.draft_head_file import HeadConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from localrt.errors import CancelledError, OptionError, StorageError
 from localrt.files import write_text
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.progress import Progress, ProgressCallback
 from localrt.speculative.draft_head_file import MOST_BLOCKS
 

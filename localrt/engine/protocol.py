@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import OptionError, UnsupportedModelError
-from localrt.offload.trace import PipelineCounts, Task
+from localrt.models.timing import PipelineCounts, Task
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer

@@ -12,8 +12,8 @@ from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.trace import Trace
 
 if TYPE_CHECKING:
+    from localrt.models.timing import Clock
     from localrt.offload.cards.accelerator import Accelerator
-    from localrt.offload.cards.clock import Clock
     from localrt.offload.planner.machine import GpuProfile, MachineProfile
     from localrt.quant.ops.protocol import Ops
 

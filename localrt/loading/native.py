@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from localrt.engine.protocol import Engine
     from localrt.loading.parts import LoadOptions
     from localrt.models.checkpoints import Checkpoint
-    from localrt.models.decoder import DecoderConfig
+    from localrt.models.config import DecoderConfig
     from localrt.quant.ops.protocol import Ops
 
 __all__ = ["load_native", "memory_left"]
@@ -101,7 +101,6 @@ def load_native(
             placed.decoder,
             engine_info(placed.decoder.config, streamed=True),
             pass_rows=placed.plan.placement.prefill_rows,
-            pipeline=placed.decoder,
             forecaster=placed.forecaster,
             ssd_bytes_s=placed.ssd_bytes_s,
             plan=placed.plan,

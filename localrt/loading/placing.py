@@ -28,9 +28,10 @@ from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
-    from localrt.models.decoder import DecoderConfig
+    from localrt.models.config import DecoderConfig
+    from localrt.models.decoder import Decoder
     from localrt.offload.kv.tier import KvTier
-    from localrt.offload.pipeline.decoder import PlacedDecoder
+    from localrt.offload.pipeline.streamed import Streamed
     from localrt.offload.placement import Where
     from localrt.offload.planner import Budgets, Plan
     from localrt.quant.ops.protocol import Ops
@@ -48,7 +49,7 @@ class PlacedModel:
     ``forecaster`` predicts for a rate of the disk; ``ssd_bytes_s`` is what it had on loading.
     """
 
-    decoder: PlacedDecoder
+    decoder: Decoder
     plan: Plan
     forecaster: Forecaster
     ssd_bytes_s: float
@@ -85,12 +86,15 @@ def open_placed(
         StorageError: there is no room on disk for the packed form.
     """
     from localrt.machine.measuring import machine_profile
+    from localrt.models.decoder import Decoder
     from localrt.models.registry import read_config
-    from localrt.offload.pipeline.building import open_pipeline
-    from localrt.offload.pipeline.lane import StoreDiscardedError
+    from localrt.offload.cards.clock import WallClock
+    from localrt.offload.pipeline.opening import Devices, open_pipeline
     from localrt.offload.planner import Budgets, shape_from_checkpoint
     from localrt.offload.planner.expert_costs import expert_costs
     from localrt.offload.planner.machine import typical_machine
+    from localrt.offload.reading.loading import Reading
+    from localrt.offload.reading.unit_memory import StoreDiscardedError
     from localrt.offload.store.cached import cached_store, discard_store
     from localrt.quant.ops.native.ops import NativeOps
 
@@ -131,34 +135,38 @@ def open_placed(
     ]
     resident = sum(unit.nbytes for unit in loaded)
 
-    def opened(store: StoreCheckpoint) -> PlacedDecoder:
+    def opened(store: StoreCheckpoint) -> Streamed:
         kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
         if kv_tier is not None and isinstance(ops, NativeOps):
             ops.kv_maker = kv_tier
         return open_pipeline(
             store,
-            ops,
             config,
             plan.placement,
-            mode=disk.mode,
+            Devices(
+                ops=ops,
+                trace=trace,
+                clock=card.clock or WallClock(trace),
+                card=card.accelerator,
+                expert_costs=expert_costs(plan.request.costs()),
+            ),
+            Reading(
+                mode=disk.mode,
+                discard=None if store is checkpoint else lambda: discard_store(store.path),
+            ),
             budget=plan.for_weights_and_caches(),
-            card=card.accelerator,
-            clock=card.clock,
-            trace=trace,
-            discard=None if store is checkpoint else lambda: discard_store(store.path),
-            kv_tier=kv_tier,
             shortage=MemoryPressure(free_vram=card.free_memory),
+            kv_tier=kv_tier,
             on_bytes=count_bytes(resident),
-            expert_costs=expert_costs(plan.request.costs()),
         )
 
     try:
-        decoder = opened(store)
+        streamed = opened(store)
     except StoreDiscardedError:
         notes.append("the packed copy was damaged and has been made again")
-        decoder = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
-    rate = resident / decoder.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
-    return PlacedModel(decoder, plan, _forecaster(plan, decoder), rate, ctx)
+        streamed = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
+    rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
+    return PlacedModel(Decoder(streamed), plan, _forecaster(plan, streamed), rate, ctx)
 
 
 def _kv_tier(
@@ -188,14 +196,14 @@ def _kv_tier(
     )
 
 
-def _forecaster(plan: Plan, decoder: PlacedDecoder) -> Forecaster:
+def _forecaster(plan: Plan, streamed: Streamed) -> Forecaster:
     """The plan's prediction for the rates, and the places of weights, that there are now."""
     from localrt.offload.planner.simulate import simulate
 
     last: list[tuple[object, Forecast]] = []
 
     def forecast(rates: Rates) -> Forecast:
-        now = {stage.name: stage.where for stage in decoder.stages}
+        now = {stage.name: stage.where for stage in streamed.stages}
         if not last or last[0][0] != (rates, now):
             last[:] = [((rates, now), predict(rates, now))]
         return last[0][1]
@@ -210,6 +218,6 @@ def _forecaster(plan: Plan, decoder: PlacedDecoder) -> Forecaster:
             machine = machine.with_cpu(rates.cpu_s / planned)
             request = replace(plan.request, machine=machine)
             steady = simulate(request.costs(expert_hits=rates.expert_hits), placement)
-        return Forecast(1 / steady.seconds, 1 / steady.bound, decoder.simulated)
+        return Forecast(1 / steady.seconds, 1 / steady.bound, streamed.clock.simulated)
 
     return forecast

@@ -15,17 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
-from localrt.models.decoder import (
-    Block,
-    DecoderConfig,
-    GatedMlp,
-    LayerNames,
-    load_attention,
-    resident_mlp,
-)
-from localrt.models.latent import LatentAttention
-from localrt.models.moe import SparseMlp
-from localrt.models.units import EMBEDDING
+from localrt.models.config import EMBEDDING, DecoderConfig, LayerNames
+from localrt.models.decoder import PartLoader
+from localrt.models.parts import PassState, Residual
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Batch
 
@@ -124,48 +116,35 @@ class HiddenStates:
         By the first name of each group of matrices that share an input.
         """
         with self._ops.scope():
-            block = self._block(checkpoint, layer)
-            weights = _matrices(block, self._names)
+            parts = self._layer(checkpoint, layer)
+            weights = {
+                name: weight
+                for part in parts
+                for name, weight in part.layer.matrices(self._names).items()
+            }
             self._ops.watch(weights.values())
             for hidden, batch in zip(self._hidden, self._batches, strict=True):
                 self._check()
-                block(self._ops, self._ops.copy(hidden), self._ops.begin(batch))
+                self._run(parts, self._ops.copy(hidden), batch)
             return {name: self._ops.take_hessian(weight) for name, weight in weights.items()}
 
     def advance(self, checkpoint: Checkpoint, layer: int) -> None:
         """Take the states past the layer, with the weights of ``checkpoint``."""
         with self._ops.scope():
-            block = self._block(checkpoint, layer)
+            parts = self._layer(checkpoint, layer)
             for number, batch in enumerate(self._batches):
                 self._check()
-                hidden = self._hidden[number]
-                self._hidden[number] = block(self._ops, hidden, self._ops.begin(batch))
+                self._hidden[number] = self._run(parts, self._hidden[number], batch)
 
-    def _block(self, checkpoint: Checkpoint, layer: int) -> Block:
+    def _layer(self, checkpoint: Checkpoint, layer: int) -> tuple[Residual, Residual]:
         weights = WeightLoader(checkpoint, self._ops)
-        prefix = f"model.layers.{layer}."
-        config, names = self._config, self._names
-        return Block(
-            load_attention(config, layer, names, prefix, weights),
-            resident_mlp(config, layer, names, prefix, weights, self._ops),
-            config.residual_scale,
-        )
+        loader = PartLoader(self._config, self._names)
+        experts = loader.experts(layer, weights, self._ops)
+        return loader.attention(layer, weights), loader.mlp(layer, weights, experts)
 
-
-def _matrices(block: Block, names: LayerNames) -> dict[str, Any]:
-    """A layer's stacked matrices by the first name in them.
-
-    Not a mixture's experts: few rows of a text reach each of them, too few to calibrate by.
-    """
-    attention = block.attention
-    if isinstance(attention, LatentAttention):
-        found = attention.matrices()
-    else:
-        found = {names.qkv[0]: attention.weights.qkv, names.out: attention.weights.out}
-    if isinstance(block.mlp, GatedMlp):
-        found[names.gate_up[0]] = block.mlp.weights.gate_up
-        found[names.down] = block.mlp.weights.down
-    elif isinstance(block.mlp, SparseMlp) and block.mlp.shared is not None:
-        found[names.mixture.shared_gate_up[0]] = block.mlp.shared.gate_up
-        found[names.mixture.shared_down] = block.mlp.shared.down
-    return found
+    def _run(self, parts: Sequence[Residual], hidden: Any, batch: Batch) -> Any:
+        """The hidden states behind ``parts``; ``hidden`` is given up."""
+        state = PassState(self._ops, self._ops.begin(batch), hidden)
+        for part in parts:
+            part(state)
+        return state.x

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from localrt.models.checkpoints import Checkpoint, TensorInfo
 from localrt.models.checkpoints.base import WeightBlock
-from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.latent import latent_groups
 from localrt.offload.store.tiling import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces

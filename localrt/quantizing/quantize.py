@@ -20,10 +20,10 @@ import numpy as np
 from localrt.errors import OptionError, TokenizerError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.checkpoints.store_manifest import Quantization
-from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
 from localrt.models.registry import find_architecture, read_config, require_readable
 from localrt.models.tokenizers import load_tokenizer
-from localrt.models.units import EMBEDDING, HEAD, list_units
+from localrt.models.units import list_units
 from localrt.offload.store import StoreWriter, Tiler, fast_tiler
 from localrt.offload.store.layout import FilePlan, plan_files
 from localrt.offload.store.pack import describe_source, main_format, stored_infos

@@ -13,8 +13,7 @@ from typing import Any
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures.llama import ACTIVATIONS
-from localrt.models.decoder import DecoderConfig, LayerNames
-from localrt.models.moe import MixtureSpec
+from localrt.models.config import DecoderConfig, LayerNames, MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.attention import LatentSpec

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localrt.models.architectures.llama import ACTIVATIONS
-from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import AttentionSpec, MlpSpec, Rope

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from localrt.models.architectures import gemma2
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import Rope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec

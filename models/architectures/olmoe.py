@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from localrt.errors import UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.mixture_config import read_router, with_mixture
-from localrt.models.moe import MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.decoder import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import AttentionSpec
 

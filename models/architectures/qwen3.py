@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.architectures.qwen2 import windowed_layers
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
 __all__ = ["NAMES", "read_config"]

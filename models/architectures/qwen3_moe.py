@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.decoder import DecoderConfig
+from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.mixture_config import read_router, sparse_layers, with_mixture
-from localrt.models.moe import MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec
 

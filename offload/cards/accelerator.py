@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localrt.offload.ring import Mark
+from localrt.models.timing import Mark
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["Accelerator"]

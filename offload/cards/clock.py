@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
 
-from localrt.offload.ring import Mark
-from localrt.offload.trace import Resource, Trace
+from localrt.models.timing import Mark, Resource
+from localrt.offload.trace import Trace
 
-__all__ = ["Clock", "VirtualClock", "WallClock", "later"]
+__all__ = ["VirtualClock", "WallClock", "later"]
 
 
 def later(a: Mark, b: Mark) -> Mark:
@@ -26,34 +25,6 @@ def later(a: Mark, b: Mark) -> Mark:
     if isinstance(a, float) and isinstance(b, float):
         return max(a, b)
     return a if b is None else b
-
-
-class Clock(Protocol):
-    """Times tasks and records them."""
-
-    @property
-    def simulated(self) -> bool:
-        """Whether times are not the wall's."""
-
-    def now(self) -> float:
-        """Seconds."""
-
-    def begin(self, resource: Resource) -> float:
-        """A task begins; give what is returned to ``end``."""
-
-    def end(
-        self,
-        resource: Resource,
-        name: str,
-        started: float,
-        *,
-        after: Mark = None,
-        cost_s: float | None = None,
-    ) -> Mark:
-        """The task ends; ``cost_s`` is what it takes on the card, None what it took here.
-
-        Returns the mark of its end.
-        """
 
 
 class WallClock:

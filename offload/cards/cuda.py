@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
-from localrt.offload.cards.clock import Clock
-from localrt.offload.ring import Mark
+from localrt.models.timing import Clock, Mark
 from localrt.quant.ops.protocol import Array, Ops
 from localrt.quant.ops.triton.cuda_memory import CudaCopies
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
+from localrt.models.timing import Mark
 from localrt.offload.cards.clock import VirtualClock
-from localrt.offload.ring import Mark
 from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.timing import Mark
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.experts.cache import ExpertCache, Key
-from localrt.offload.ring import Mark
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 
 __all__ = ["CardSlots"]
@@ -67,6 +67,10 @@ class CardSlots:
         self._aside = 0
         self._proposed: dict[Key, _Proposal] = {}
         self._once: list[Key] = []  # in use, and not worth keeping
+
+    def table(self, layer: int) -> ExpertTable:
+        """A layer's experts that can be computed on the card."""
+        return self._tables[layer]
 
     def stage(self, size: int) -> bool:
         """Set ``size`` slots aside for proposals, 0: none; whether there are so many now.

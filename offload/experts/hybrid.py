@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.moe import Routed, SparseMlp
-from localrt.offload.cards.clock import Clock, later
+from localrt.models.moe import Routed, RoutingWatch, SparseMlp
+from localrt.models.timing import Clock, Mark
+from localrt.offload.cards.clock import later
 from localrt.offload.experts.assignment import Assignment, ExpertCosts, Ready
 from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.memory import Demanded, ExpertMemory
 from localrt.offload.experts.pools import ExpertPools
-from localrt.offload.experts.reader import Check
 from localrt.offload.experts.scheduler import schedule
-from localrt.offload.ring import Mark
-from localrt.quant.ops.experts import ExpertTable, Routing
+from localrt.offload.pipeline.lane import StreamedState
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["HybridStage", "Scheduler"]
@@ -36,23 +36,25 @@ Scheduler = Callable[..., Assignment]
 
 @dataclass(slots=True)
 class _Turn:
-    """One layer's turn in a pass."""
+    """One layer's turn in a pass. ``rows`` are those of each expert that is asked for."""
 
-    layer: int
-    place: int  # among the sparse layers
     part: SparseMlp
-    x: Array
+    state: StreamedState
     routed: Routed
     slots: Array
-    rows: Mapping[int, int]  # of each expert that is asked for
-    check: Check | None
+    rows: Mapping[int, int]
+
+    @property
+    def label(self) -> str:
+        """Of its tasks."""
+        return f"layers.{self.part.layer}.experts"
 
 
 class HybridStage:
-    """Runs the sparse layers whose router is on the card of ``slots``. See ``SparseStage``.
+    """Runs the sparse layers whose router is on the card of ``slots``. See ``Experts``.
 
-    ``memory`` holds experts for the CPU, with ``host_tables``; ``costs`` are seconds of an expert.
-    ``router`` is a layer's part where it is in the card's memory.
+    ``memory`` holds experts for the CPU, whose ``Ops`` are ``host``; ``costs`` are seconds of an
+    expert. ``router`` gives a sparse layer's part where it is in the card's memory.
     ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
     """
 
@@ -60,26 +62,22 @@ class HybridStage:
         self,
         slots: CardSlots,
         memory: ExpertMemory | ExpertPools,
-        places: Mapping[int, int],
-        host_tables: Sequence[ExpertTable],
-        host_ops: Ops,
+        host: Ops,
         clock: Clock,
         costs: ExpertCosts,
-        router: Callable[[int], SparseMlp | None] = lambda layer: None,
+        router: Callable[[int], SparseMlp | None] = lambda place: None,
     ) -> None:
+        self.watch: RoutingWatch | None = None
         self._slots, self._memory = slots, memory
         self._card = slots.card
-        self._places = places
-        self._host_tables, self._host = host_tables, host_ops
+        self._host = host
         self._clock = clock
         self._costs = costs
+        self._router = router
         self.scheduler: Scheduler = schedule
         self.fills = True
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
-        self.watch: Callable[[int, Routing], None] | None = None
-        self._layers = {place: layer for layer, place in places.items()}
-        self._router = router
         self._fetched = self._samples = 0
         self._saved_s = 0.0
         cache = slots.cache
@@ -103,40 +101,33 @@ class HybridStage:
         """Experts that were copied on a guess, and those of them that were asked for."""
         return self._slots.begun, self._slots.useful
 
-    def run(
-        self, layer: int, part: SparseMlp, x: Array, mark: Mark, check: Check | None
-    ) -> tuple[Array, Mark]:
-        """``x`` (R, D) is on the card by ``mark``: the layer's sum there, and when it is there."""
-        place, card, cache = self._places[layer], self._card, self._slots.cache
-        routed = part.route(card.ops, x)
+    def run(self, part: SparseMlp, state: StreamedState) -> Array:
+        """See ``Experts``: ``state`` is on the card, and so is the sum."""
+        place, card, cache = part.place, self._card, self._slots.cache
+        routed = part.route(card.ops, state.x)
         routing = routed.routing
         self._settle()  # the card has gone on since they were asked for
         if place == 0:  # between passes
             self._slots.stage(self.foresight.most if self.foresight.sources.names else 0)
-        if self.watch is not None:
-            self.watch(place, routing)
         shared = part.shared_rows(card.ops, routed)
         slots = card.ops.expert_slots(routed.normed, routing)
         try:
             demand = cache.touch(place, routing.experts, routing.scores)
             chosen = demand.experts.tolist()
             rows = dict(zip(chosen, demand.rows.tolist(), strict=True))
-            turn = _Turn(layer, place, part, x, routed, slots, rows, check)
+            turn = _Turn(part, state, routed, slots, rows)
             arriving = self._slots.chosen(place, chosen)
             if arriving:
                 there = demand.resident | np.isin(demand.experts, list(arriving))
                 demand = demand._replace(resident=there)
-            plan = self._plan(demand, mark)
-            mark = self._carry_out(turn, demand, plan, arriving, mark)
-        except BaseException:
-            self._memory.abandon(place)
-            raise
+            plan = self._plan(demand, state.mark)
+            state.mark = self._carry_out(turn, demand, plan, arriving, state.mark)
         finally:
+            self._memory.done(place)
             self._slots.done()
             cache.release(place)
-        self._memory.done(place)
-        self._fill(place, mark)
-        return card.ops.combine_experts(turn.slots, routing, shared), mark
+        self._fill(place, state.mark)
+        return card.ops.combine_experts(turn.slots, routing, shared)
 
     def _plan(self, demand: Demand, mark: Mark) -> Assignment:
         ready = Ready(link=max(0.0, self._link_free - self._time(mark)))
@@ -177,7 +168,7 @@ class HybridStage:
             return here.resident(place) | ~in_ram.resident(place)  # or out of reach
 
         ahead = self.foresight
-        place, proposals = ahead.turn(turn.place, turn.routed.routing, turn.x, resident)
+        place, proposals = ahead.turn(turn.part.place, turn.routed.routing, turn.state.x, resident)
         for expert in proposals:
             now = self._time(mark)
             if max(self._link_free, now) + self._costs.fetch > now + ahead.turn_s:
@@ -190,7 +181,7 @@ class HybridStage:
 
     def _gate(self, place: int, x: Array) -> Routing | None:
         """What a later layer would choose if nothing came between."""
-        part = self._router(self._layers[place])
+        part = self._router(place)
         if part is None:
             return None
         spec = part.spec.router
@@ -238,7 +229,7 @@ class HybridStage:
         held = [chosen[i] for i in plan.gpu if demand.resident[i]]
         here = set(held)
         others = [expert for expert in chosen if expert not in here]
-        wanted = self._memory.demand(turn.place, turn.routed.routing, mark, only=others)
+        wanted = self._memory.demand(turn.part.place, turn.routed.routing, mark, only=others)
         # Copies begin first, then the card's kernels: both go on while the CPU computes.
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
         self._look_ahead(turn, mark)
@@ -258,7 +249,7 @@ class HybridStage:
         cache, arrivals, present = self._slots.cache, dict[int, Mark](), set(wanted.present)
         for expert in experts:
             if expert in present and cache.room:
-                arrivals[expert] = self._bring(turn.place, expert, mark)
+                arrivals[expert] = self._bring(turn.part.place, expert, mark)
         self._fetched += len(arrivals)
         return arrivals
 
@@ -273,12 +264,11 @@ class HybridStage:
         started = self._clock.begin("gpu")
         with card.ops.scope():
             spec = turn.part.spec.expert
-            card.ops.run_experts(
-                routed.normed, routed.routing, turn.part.table, spec, turn.slots, experts
-            )
-        name, cost = f"layers.{turn.layer}.experts", sum(known) if known else None
-        mark = self._clock.end("gpu", name, started, after=mark, cost_s=cost)
-        self._slots.used(turn.place, experts, mark)
+            table = self._slots.table(turn.part.place)
+            card.ops.run_experts(routed.normed, routed.routing, table, spec, turn.slots, experts)
+        cost = sum(known) if known else None
+        mark = self._clock.end("gpu", turn.label, started, after=mark, cost_s=cost)
+        self._slots.used(turn.part.place, experts, mark)
         return mark
 
     def _on_cpu(self, turn: _Turn, experts: Sequence[int], wanted: Demanded, mark: Mark) -> Mark:
@@ -290,11 +280,10 @@ class HybridStage:
 
         def compute(group: Sequence[int], after: Mark) -> Mark:
             started = self._clock.begin("cpu")
-            table, spec = self._host_tables[turn.place], turn.part.spec.expert
+            table, spec = self._memory.table(turn.part.place), turn.part.spec.expert
             self._host.run_experts(normed, routing, table, spec, slots, group)
-            name = f"layers.{turn.layer}.experts"
-            mark = self._clock.end("cpu", name, started, after=after)
-            self._memory.computed(turn.place, group, mark)
+            mark = self._clock.end("cpu", turn.label, started, after=after)
+            self._memory.computed(turn.part.place, group, mark)
             return mark
 
         absent = set(wanted.absent)
@@ -302,7 +291,7 @@ class HybridStage:
         if present:
             mark = compute(present, mark)
         for expert in wanted.absent:
-            there = self._memory.arrive(turn.place, expert, mark, turn.check)
+            there = self._memory.arrive(turn.part.place, expert, mark, turn.state.check)
             mark = compute([expert], later(mark, there))
         if same:
             return self._card.to_card(normed, mark)[1]

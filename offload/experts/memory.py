@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.timing import Mark
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.offload.experts.reader import Check, DemandReader, Load, ReadingTime
 from localrt.offload.experts.staging import Staging
-from localrt.offload.ring import Mark
 from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights, Routing
 
@@ -106,6 +106,10 @@ class ExpertMemory:
         """Bytes that ``resize`` could free."""
         return self.nbytes - self._least * self.slot_nbytes
 
+    def table(self, layer: int) -> ExpertTable:
+        """A layer's experts that can be computed."""
+        return self._tables[layer]
+
     def resident(self, layer: int) -> npt.NDArray[np.bool_]:
         """(count,): which of a layer's experts have slots, or are on their way to one."""
         return self.cache.resident(layer)
@@ -128,8 +132,9 @@ class ExpertMemory:
         data: Bytes = self._memory[key][: self._units[key].nbytes]
         return data
 
-    def fill(self, keys: Sequence[Key]) -> None:
-        """Begin to read these ahead of any need, as far as there are free slots."""
+    def fill(self) -> None:
+        """Begin to read ahead of any need where slots are free: a little of every layer."""
+        keys = sorted(self._units, key=lambda key: (key[1], key[0]))
         for key in keys[: self.cache.capacity - len(self.cache)]:
             self._begin(key, None, urgent=False)
 
@@ -211,13 +216,6 @@ class ExpertMemory:
         """The layer's turn is over."""
         self._queued.clear()
         self.cache.release(layer)
-
-    def abandon(self, layer: int) -> None:
-        """The pass ended in the middle of a layer; what is on its way comes all the same.
-
-        What has failed is asked for again when it is needed.
-        """
-        self.done(layer)
 
     def resize(self, nbytes: int) -> int:
         """Have at most ``nbytes`` of slots from now on, but one row's worth; returns bytes freed.

@@ -11,67 +11,73 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.decoder import DecoderConfig
-from localrt.offload.cards.accelerator import Accelerator
+from localrt.models.decoder import PartLoader
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory, Verify
 from localrt.offload.experts.pools import ExpertPools, size_classes
 from localrt.offload.experts.reader import DemandReader
+from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
 from localrt.offload.reading.fetching import Source
-from localrt.offload.reading.files import ReadMode
-from localrt.offload.unit_parts import PartBuilder
-from localrt.quant.ops.experts import ExpertWeights
+from localrt.offload.reading.loading import Reading
+from localrt.quant.ops.experts import ExpertTable, ExpertWeights
+from localrt.quant.ops.protocol import Ops
 
-__all__ = [
-    "expert_units",
-    "fill_order",
-    "open_card_slots",
-    "open_experts",
-    "sparse_layers",
-]
+__all__ = ["Mixture", "open_card_slots", "open_experts"]
 
 _LEAST_SLOTS = 4  # of a pool, for each expert of a row
 
 
-def sparse_layers(config: DecoderConfig) -> dict[int, int]:
-    """The layers with experts, each with its number among them."""
-    layers = [layer for layer in range(config.layers) if config.mixture(layer) is not None]
-    return {layer: place for place, layer in enumerate(layers)}
+class Mixture:
+    """The experts of a model in a store, and where a placement wants them.
 
+    ``units`` are by (sparse layer's number, expert).
+    """
 
-def expert_units(config: DecoderConfig, units: Mapping[str, StoredUnit]) -> dict[Key, StoredUnit]:
-    """Every expert's unit by (sparse layer's number, expert)."""
-    found: dict[Key, StoredUnit] = {}
-    for layer, place in sparse_layers(config).items():
-        spec = config.mixture(layer)
-        assert spec is not None, "see sparse_layers"
-        for number in range(spec.router.count):
-            found[place, number] = units[f"layers.{layer}.expert.{number}"]
-    return found
+    def __init__(
+        self, loader: PartLoader, units: Mapping[str, StoredUnit], where: Mapping[str, Where]
+    ) -> None:
+        config = loader.config
+        self.layers = list(config.sparse_layers)
+        self.specs = [spec for spec in config.mixtures if spec is not None]
+        self.units: dict[Key, StoredUnit] = {
+            (place, number): units[f"layers.{layer}.expert.{number}"]
+            for place, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True))
+            for number in range(spec.router.count)
+        }
+        self.nbytes = sum(unit.nbytes for unit in self.units.values())
+        self._loader = loader
+        self._where = where
 
+    def placed(self, *places: Where) -> int:
+        """Bytes of the experts at ``places``."""
+        units = self.units.values()
+        return sum(unit.nbytes for unit in units if self._where.get(unit.name) in places)
 
-def fill_order(keys: Mapping[Key, StoredUnit]) -> list[Key]:
-    """What to read first where nothing is known of the text: a little of every layer."""
-    return sorted(keys, key=lambda key: (key[1], key[0]))
+    def tables(self, ops: Ops) -> list[ExpertTable]:
+        """An empty table for each sparse layer."""
+        return [ops.expert_table(spec.router.count) for spec in self.specs]
+
+    def build(self, lane: Lane, key: Key, data: Any) -> ExpertWeights:
+        """An expert's weights for ``lane``, of the unit's bytes there."""
+        place, number = key
+        weights = lane.weights(self.units[key], data)
+        return self._loader.expert(self.layers[place], number, weights)
 
 
 def open_experts(
-    config: DecoderConfig,
-    units: Mapping[Key, StoredUnit],
-    where: Mapping[str, Where],
-    builder: PartBuilder,
+    mixture: Mixture,
+    lane: Lane,
     source: Source,
+    reading: Reading,
+    verify: Verify,
     *,
     ring: int,
-    mode: ReadMode,
-    verify: Verify,
-    stall_s: float,
     alloc: Callable[[int], Any],
     room: int = 0,
 ) -> ExpertMemory | ExpertPools:
-    """Slots for as many experts as ``where`` places in RAM, and for ``ring`` bytes more.
+    """Slots for as many experts as are placed in RAM, and for ``ring`` bytes more.
 
     Of ``room``, the RAM for them, those placed in VRAM take what is left: what makes room on the
     card is then copied again, not read.
@@ -79,10 +85,11 @@ def open_experts(
     Raises:
         MemoryBudgetError: that is not even one expert.
     """
-    layers = list(sparse_layers(config))
-    kept = _placed(units, where, Where.RAM, Where.LINK)
-    kept += min(_placed(units, where, Where.VRAM), max(0, room - kept))
-    reader = DemandReader(source, threads=mode.threads, block=mode.block, stall_s=stall_s)
+    units, mode = mixture.units, reading.mode
+    kept = mixture.placed(Where.RAM, Where.LINK)
+    kept += min(mixture.placed(Where.VRAM), max(0, room - kept))
+    tables = mixture.tables(lane.ops)
+    reader = DemandReader(source, threads=mode.threads, block=mode.block, stall_s=reading.stall_s)
 
     def pool(members: Sequence[int], nbytes: int, ring: int) -> ExpertMemory:
         """Of the layers at these places."""
@@ -90,12 +97,12 @@ def open_experts(
         ours = {(numbers[p], e): unit for (p, e), unit in units.items() if p in numbers}
 
         def build(key: Key, unit: StoredUnit, data: Any) -> ExpertWeights:
-            return builder.expert(layers[members[key[0]]], key[1], unit, data)
+            return mixture.build(lane, (members[key[0]], key[1]), data)
 
         return ExpertMemory(
             ours,
-            [builder.table(layers[place]) for place in members],
-            _cache(config, ours, nbytes, ring),
+            [tables[place] for place in members],
+            _cache(mixture, ours, nbytes, ring),
             reader,
             build=build,
             verify=verify,
@@ -104,10 +111,10 @@ def open_experts(
 
     try:
         classes = size_classes(units)
-        shares = _shares(classes, units, kept + ring, config)
+        shares = _shares(classes, mixture, kept + ring)
         if shares is None:
-            return pool(range(len(layers)), kept, ring)
-        if kept >= sum(unit.nbytes for unit in units.values()):  # each pool holds all of its own
+            return pool(range(len(mixture.layers)), kept, ring)
+        if kept >= mixture.nbytes:  # each pool holds all of its own
             shares = [sum(u.nbytes for (p, _), u in units.items() if p in c) for c in classes]
         pools = [pool(each, nbytes, 0) for each, nbytes in zip(classes, shares, strict=True)]
         return ExpertPools(pools, classes, reader)
@@ -116,75 +123,53 @@ def open_experts(
         raise
 
 
-def _shares(
-    classes: Sequence[Sequence[int]],
-    units: Mapping[Key, StoredUnit],
-    nbytes: int,
-    config: DecoderConfig,
-) -> list[int] | None:
+def _shares(classes: Sequence[Sequence[int]], mixture: Mixture, nbytes: int) -> list[int] | None:
     """Bytes for the pool of each class; None where one pool is better.
 
     Each gets its experts' share. With few slots one pool uses them better than several.
     """
     if len(classes) == 1:
         return None
-    used = max(spec.router.used for spec in config.mixtures if spec is not None)
-    whole = sum(unit.nbytes for unit in units.values())
+    used = max(spec.router.used for spec in mixture.specs)
     shares = []
     for members in classes:
-        sizes = [unit.nbytes for (place, _), unit in units.items() if place in members]
-        share = nbytes * sum(sizes) // whole
+        sizes = [unit.nbytes for (place, _), unit in mixture.units.items() if place in members]
+        share = nbytes * sum(sizes) // mixture.nbytes
         if share // max(sizes) < _LEAST_SLOTS * used:
             return None
         shares.append(share)
     return shares
 
 
-def open_card_slots(
-    config: DecoderConfig,
-    units: Mapping[Key, StoredUnit],
-    where: Mapping[str, Where],
-    builder: PartBuilder,
-    card: Accelerator,
-    *,
-    ring: int,
-) -> CardSlots:
-    """Slots for as many experts as ``where`` places in VRAM, and for ``ring`` bytes more.
+def open_card_slots(mixture: Mixture, lane: Lane, *, ring: int) -> CardSlots:
+    """Slots for as many experts as are placed in VRAM, and for ``ring`` bytes more.
 
     There is one at least: what the CPU does not compute has to be somewhere.
 
     Raises:
         MemoryBudgetError: the card has no room for them.
     """
-    layers = list(sparse_layers(config))
-    largest = max(unit.nbytes for unit in units.values())
-    kept = max(_placed(units, where, Where.VRAM), largest)
-    cache = _cache(config, units, kept, ring)
+    card = lane.card
+    assert card is not None, "they are on a card"
+    largest = max(unit.nbytes for unit in mixture.units.values())
+    kept = max(mixture.placed(Where.VRAM), largest)
+    cache = _cache(mixture, mixture.units, kept, ring)
 
     def build(key: Key, unit: StoredUnit, data: Any, in_ram: Any) -> ExpertWeights:
         if any(len(tensor.shape) == 1 for tensor in unit.tensors):
-            builder.remember_vectors(unit, in_ram)
-        return builder.expert(layers[key[0]], key[1], unit, data)
+            lane.remember_vectors(unit, in_ram)
+        return mixture.build(lane, key, data)
 
-    tables = [builder.table(layer) for layer in layers]
-    return CardSlots(card, units, tables, cache, build=build)
-
-
-def _placed(units: Mapping[Key, StoredUnit], where: Mapping[str, Where], *places: Where) -> int:
-    """Bytes of the experts at ``places``."""
-    return sum(unit.nbytes for unit in units.values() if where.get(unit.name) in places)
+    return CardSlots(card, mixture.units, mixture.tables(lane.ops), cache, build=build)
 
 
-def _cache(
-    config: DecoderConfig, units: Mapping[Key, StoredUnit], kept: int, ring: int
-) -> ExpertCache:
+def _cache(mixture: Mixture, units: Mapping[Key, StoredUnit], kept: int, ring: int) -> ExpertCache:
     """Of as many slots as ``kept`` + ``ring`` bytes hold."""
-    specs = [spec for spec in config.mixtures if spec is not None]
     layers = len({place for place, _ in units})
     largest = max(unit.nbytes for unit in units.values())
     slots = min(slots_within(kept + ring, largest), len(units))
     if kept >= sum(unit.nbytes for unit in units.values()):
         slots = len(units)  # though they are not equally large
-    count = max(spec.router.count for spec in specs)
-    used = max(spec.router.used for spec in specs)
+    count = max(spec.router.count for spec in mixture.specs)
+    used = max(spec.router.used for spec in mixture.specs)
     return ExpertCache(layers, count, used, slots)

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.timing import Mark
 from localrt.offload.experts.cache import Key
 from localrt.offload.experts.memory import Bytes, Demanded, ExpertMemory
 from localrt.offload.experts.reader import Check, DemandReader, ReadingTime
-from localrt.offload.ring import Mark
-from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.experts import ExpertTable, Routing
 
 __all__ = ["ExpertPools", "size_classes"]
 
@@ -119,11 +119,15 @@ class ExpertPools:
         pool, number = self._at[layer]
         return pool.data(number, expert)
 
-    def fill(self, keys: Sequence[Key]) -> None:
+    def fill(self) -> None:
         """See ``ExpertMemory``."""
         for pool in self._pools:
-            places = [(self._at[layer], expert) for layer, expert in keys]
-            pool.fill([(at[1], expert) for at, expert in places if at[0] is pool])
+            pool.fill()
+
+    def table(self, layer: int) -> ExpertTable:
+        """See ``ExpertMemory``."""
+        pool, number = self._at[layer]
+        return pool.table(number)
 
     def stage(self, size: int) -> bool:
         """See ``ExpertMemory``: each pool has buffers of its own."""
@@ -156,11 +160,6 @@ class ExpertPools:
         """See ``ExpertMemory``."""
         pool, number = self._at[layer]
         pool.done(number)
-
-    def abandon(self, layer: int) -> None:
-        """See ``ExpertMemory``."""
-        pool, number = self._at[layer]
-        pool.abandon(number)
 
     def resize(self, nbytes: int) -> int:
         """See ``ExpertMemory``: every pool its share."""

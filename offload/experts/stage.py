@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from localrt.models.moe import Routed, SparseMlp
-from localrt.offload.cards.clock import Clock, later
+from localrt.models.moe import Routed, RoutingWatch, SparseMlp
+from localrt.models.timing import Clock, Mark
+from localrt.offload.cards.clock import later
 from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pools import ExpertPools
-from localrt.offload.experts.reader import Check
-from localrt.offload.ring import Mark
+from localrt.offload.pipeline.lane import StreamedState
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
@@ -26,27 +26,24 @@ __all__ = ["SparseStage"]
 
 
 class SparseStage:
-    """Runs sparse layers on the CPU. ``places`` are the layers' numbers among the sparse ones.
+    """Runs sparse layers on the CPU. See ``Experts``.
 
-    ``part`` is a layer's where it is in memory. ``watch`` is told of every choice.
+    ``router`` gives a sparse layer's part where it is in memory.
     """
 
     def __init__(
         self,
         memory: ExpertMemory | ExpertPools,
-        places: dict[int, int],
         ops: Ops,
         clock: Clock,
-        part: Callable[[int], SparseMlp | None] = lambda layer: None,
+        router: Callable[[int], SparseMlp | None] = lambda place: None,
     ) -> None:
+        self.watch: RoutingWatch | None = None
         self._memory = memory
-        self._places = places
         self._ops = ops
         self._clock = clock
+        self._router = router
         self._hits = self._uses = 0
-        self.watch: Callable[[int, Routing], None] | None = None
-        self._layers = {place: layer for layer, place in places.items()}
-        self._part = part
         self._waited_s, self._waits = 0.0, 0
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.foresight = Foresight(
@@ -68,58 +65,50 @@ class SparseStage:
         """Experts that were in memory when a layer asked for them, and all that were asked for."""
         return self._hits, self._uses
 
-    def run(
-        self, layer: int, part: SparseMlp, x: Array, mark: Mark, check: Check | None
-    ) -> tuple[Array, Mark]:
-        """``x`` (R, D) is there by ``mark``: the layer's sum (R, D), and when it is there."""
-        ops, place = self._ops, self._places[layer]
-        label = f"layers.{layer}.mlp"
-        started = self._clock.begin("cpu")
-        routed = part.route(ops, x)
-        mark = self._clock.end("cpu", label, started, after=mark)
-        if self.watch is not None:
-            self.watch(place, routed.routing)
+    def run(self, part: SparseMlp, state: StreamedState) -> Array:
+        """See ``Experts``."""
+        ops, clock, memory, place = self._ops, self._clock, self._memory, part.place
+        label = f"layers.{part.layer}.mlp"
+        started = clock.begin("cpu")
+        routed = part.route(ops, state.x)
+        state.mark = clock.end("cpu", label, started, after=state.mark)
         ahead = self.foresight
         try:
             if place == 0:  # between passes
-                self._memory.stage(ahead.most if ahead.sources.names else 0)
-            wanted = self._memory.demand(place, routed.routing, mark)
-            after, proposals = ahead.turn(place, routed.routing, x, self._memory.resident)
+                memory.stage(ahead.most if ahead.sources.names else 0)
+            wanted = memory.demand(place, routed.routing, state.mark)
+            after, proposals = ahead.turn(place, routed.routing, state.x, memory.resident)
             if proposals:
-                self._memory.propose(after, proposals)
+                memory.propose(after, proposals)
             self._hits += len(wanted.present)
             self._uses += len(wanted.present) + len(wanted.absent)
-            started = self._clock.begin("cpu")
+            started = clock.begin("cpu")
             shared = part.shared_rows(ops, routed)
             slots = ops.expert_slots(routed.normed, routed.routing)
             self._compute(part, routed, slots, wanted.present)
-            mark = self._clock.end("cpu", label, started, after=mark)
-            self._memory.computed(place, wanted.present, mark)
+            state.mark = clock.end("cpu", label, started, after=state.mark)
+            memory.computed(place, wanted.present, state.mark)
             for expert in wanted.absent:
-                there = self._arrive(place, expert, mark, check)
-                started = self._clock.begin("cpu")
+                there = self._arrive(place, expert, state)
+                started = clock.begin("cpu")
                 self._compute(part, routed, slots, [expert])
-                mark = self._clock.end(
-                    "cpu",
-                    f"layers.{layer}.expert.{expert}",
-                    started,
-                    after=later(mark, there),
-                )
-                self._memory.computed(place, [expert], mark)
-        except BaseException:
-            self._memory.abandon(place)
-            raise
-        self._memory.done(place)
-        started = self._clock.begin("cpu")
+                name = f"layers.{part.layer}.expert.{expert}"
+                state.mark = clock.end("cpu", name, started, after=later(state.mark, there))
+                memory.computed(place, [expert], state.mark)
+        finally:
+            # What is on its way comes all the same; what failed is asked for when it is needed.
+            memory.done(place)
+        started = clock.begin("cpu")
         out = ops.combine_experts(slots, routed.routing, shared)
-        return out, self._clock.end("cpu", label, started, after=mark)
+        state.mark = clock.end("cpu", label, started, after=state.mark)
+        return out
 
-    def _arrive(self, place: int, expert: int, mark: Mark, check: Check | None) -> Mark:
+    def _arrive(self, place: int, expert: int, state: StreamedState) -> Mark:
         """Wait for an absent expert; how long is kept count of."""
         began = time.perf_counter()
-        there = self._memory.arrive(place, expert, mark, check)
-        if isinstance(there, float) and isinstance(mark, float):
-            self._waited_s += max(0.0, there - mark)
+        there = self._memory.arrive(place, expert, state.mark, state.check)
+        if isinstance(there, float) and isinstance(state.mark, float):
+            self._waited_s += max(0.0, there - state.mark)
         else:
             self._waited_s += time.perf_counter() - began
         self._waits += 1
@@ -127,7 +116,7 @@ class SparseStage:
 
     def _gate(self, place: int, x: Array) -> Routing | None:
         """What a later layer would choose if nothing came between."""
-        part = self._part(self._layers[place])
+        part = self._router(place)
         if part is None:
             return None
         return self._ops.norm_route(x, part.router, part.spec.router)[1]
@@ -146,6 +135,5 @@ class SparseStage:
         self, part: SparseMlp, routed: Routed, slots: Array, experts: Sequence[int]
     ) -> None:
         if len(experts):
-            self._ops.run_experts(
-                routed.normed, routed.routing, part.table, part.spec.expert, slots, experts
-            )
+            table, spec = self._memory.table(part.place), part.spec.expert
+            self._ops.run_experts(routed.normed, routed.routing, table, spec, slots, experts)

@@ -1,234 +1,200 @@
-"""Units that one processor computes: resident in its memory, or passing through its ring.
+"""The processors of a pass, the CPU and a card, and what a pass carries from one to the other.
 
-A lane hands out parts that are ready, each for as long as a stage takes; it does not compute. The
-CPU's ring is filled from the SSD, a card's over the link. It knows parts and their memory, neither
-files nor the order of a pass.
+The CPU's ring is filled from the SSD, a card's over the link. A lane knows neither which parts it
+runs nor their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.decoder import Attention, GatedMlp
-from localrt.models.latent import LatentAttention
-from localrt.models.moe import SparseMlp
+from localrt.models.parts import Logits, Part, PassState
+from localrt.models.timing import Clock, Mark, Resource
+from localrt.models.weights import WeightLoader
 from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.pipeline.stages import Stage
-from localrt.offload.reading.unit_reader import UnitReader
-from localrt.offload.ring import Mark, Ring
-from localrt.offload.trace import Resource
-from localrt.offload.unit_parts import PartBuilder, verify_unit
-from localrt.quant.ops.protocol import Ops, Weight
+from localrt.offload.cards.clock import later
+from localrt.offload.pipeline.split_cache import split_batch
+from localrt.offload.reading.unit_memory import UnitMemory, Verifier
+from localrt.offload.reading.unit_reader import Check, UnitReader
+from localrt.offload.ring import Ring
+from localrt.quant.formats import PackedTensor
+from localrt.quant.ops.arrays import copy_to_host
+from localrt.quant.ops.protocol import Batch, Ops, Pass, Vector
 
-__all__ = ["Lane", "Part", "StoreDiscardedError", "Verifier"]
+__all__ = ["Bytes", "Lane", "StreamedState"]
 
 Bytes = npt.NDArray[np.uint8]
-Part = Attention | LatentAttention | GatedMlp | SparseMlp | Weight
-Check = Callable[[], None]
-
-_KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept
-
-
-class StoreDiscardedError(CheckpointError):
-    """A packed copy was damaged, and is made anew when the model is loaded again."""
-
-
-class Verifier:
-    """Compares each unit of the store at ``path`` with its SHA-256, once.
-
-    ``discard`` forgets a store that is damaged and can be made again.
-    """
-
-    def __init__(
-        self, path: Path, *, enabled: bool = True, discard: Callable[[], None] | None = None
-    ) -> None:
-        self._path = path
-        self._enabled = enabled
-        self._discard = discard
-        self._seen: set[str] = set()
-
-    def __call__(self, unit: StoredUnit, data: Bytes) -> None:
-        """Raises CheckpointError when the unit is damaged."""
-        if self._enabled and unit.name not in self._seen:
-            try:
-                verify_unit(self._path, unit, data)
-            except CheckpointError as error:
-                if self._discard is None:
-                    raise
-                self._discard()
-                raise StoreDiscardedError(
-                    f"{self._path}: unit {unit.name} in {unit.file} is damaged: load the model "
-                    "again, which packs it anew"
-                ) from error
-            self._seen.add(unit.name)
 
 
 class Lane:
-    """``reader`` fills the ring; without one, everything is resident. Used by one thread at a time.
+    """``reader`` fills the ring, if there is one; ``verify`` is called for what it brings.
 
-    ``verify`` is called for what the reader brings. ``card`` is the accelerator, None on the CPU.
+    ``card`` is the accelerator, None on the CPU. ``attends``: some layers' keys and values are
+    here. Used by one thread at a time.
     """
 
     def __init__(
         self,
+        store: StoreCheckpoint,
         ops: Ops,
-        builder: PartBuilder,
-        reader: UnitReader | None,
+        clock: Clock,
         *,
-        verify: Callable[[StoredUnit, Bytes], None] | None = None,
+        reader: UnitReader | None = None,
+        verify: Verifier | None = None,
         card: Accelerator | None = None,
+        attends: bool = True,
     ) -> None:
         self.ops = ops
+        self.norm: Vector = None  # the final norm's weights, set before any part is made
         self.card = card
+        self.attends = attends
         self.resource: Resource = "cpu" if card is None else "gpu"
-        self._builder = builder
-        self._reader = reader
+        self.reader = reader
+        self._clock = clock
+        self._store = store
         self._verify = verify
-        self.resident_nbytes = 0  # bytes of resident units
-        self._memory: dict[str, Any] = {}
-        self._parts: dict[str, Part] = {}
-        self._passing: dict[str, dict[int, Part]] = {}
-        self._joined: dict[tuple[str, ...], Weight] = {}
+        self._vectors: dict[str, dict[str, PackedTensor]] = {}
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that came through the ring."""
-        return 0 if self._reader is None else self._reader.bytes_read
+    def weights(self, unit: StoredUnit, data: Any) -> WeightLoader:
+        """A unit's tensors in ``data``, for this lane's ``Ops``."""
+        return WeightLoader(self._memory(unit, data), self.ops)
 
-    def put(self, stage: Stage, memory: Any) -> None:
-        """Make a unit resident whose bytes are ``memory``."""
-        self.keep(stage.name, memory)
-        self._parts[stage.name] = self._build(stage, memory)
-        self._joined.clear()
+    def joined(self, slices: Sequence[tuple[StoredUnit, Any]]) -> Any:
+        """Consecutive slices of one matrix as one weight, where each of them lies."""
+        tensors = [unit.tensors[0] for unit, _ in slices]
+        blocks = (
+            block
+            for unit, data in slices
+            for block in self._memory(unit, data).blocks(unit.tensors[0].name)
+        )
+        rows = sum(tensor.shape[0] for tensor in tensors)
+        return self.ops.weight((rows, tensors[0].shape[1]), blocks)
 
-    def keep(self, name: str, memory: Any) -> None:
-        """Hold a unit's bytes alone: its rows are taken one by one."""
-        self._memory[name] = memory
-        self.resident_nbytes += _nbytes(memory)
+    def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
+        """Keep a unit's norms and biases: its bytes will lie where the CPU cannot read them."""
+        self._vectors[unit.name] = self._memory(unit, data).vectors()
 
-    def memory(self, name: str) -> Any | None:
-        """A resident unit's bytes; None where it is not."""
-        return self._memory.get(name)
+    def compute(self, part: Part, state: StreamedState, name: str, nbytes: int, macs: int) -> None:
+        """Run a part, timed as a task; on a virtual card by its ``nbytes`` and ``macs``."""
+        with self.ops.scope():
+            started = self._clock.begin(self.resource)
+            part(state)
+            cost = self.cost_s(nbytes, macs, state.rows)
+            state.mark = self._clock.end(
+                self.resource, name, started, after=state.mark, cost_s=cost
+            )
 
-    def drop(self, name: str) -> int:
-        """Free a resident unit; returns its bytes."""
-        self._parts.pop(name, None)
-        self._joined.clear()
-        memory = self._memory.pop(name, None)
-        if memory is None:
-            return 0
-        self.resident_nbytes -= _nbytes(memory)
-        if self.card is not None:
-            self.card.free(memory)
-        return _nbytes(memory)
+    def charge(self, state: StreamedState, name: str, cost_s: float) -> None:
+        """Time a task whose work is done elsewhere."""
+        started = self._clock.begin(self.resource)
+        state.mark = self._clock.end(self.resource, name, started, after=state.mark, cost_s=cost_s)
 
-    def part(self, name: str) -> Part | None:
-        """A resident unit's part; None where it is not."""
-        return self._parts.get(name)
+    def cost_s(self, nbytes: int, macs: int, rows: int) -> float | None:
+        """Seconds on a virtual card; None where they are as they pass."""
+        return None if self.card is None else self.card.cost_s(nbytes, macs, rows)
 
-    def free_host(self, memory: Bytes) -> int:
-        """RAM that the card copied a unit from is not needed any more; returns its bytes."""
-        assert self.card is not None, "a card copies"
-        return self.card.free_host(memory)
+    def acquire(self, unit: StoredUnit, check: Check | None) -> tuple[Any, Mark]:
+        """A unit's bytes in the ring, once they have come, and the mark by which they are there."""
+        assert self.reader is not None, "units are resident where nothing is streamed"
+        memory, there = self.reader.acquire(unit.name, check)
+        try:
+            if self._verify is not None:
+                self._verify(unit, memory)
+            if self.card is not None:
+                self.card.wait(there)
+        except BaseException:
+            self.reader.release(unit.name)
+            raise
+        return memory, there
 
-    def holds(self, stage: Stage) -> bool:
-        """Whether the stage's unit is resident."""
-        return stage.name in self._parts
+    def release(self, unit: StoredUnit, ended: Mark) -> None:
+        """A unit has been computed with, at ``ended``: its place in the ring may be filled."""
+        assert self.reader is not None, "see acquire"
+        self.reader.release(unit.name, ended if self.card is None else self.card.mark(ended))
 
-    def joined(self, stages: Sequence[Stage]) -> Weight:
-        """Resident slices of the head that follow one another, as one matrix."""
-        key = tuple(stage.name for stage in stages)
-        if key not in self._joined:
-            slices = [(stage.unit, self._memory[stage.name]) for stage in stages]
-            self._joined = {key: self._builder.joined(slices)} | self._joined
-        return self._joined[key]
-
-    def stream(self, stages: Sequence[Stage], ring: Ring | None = None) -> None:
-        """Have these units pass through the ring, or a new one, from now on, in each pass."""
-        if self._reader is not None:
-            if ring is not None:
-                self._passing.clear()  # they point into the old one
-            self._reader.schedule([stage.unit for stage in stages], ring)
+    def stream(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
+        """Have these pass through the ring, or a new one, from now on, in each pass."""
+        if self.reader is not None:
+            self.reader.schedule(units, ring)
 
     def skip(self, names: Iterable[str]) -> None:
         """The pass that begins does not need these units.
 
         A card fetches what it has begun to, since the CPU's ring holds it until it is copied.
         """
-        if self._reader is not None:
-            self._reader.skip(names, finish=self.card is not None)
-
-    def acquire(self, stage: Stage, check: Check | None) -> tuple[Part, Mark, Any | None]:
-        """The stage's part, the mark by which its weights are there, its bytes in the ring."""
-        part = self._parts.get(stage.name)
-        if part is not None:
-            return part, None, None
-        assert self._reader is not None, "units are resident where nothing is streamed"
-        memory, there = self._reader.acquire(stage.name, check)
-        try:
-            if self._verify is not None:
-                self._verify(stage.unit, memory)
-            if self.card is not None:
-                self.card.wait(there)
-            return self._part_at(stage, memory), there, memory
-        except BaseException:
-            self._reader.release(stage.name)
-            raise
-
-    def release(self, stage: Stage, ended: Mark) -> None:
-        """The stage is done: its place in the ring may be filled again."""
-        if stage.name not in self._parts:
-            assert self._reader is not None, "see acquire"
-            mark = ended if self.card is None else self.card.mark(ended)
-            self._reader.release(stage.name, mark)
+        if self.reader is not None:
+            self.reader.skip(names, finish=self.card is not None)
 
     @property
     def failed(self) -> bool:
         """Whether what was read ahead of the next pass has failed."""
-        return self._reader is not None and self._reader.failed
+        return self.reader is not None and self.reader.failed
 
     def rewind(self) -> None:
         """The pass was abandoned: the next one begins at the first unit."""
-        if self._reader is not None:
-            self._reader.rewind()
+        if self.reader is not None:
+            self.reader.rewind()
 
-    def close(self) -> None:
-        """End the threads and free everything."""
-        if self._reader is not None:
-            self._reader.close()
-        for name in list(self._memory):
-            self.drop(name)
-        self._parts.clear()
-        self._passing.clear()
-
-    def _build(self, stage: Stage, memory: Any) -> Part:
-        if stage.kind == "attention":
-            return self._builder.attention(stage.layer, stage.unit, memory)
-        if stage.kind == "mlp":
-            return self._builder.mlp(stage.layer, stage.unit, memory)
-        return self._builder.matrix(stage.unit, memory)
-
-    def _part_at(self, stage: Stage, memory: Any) -> Part:
-        """A part is built once for each place in the ring that its unit comes to lie at."""
-        places = self._passing.setdefault(stage.name, {})
-        address = _address(memory)
-        if address not in places:
-            while len(places) >= _KEPT_PLACES:
-                del places[next(iter(places))]
-            places[address] = self._build(stage, memory)
-        return places[address]
+    def _memory(self, unit: StoredUnit, data: Any) -> UnitMemory:
+        store, vectors = self._store, self._vectors.get(unit.name)
+        return UnitMemory(store.path, store.architecture, unit, data, vectors)
 
 
-def _nbytes(memory: Any) -> int:
-    return int(memory.nbytes)
+class StreamedState(PassState):
+    """The activations of a pass, the lane that they are on, and the mark by which they are there.
 
+    ``rows`` are those that the part at hand computes; ``check`` may be called while waiting.
+    """
 
-def _address(memory: Any) -> int:
-    return int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
+    __slots__ = ("_batch", "_steps", "check", "lane", "mark", "rows")
+
+    def __init__(
+        self,
+        batch: Batch,
+        wanted: npt.NDArray[np.intp],
+        lane: Lane,
+        mark: Mark,
+        check: Check | None,
+    ) -> None:
+        super().__init__(lane.ops, None, wanted=wanted)
+        self._batch = batch
+        self._steps: dict[int, Pass] = {}
+        self.check = check
+        self.lane = lane
+        self.mark = mark
+        self.rows = len(batch.tokens)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """(R,)."""
+        return np.asarray(self._batch.tokens, np.int64)
+
+    def enter(self, lane: Lane) -> None:
+        """Go on with ``lane``, which the activations move to."""
+        if lane is not self.lane:
+            card = lane.card or self.lane.card
+            assert card is not None, "there are two lanes where there is a card"
+            change = card.to_host if lane.card is None else card.to_card
+            self.x, self.mark = change(self.x, self.mark)
+            self.lane, self.ops = lane, lane.ops
+            self.step = self._steps.get(id(lane.ops))
+        if self.step is None and lane.attends:
+            self.step = lane.ops.begin(split_batch(self._batch, lane.ops))
+            self._steps[id(lane.ops)] = self.step
+
+    def wait(self, there: Mark) -> None:
+        """What comes next begins after ``there`` as well."""
+        self.mark = later(self.mark, there)
+
+    def copy_features(self, out: Logits) -> None:
+        """See ``PassState``."""
+        x, card = self.x, self.lane.card
+        if card is not None:
+            x, self.mark = card.to_host(x, self.mark)
+        copy_to_host(x, out)

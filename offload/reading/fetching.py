@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.ring import Mark
+from localrt.models.timing import Mark
 
 __all__ = ["POLL_S", "Source", "end_threads", "fetch", "require_answer"]
 

@@ -1,10 +1,11 @@
-"""Reads whole units from a store into memory, several requests at a time."""
+"""How a store is read, and whole units of it at once: several requests at a time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,24 @@ import numpy.typing as npt
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.offload.reading.files import FileReader, ReadMode
 
-__all__ = ["read_units"]
+__all__ = ["Reading", "read_units"]
 
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a store is read. ``files`` stands in for the store's own.
+
+    With ``verify`` each unit is compared with its SHA-256, once; ``discard`` forgets a store that
+    is damaged and can be made again. ``stall_s``: how long a disk may be silent.
+    """
+
+    mode: ReadMode
+    files: FileReader | None = None
+    verify: bool = True
+    discard: Callable[[], None] | None = None
+    stall_s: float = 60.0
 
 
 def read_units(

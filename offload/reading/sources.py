@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import Clock, later
+from localrt.offload.cards.clock import later
 from localrt.offload.reading.files import FileReader
 from localrt.offload.reading.unit_reader import UnitReader
-from localrt.offload.ring import Mark
 
 __all__ = ["DiskSource", "LinkSource"]
 
@@ -58,7 +58,7 @@ class _Passing:
 
 
 class LinkSource:
-    """Units in RAM: those of ``resident``, others through ``reader``'s ring. See ``Source``.
+    """Units whose bytes ``resident`` gives, and others through ``reader``'s ring. See ``Source``.
 
     A unit's place in the reader's ring is given back when all of it has been copied. ``verify`` is
     called for every unit that is read. A unit is asked for again only when all of it has been
@@ -69,7 +69,7 @@ class LinkSource:
     def __init__(
         self,
         accelerator: Accelerator,
-        resident: Mapping[str, Bytes],
+        resident: Callable[[str], Bytes | None],
         reader: UnitReader | None,
         verify: Callable[[StoredUnit, Bytes], None],
     ) -> None:
@@ -84,7 +84,7 @@ class LinkSource:
     def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
         """Copy over the link; waits until the source may be changed."""
         stop = start + len(out)
-        data = self._resident.get(unit.name)
+        data = self._resident(unit.name)
         if data is not None:
             return self._accelerator.copy_in(unit.name, data[start:stop], out, after, None)
         passing, first = self._enter(unit, len(out))
@@ -100,7 +100,7 @@ class LinkSource:
 
     def skip(self, unit: StoredUnit) -> None:
         """The reader leaves it out as well: it brings a unit once for each time it is copied."""
-        if unit.name not in self._resident and not self._stopped:
+        if self._resident(unit.name) is None and not self._stopped:
             assert self._reader is not None, "units that are not resident are read"
             self._reader.skip([unit.name])
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.timing import Mark
 from localrt.offload.reading.fetching import POLL_S, Source, end_threads, fetch, require_answer
 from localrt.offload.reading.waiting import waiting
-from localrt.offload.ring import Chunk, Lease, Mark, Ring
+from localrt.offload.ring import Chunk, Lease, Ring
 
 __all__ = ["UnitReader"]
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import LAYOUT, UNIT_ALIGNMENT, UnitTensor
-from localrt.models.units import EMBEDDING, Unit
+from localrt.models.config import EMBEDDING
+from localrt.models.units import Unit
 from localrt.quant.formats import F32
 
 __all__ = ["FilePlan", "UnitPlan", "plan_files"]

@@ -19,12 +19,12 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
-from localrt.offload.pipeline.building import open_pipeline
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.store import pack_store
 from localrt.quant.ops.native.abi import find_library
 from tests.models.tiny import tokens
+from tests.offload.placed import open_decoder
 from tests.store.synthetic import SyntheticCheckpoint
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
@@ -47,7 +47,7 @@ def open_engine(folder: Path, streamed: Sequence[str], budget: int) -> NativeEng
     config = read_config(checkpoint, context=CTX)
     units = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
     where = {name: Where.SSD if name in streamed else Where.RAM for name in units}
-    decoder = open_pipeline(
+    decoder = open_decoder(
         checkpoint,
         NativeOps(threads=2),
         config,
@@ -67,7 +67,7 @@ def open_engine(folder: Path, streamed: Sequence[str], budget: int) -> NativeEng
         context_length=CTX,
         exactness="approximate",
     )
-    return NativeEngine(decoder, info, pass_rows=64, pipeline=decoder)
+    return NativeEngine(decoder, info, pass_rows=64)
 
 
 def requests(count: int) -> list[Request]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localrt.engine.native.rates import RecentRates
 from localrt.engine.protocol import Rates
-from localrt.offload.trace import PipelineCounts
+from localrt.models.timing import PipelineCounts
 
 
 def counts(

@@ -323,7 +323,7 @@ def test_a_target_that_is_streamed(tmp_path: Path) -> None:
         resident = NativeEngine(twin.resident, info)
         expected = ids(run(resident, None))
         with model.placed(streamed, files=files) as decoder:
-            engine = NativeEngine(decoder, info, pipeline=decoder)
+            engine = NativeEngine(decoder, info)
             helper = Draft(resident)
             tuner = Tuner({"model": 0.05}, streamed=True)
             sharp = source(helper, temperature=0.02)

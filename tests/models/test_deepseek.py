@@ -14,7 +14,6 @@ import torch
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.models.moe import SparseMlp
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import pack_store
 from localrt.quant.formats import F16, unpack
@@ -41,13 +40,13 @@ def test_the_same_experts_are_chosen_with_the_same_weights(name: str, tmp_path: 
     ours = load_ours(tmp_path)
     routes: dict[int, Routing] = {}
     expected: dict[int, tuple[Any, Any]] = {}
-    for layer, block in enumerate(ours.blocks):
-        if isinstance(block.mlp, SparseMlp):
-            block.mlp.watch = lambda routing, layer=layer: routes.update({layer: routing})
-            gate = theirs.model.layers[layer].mlp.gate
-            gate.register_forward_hook(
-                lambda _m, _i, out, layer=layer: expected.update({layer: out[1:]})
-            )
+    layers = list(ours.config.sparse_layers)
+    ours.residency.watch_routing(lambda place, routing: routes.update({layers[place]: routing}))
+    for layer in layers:
+        gate = theirs.model.layers[layer].mlp.gate
+        gate.register_forward_hook(
+            lambda _m, _i, out, layer=layer: expected.update({layer: out[1:]})
+        )
     whole(ours)
     oracle(theirs, IDS)
     assert set(routes) == set(expected) == {1, 2}

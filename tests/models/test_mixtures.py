@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.moe import SparseMlp
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
@@ -50,9 +49,7 @@ def test_routers_choose_what_transformers_routers_choose(folder: Any) -> None:
     _, path, theirs = folder
     ours, ids = load_ours(path, context=LENGTH), tokens(LENGTH, seed=5)
     found: list[Routing] = []
-    for block in ours.blocks:
-        if isinstance(block.mlp, SparseMlp):
-            block.mlp.watch = found.append
+    ours.residency.watch_routing(lambda place, routing: found.append(routing))
     expected: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def listen(_module: Any, _inputs: Any, output: Any) -> None:

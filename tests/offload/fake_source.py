@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.ring import PAGE, Mark
+from localrt.models.timing import Mark
+from localrt.offload.ring import PAGE
 
 Bytes = npt.NDArray[np.uint8]
 Fault = Callable[[StoredUnit, int], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import numpy as np
 import pytest
 
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
-from localrt.models.decoder import Decoder, DecoderConfig
+from localrt.models.config import DecoderConfig
+from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.pipeline.building import open_pipeline
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.pipeline.opening import Devices, open_pipeline
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
+from localrt.offload.reading.loading import Reading
 from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
+from localrt.offload.trace import Trace
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.kv import KVFormat
@@ -84,6 +88,32 @@ def place(
     )
 
 
+def open_decoder(
+    store: Any,
+    ops: Any,
+    config: DecoderConfig,
+    placement: Placement,
+    *,
+    card: Any = None,
+    clock: Any = None,
+    trace: Trace | None = None,
+    expert_costs: Any = None,
+    **options: Any,
+) -> Decoder:
+    """A decoder that follows a placement; ``options`` of ``Reading`` and of ``open_pipeline``."""
+    trace = trace or Trace()
+    devices = Devices(
+        ops=ops,
+        trace=trace,
+        clock=clock or WallClock(trace),
+        card=card,
+        expert_costs=expert_costs,
+    )
+    names = [field.name for field in fields(Reading)]
+    reading = Reading(**{name: options.pop(name) for name in names if name in options})
+    return Decoder(open_pipeline(store, config, placement, devices, reading, **options))
+
+
 def passing(store: StoreCheckpoint) -> list[str]:
     """The units that may pass through a ring."""
     return [u.name for u in store.manifest.units if u.name.partition(".")[0] in ("layers", "head")]
@@ -106,13 +136,13 @@ class Model:
         self.resident: Decoder = load_decoder(store, self.ops, self.config)
 
     @contextmanager
-    def placed(self, streamed: Iterable[str], **options: Any) -> Iterator[PlacedDecoder]:
+    def placed(self, streamed: Iterable[str], **options: Any) -> Iterator[Decoder]:
         """The decoder that streams these units."""
         budget = options.pop("budget", PLENTY)
         ring = {key: options.pop(key) for key in ("slack", "largest") if key in options}
         settings: dict[str, Any] = {"mode": MODE, "stall_s": 30.0, **options}
         placement = place(self.store, streamed, **ring)
-        decoder = open_pipeline(
+        decoder = open_decoder(
             self.store, self.ops, self.config, placement, budget=budget, **settings
         )
         try:
@@ -125,11 +155,8 @@ class Model:
         self.store.close()
 
 
-Decoders = Decoder | PlacedDecoder
-
-
 def extend(
-    decoder: Decoders, cache: KVCache, tokens: list[int], rows: list[int] | None = None
+    decoder: Decoder, cache: KVCache, tokens: list[int], rows: list[int] | None = None
 ) -> np.ndarray:
     """One pass of one sequence."""
     return decoder.forward(Batch.extend([(cache, tokens)]), rows=rows)

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from localrt.errors import CancelledError, CheckpointError
-from localrt.offload.pipeline.building import open_pipeline
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.models.decoder import Decoder
 from localrt.offload.reading.fetching import POLL_S
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.ring import PAGE
@@ -29,6 +28,7 @@ from tests.offload.placed import (
     Model,
     extend,
     needs_kernels,
+    open_decoder,
     pack_synthetic,
     passing,
     place,
@@ -85,9 +85,7 @@ def expected(model: Model) -> np.ndarray:
     return extend(model.resident, model.resident.cache(50), TEXT)
 
 
-def run_out(
-    decoder: PlacedDecoder, cache: KVCache, check: Callable[[], None] | None = None
-) -> None:
+def run_out(decoder: Decoder, cache: KVCache, check: Callable[[], None] | None = None) -> None:
     """Passes until what was read ahead is used up."""
     for _ in range(9):
         decoder.forward(Batch.extend([(cache, [1])]), check=check)
@@ -212,7 +210,7 @@ def test_a_disk_that_fails_for_a_while(model: Model) -> None:
 def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
     files, right = bad_files(model), expected(model)
     with model.placed(passing(model.store), files=files) as decoder:
-        cache, reader = decoder.cache(100), decoder._cpu._reader
+        cache, reader = decoder.cache(100), decoder.residency.pipeline.cpu.reader
         assert reader is not None
 
         def fail(name: str, _offset: int, _count: int) -> None:
@@ -223,7 +221,7 @@ def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
             run_out(decoder, cache)
         # What was read for the pass that failed is dropped; the next one is read ahead.
         wait_for(lambda: not reader._state.draining)
-        wait_for(lambda: decoder._cpu.failed)
+        wait_for(lambda: decoder.residency.pipeline.cpu.failed)
         files.fault = None
         cache.trim(0)
         assert np.array_equal(extend(decoder, cache, TEXT), right)
@@ -280,9 +278,11 @@ def test_a_disk_that_stalls_ends_the_pass_not_the_model(model: Model, what: str)
         with pytest.raises(CheckpointError, match="the disk has not answered"):
             run_out(decoder, cache)
         assert time.perf_counter() - started < 30
-        assert decoder._cpu._reader is not None
+        assert decoder.residency.pipeline.cpu.reader is not None
         # A machine that is slow is not this test's business.
-        decoder._cpu._reader._stall_s = decoder._res.embedding._stall_s = 60
+        decoder.residency.pipeline.cpu.reader._stall_s = (
+            decoder.residency.pipeline.embedding._stall_s
+        ) = 60
         files.fault = None
         awake.set()
         cache.trim(0)
@@ -319,7 +319,7 @@ def test_cancelling_while_the_disk_is_silent(model: Model, what: str) -> None:
 def test_a_decoder_that_nobody_closes_is_freed(model: Model) -> None:
     before = threads_and_files()
     placement = place(model.store, passing(model.store))
-    decoder = open_pipeline(
+    decoder = open_decoder(
         model.store, model.ops, model.config, placement, mode=MODE, budget=PLENTY
     )
     extend(decoder, decoder.cache(20), TEXT)

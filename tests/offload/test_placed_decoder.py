@@ -12,20 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, MemoryBudgetError
-from localrt.offload.pipeline.stages import list_stages
+from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.native.kv import KVFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.placed import (
-    Decoders,
     Model,
     extend,
     needs_kernels,
     pack_synthetic,
     pack_tiny,
     passing,
-    place,
     tokens,
 )
 
@@ -61,7 +59,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-def conversation(decoder: Decoders) -> list[np.ndarray]:
+def conversation(decoder: Decoder) -> list[np.ndarray]:
     """Prefill in chunks, with and without logits, decoding, a tree, a batch, after a trim."""
     text = tokens(120, seed=5)
     one, two = decoder.cache(200), decoder.cache(100)
@@ -102,7 +100,9 @@ def test_any_placement_computes_the_same(
     if embedded:
         streamed.add("embedding")
     with model.placed(streamed, slack=slack * PAGE, largest=20 * 4 * PAGE) as decoder:
-        assert {s.name for s in decoder.stages if s.where is Where.SSD} == streamed - {"embedding"}
+        assert {s.name for s in decoder.residency.stages if s.where is Where.SSD} == streamed - {
+            "embedding"
+        }
         assert_same(conversation(decoder), conversation(model.resident))
 
 
@@ -140,7 +140,7 @@ def test_threads_and_cache_formats_stream_alike(
 def test_nothing_streamed_is_the_resident_decoder(model: Model) -> None:
     with model.placed([]) as decoder:
         assert_same(conversation(decoder), conversation(model.resident))
-        assert decoder.counts().ssd_read_bytes == 0
+        assert decoder.residency.counts().ssd_read_bytes == 0
 
 
 def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
@@ -149,10 +149,10 @@ def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
     with model.placed(streamed) as decoder:
         cache = decoder.cache(100)
         extend(decoder, cache, tokens(30))
-        start = decoder.counts().ssd_read_bytes
+        start = decoder.residency.counts().ssd_read_bytes
         for token in range(20):
             extend(decoder, cache, [token])
-        counts = decoder.counts()
+        counts = decoder.residency.counts()
         assert abs(counts.ssd_read_bytes - start - 20 * size) <= size
         assert counts.passes == 21
         assert counts.decode_passes == 20  # the prompt is none
@@ -164,10 +164,10 @@ def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
 def test_prefill_without_logits_reads_no_head(model: Model) -> None:
     with model.placed(passing(model.store), slack=0) as decoder:
         cache = decoder.cache(200)
-        decoder.trace.keep(10_000)
+        decoder.residency.tasks(10_000)
         for start in range(0, 60, 10):
             extend(decoder, cache, tokens(10, seed=start), rows=[])
-        names = [task.name for task in decoder.trace.tasks() if task.resource == "ssd"]
+        names = [task.name for task in decoder.residency.tasks() if task.resource == "ssd"]
         heads = sum(name.startswith("head") for name in names)
         assert heads < len(names) / 6
 
@@ -198,13 +198,13 @@ def test_caches_that_grow_take_the_room_of_weights(model: Model) -> None:
                     for d, c in ((decoder, cache), (model.resident, twin))
                 )
                 assert_same([ours], [theirs])
-                stages = decoder.stages
+                stages = decoder.residency.stages
                 resident = sum(s.unit.nbytes for s in stages if s.where is Where.RAM)
                 embedding = next(u for u in model.store.manifest.units if u.name == "embedding")
                 assert resident + embedding.nbytes + sum(c.nbytes for c in caches) <= budget
                 given_back.append(sum(s.where is Where.SSD for s in stages))
         assert given_back == sorted(given_back)
-        assert given_back[0] < given_back[-1] < len(decoder.stages)
+        assert given_back[0] < given_back[-1] < len(decoder.residency.stages)
 
 
 def test_caches_that_are_gone_take_no_room(model: Model) -> None:
@@ -214,7 +214,7 @@ def test_caches_that_are_gone_take_no_room(model: Model) -> None:
         for seed in range(4):
             text = tokens(60, seed=seed)
             extend(decoder, decoder.cache(100), text, rows=[59])
-        assert all(stage.where is Where.RAM for stage in decoder.stages)
+        assert all(stage.where is Where.RAM for stage in decoder.residency.stages)
 
 
 def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
@@ -224,10 +224,12 @@ def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
         for turn, token in enumerate(tokens(12)):
             if turn % 3 == 1:
                 wanted = 30_000 * turn
-                assert decoder.give_back(wanted) >= wanted
-                assert sum(stage.where is Where.SSD for stage in decoder.stages) > 1
+                assert decoder.residency.give_back(wanted) >= wanted
+                assert sum(stage.where is Where.SSD for stage in decoder.residency.stages) > 1
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
-        assert [s.name for s in decoder.stages if s.where is Where.SSD] == ["layers.1.mlp"]
+        assert [s.name for s in decoder.residency.stages if s.where is Where.SSD] == [
+            "layers.1.mlp"
+        ]
 
 
 def test_what_does_not_fit_stays_given_back(model: Model) -> None:
@@ -237,7 +239,7 @@ def test_what_does_not_fit_stays_given_back(model: Model) -> None:
         places = []
         for token in tokens(8):
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
-            places.append([stage.where for stage in decoder.stages])
+            places.append([stage.where for stage in decoder.residency.stages])
         assert Where.SSD in places[0]
         assert all(each == places[0] for each in places), "units do not go to and fro"
 
@@ -266,12 +268,12 @@ def test_a_context_that_cannot_fit_is_refused_and_the_cache_stays(model: Model) 
 
 def test_what_is_given_back_is_little_more_than_asked(model: Model) -> None:
     with model.placed([], largest=max(u.nbytes for u in model.store.manifest.units)) as decoder:
-        smallest = min(stage.unit.nbytes for stage in decoder.stages)
-        freed = decoder.give_back(1)
+        smallest = min(stage.unit.nbytes for stage in decoder.residency.stages)
+        freed = decoder.residency.give_back(1)
         assert freed == smallest
-        assert decoder.give_back(1 << 40) == 0, "more than there is is not begun"
+        assert decoder.residency.give_back(1 << 40) == 0, "more than there is is not begun"
     with model.placed([]) as decoder:
-        assert decoder.give_back(1) == 0, "nothing can be streamed without a ring"
+        assert decoder.residency.give_back(1) == 0, "nothing can be streamed without a ring"
 
 
 # -- a pass that ends early ------------------------------------------------------------------------
@@ -309,11 +311,12 @@ def test_a_cancelled_pass_leaves_no_trace(
 
 
 def test_stages_are_in_the_order_of_a_pass(model: Model) -> None:
-    where = place(model.store, ["layers.1.mlp"]).where
-    stages = list_stages(tuple(reversed(model.store.manifest.units)), where)
-    names = [stage.name for stage in stages]
-    assert names[:4] == ["layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"]
-    heads = [stage for stage in stages if stage.kind == "head"]
-    assert [stage.first_row for stage in heads] == sorted(stage.first_row for stage in heads)
-    assert sum(stage.rows for stage in heads) == 1500
-    assert [stage.name for stage in stages if stage.where is Where.SSD] == ["layers.1.mlp"]
+    with model.placed(["layers.1.mlp"]) as decoder:
+        stages, heads = decoder.residency.stages, decoder.residency.pipeline.head.stages
+        names = [stage.name for stage in stages]
+        kinds = ["attention", "mlp"]
+        assert names[:4] == [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in kinds]
+        assert [stage.first_row for stage in heads] == sorted(stage.first_row for stage in heads)
+        assert stages[-len(heads) :] == heads
+        assert sum(stage.unit.tensors[0].shape[0] for stage in heads) == 1500
+        assert [stage.name for stage in stages if stage.where is Where.SSD] == ["layers.1.mlp"]

@@ -10,7 +10,7 @@ import pytest
 
 from localrt.errors import CancelledError, CheckpointError, MemoryBudgetError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.models.decoder import Decoder
 from localrt.offload.reading.files import StoreFiles
 from tests.offload.placed import PLENTY, Model, extend, needs_kernels, pack_tiny, tokens
 
@@ -37,7 +37,7 @@ def experts(store: StoreCheckpoint, share: float = 1.0) -> list[str]:
     return names[len(names) - round(share * len(names)) :]
 
 
-def answers(decoder: PlacedDecoder, count: int = 12) -> list[np.ndarray]:
+def answers(decoder: Decoder, count: int = 12) -> list[np.ndarray]:
     """Logits of a prompt and of tokens after it, one pass each."""
     cache = decoder.cache(256)
     found = [extend(decoder, cache, tokens(20))]
@@ -66,10 +66,10 @@ def test_only_absent_experts_are_read(model: Model) -> None:
     with model.placed(experts(model.store, 0.5)) as placed:
         cache = placed.cache(64)
         extend(placed, cache, tokens(20))
-        before = placed.counts()
+        before = placed.residency.counts()
         for token in tokens(12, seed=3):
             extend(placed, cache, [token])
-        after = placed.counts()
+        after = placed.residency.counts()
     uses = after.expert_uses - before.expert_uses
     hits = after.expert_hits - before.expert_hits
     spec = model.config.mixture(0)
@@ -83,9 +83,9 @@ def test_only_absent_experts_are_read(model: Model) -> None:
 def test_everything_in_memory_is_read_once(model: Model) -> None:
     with model.placed([]) as placed:
         answers(placed)
-        read = placed.counts().ssd_read_bytes
+        read = placed.residency.counts().ssd_read_bytes
         answers(placed)
-        assert placed.counts().ssd_read_bytes == read
+        assert placed.residency.counts().ssd_read_bytes == read
 
 
 def test_a_pass_can_be_cancelled_in_any_layer(model: Model) -> None:
@@ -108,7 +108,7 @@ def test_a_pass_can_be_cancelled_in_any_layer(model: Model) -> None:
             np.testing.assert_array_equal(ours, expected)
 
 
-def _batch(placed: PlacedDecoder, cache: object) -> object:
+def _batch(placed: Decoder, cache: object) -> object:
     from localrt.quant.ops.protocol import Batch
 
     return Batch.extend([(cache, tokens(20))])  # type: ignore[list-item]
@@ -145,13 +145,13 @@ def test_memory_is_given_back_and_taken_again(model: Model) -> None:
     with model.placed(experts(store, 0.4)) as placed, model.placed([]) as whole:
         want = answers(whole)
         answers(placed)
-        before = placed.reclaimable
+        before = placed.residency.reclaimable
         size = max(u.nbytes for u in store.manifest.units if ".expert." in u.name)
-        assert placed.give_back(3 * size) >= 3 * size
-        assert placed.reclaimable <= before - 3 * size
+        assert placed.residency.give_back(3 * size) >= 3 * size
+        assert placed.residency.reclaimable <= before - 3 * size
         for ours, expected in zip(answers(placed), want, strict=True):
             np.testing.assert_array_equal(ours, expected)
-        assert placed.reclaimable == before  # there was room for it again
+        assert placed.residency.reclaimable == before  # there was room for it again
 
 
 def test_a_budget_below_one_expert_says_the_least(model: Model) -> None:

@@ -82,7 +82,7 @@ def load(folder: Path, wrap: Any = None, ops: Any = None, *, context: int = 256)
 def shallow(folder: Path, wrap: Any = None, ops: Any = None) -> Decoder:
     """Only the first layer: enough where two ways of running a model are compared."""
     decoder = load(folder, wrap, ops)
-    del decoder.blocks[1:]
+    del decoder.residency.body[3:]  # the embedding, attention and MLP
     return decoder
 
 
@@ -227,7 +227,7 @@ def test_recorded_trees_take_their_masks(folder: Path) -> None:
 
 def test_memory_estimates_are_what_is_taken(folder: Path) -> None:
     decoder = load(folder, lambda c: Packed(c, "int4-g32"))
-    ops, weights = decoder.ops, decoder.blocks[0].attention.weights
+    ops, weights = decoder.ops, decoder.residency.body[1].layer.weights
     form = CODECS["int4-g32"].format
     assert weights.qkv.nbytes == ops.weight_nbytes((128, 64), form) == 128 * form.row_bytes(64)
     cache = decoder.cache(100)

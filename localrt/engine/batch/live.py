@@ -22,8 +22,8 @@ from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
 from localrt.errors import CancelledError, LocalrtError, OptionError
+from localrt.models.timing import PipelineCounts
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.offload.trace import PipelineCounts
 
 __all__ = ["Live", "LiveLimits", "LiveStats"]
 

@@ -31,7 +31,8 @@ from localrt.engine.protocol import (
 from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.decoder import Decoder
-from localrt.offload.trace import PipelineCounts, Task
+from localrt.models.residency import Residency
+from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
@@ -39,8 +40,6 @@ from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
-    from localrt.offload.cards.clock import Clock
-    from localrt.offload.pipeline.decoder import PlacedDecoder
     from localrt.offload.planner import Plan
 
 __all__ = ["NativeEngine", "NativeSession"]
@@ -56,27 +55,26 @@ _LOGIT_ROWS = 64
 class NativeEngine(Engine):
     """See ``Engine``.
 
-    ``pass_rows`` is the most rows of a prefill pass. ``pipeline`` is the decoder again where it
-    streams, ``forecaster`` says what was planned of it for a rate of the disk, at first
-    ``ssd_bytes_s``, and ``plan`` is what it was placed by.
+    ``pass_rows`` is the most rows of a prefill pass. Of a decoder that streams, ``plan`` is what it
+    was placed by, and ``forecaster`` says what was planned for a rate of the disk, at first
+    ``ssd_bytes_s``.
     """
 
     shares_passes = True
 
     def __init__(
         self,
-        decoder: Decoder | PlacedDecoder,
+        decoder: Decoder,
         info: EngineInfo,
         *,
         pass_rows: int = _PREFILL_ROWS,
-        pipeline: PlacedDecoder | None = None,
         forecaster: Forecaster | None = None,
         ssd_bytes_s: float = 0.0,
         plan: Plan | None = None,
     ) -> None:
         self.plan = plan
-        self._decoder: Decoder | PlacedDecoder | None = decoder
-        self._pipeline = pipeline
+        self._decoder: Decoder | None = decoder
+        self._residency = decoder.residency
         self.pass_rows = pass_rows
         self._forecaster = forecaster
         self._vram = 0 if plan is None else plan.request.budgets.vram
@@ -96,25 +94,24 @@ class NativeEngine(Engine):
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
         with self._turn:
-            if self._pipeline is not None:
-                self._pipeline.close()
-            self._decoder = self._forward = self._pipeline = self._forecaster = None
+            self._residency.close()
+            self._residency = Residency()  # no weights: nothing to ask of it
+            self._decoder = self._forward = self._forecaster = None
 
     def counts(self) -> PipelineCounts | None:
         """What the pipeline has done so far; None where everything is resident."""
-        pipeline = self._pipeline
-        return None if pipeline is None else pipeline.counts()
+        return self._residency.counts()
 
     @property
     def simulated(self) -> bool:
         """Whether a virtual card's clock counts."""
-        return self._pipeline is not None and self._pipeline.simulated
+        return self.virtual_clock is not None
 
     @property
     def virtual_clock(self) -> Clock | None:
         """The clock of a virtual card; None where time is the wall's."""
-        pipeline = self._pipeline
-        return pipeline.clock if pipeline is not None and self.simulated else None
+        clock = self._residency.clock
+        return clock if clock is not None and clock.simulated else None
 
     def forecast(self) -> Forecast | None:
         """What was planned, for the disk as it has been lately; None where all is resident."""
@@ -126,8 +123,7 @@ class NativeEngine(Engine):
     @property
     def card_memory(self) -> tuple[int, int] | None:
         """Bytes used of a card that weights are streamed to, and the most that may be."""
-        pipeline = self._pipeline
-        return None if pipeline is None else pipeline.card_memory
+        return self._residency.card_memory
 
     @property
     def mixture(self) -> Mixture | None:
@@ -136,16 +132,11 @@ class NativeEngine(Engine):
 
     def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
         """Tell ``watch`` of every choice of experts, with the layer's number among the sparse."""
-        self._loaded().watch_routing(watch)
+        self._loaded().residency.watch_routing(watch)
 
     def trace(self, keep: int | None = None) -> list[Task]:
         """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
-        pipeline = self._pipeline
-        if pipeline is None:
-            return []
-        if keep is not None:
-            pipeline.trace.keep(keep)
-        return pipeline.trace.tasks()
+        return self._residency.tasks(keep)
 
     def forward(
         self,
@@ -182,7 +173,7 @@ class NativeEngine(Engine):
         """The weights (D,) and the epsilon of the norm before the head."""
         decoder = self._loaded()
         weights = np.empty(decoder.config.hidden_size, np.float32)
-        vector_to_host(decoder.norm, weights)
+        vector_to_host(decoder.residency.norm, weights)
         return weights / np.float32(decoder.config.logit_scale), decoder.config.norm_eps
 
     def hidden_states(
@@ -235,7 +226,7 @@ class NativeEngine(Engine):
     def reserve(self, cache: KVCache, length: int) -> None:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
         with self._turn:
-            self._loaded().reserve(cache, length)
+            self._loaded().residency.reserve(cache, length)
 
     def run(
         self,
@@ -262,7 +253,7 @@ class NativeEngine(Engine):
 
     def reclaimable(self) -> int:
         """Bytes of weights in RAM that would be streamed where caches need their room."""
-        return 0 if self._pipeline is None else self._pipeline.reclaimable
+        return self._residency.reclaimable
 
     def set_ram_budget(self, nbytes: int) -> None:
         """Have the process take ``nbytes`` of RAM at most from the next pass on, if streamed.
@@ -272,13 +263,13 @@ class NativeEngine(Engine):
         """
         with self._turn:
             self._loaded()
-            if self._pipeline is None or self.plan is None:
+            if self.plan is None:
                 return
             elsewhere = self.plan.request.budgets.ram - self.plan.for_weights_and_caches()
             elsewhere += self._taken
             words = f"the budget is {format_bytes(nbytes)} of RAM now"
             try:
-                self._pipeline.set_ram_budget(nbytes - elsewhere, words)
+                self._residency.set_ram_budget(nbytes - elsewhere, words)
             except MemoryBudgetError as error:
                 raise MemoryBudgetError(
                     f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
@@ -293,8 +284,8 @@ class NativeEngine(Engine):
         """
         with self._turn:
             self._loaded()
-            if self._pipeline is not None:
-                self._pipeline.take_ram(nbytes)
+            if self._residency.streams:
+                self._residency.take_ram(nbytes)
                 self._taken += nbytes
 
     def set_vram_budget(self, nbytes: int) -> None:
@@ -306,10 +297,10 @@ class NativeEngine(Engine):
         with self._turn:
             self._loaded()
             less = self._vram - nbytes
-            if self._pipeline is None or less <= 0:
+            if not self._residency.streams or less <= 0:
                 return
             words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-            if self._pipeline.shrink_card(less, words) < less:
+            if self._residency.shrink_card(less, words) < less:
                 raise MemoryBudgetError(
                     f"the card cannot give back {format_bytes(less)}: load the model again with "
                     f"gpu_memory={nbytes}"
@@ -407,7 +398,7 @@ class NativeEngine(Engine):
         logits: Logits = self._forward(batch, **options)
         return logits
 
-    def _loaded(self) -> Decoder | PlacedDecoder:
+    def _loaded(self) -> Decoder:
         if self._decoder is None:
             raise LocalrtError("the model is closed: load it again")
         return self._decoder

@@ -6,7 +6,7 @@ It knows counts, not what they are of.
 from __future__ import annotations
 
 from localrt.engine.protocol import Rates
-from localrt.offload.trace import PipelineCounts
+from localrt.models.timing import PipelineCounts
 
 __all__ = ["RecentRates"]
 

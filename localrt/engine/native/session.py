@@ -6,20 +6,67 @@ Passes are the engine's. It does not know weights, text or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from localrt.engine.native.features import FeatureRows
-from localrt.engine.protocol import Check, EngineSession, Forecast, Logits, PutBlocks
+from localrt.engine.protocol import (
+    Check,
+    EngineInfo,
+    EngineSession,
+    Forecast,
+    Logits,
+    PutBlocks,
+)
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
-from localrt.offload.trace import PipelineCounts
+from localrt.models.timing import PipelineCounts
 from localrt.quant.ops.kv import BlockCache, Bytes
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.tree import TokenTree
 
-if TYPE_CHECKING:
-    from localrt.engine.native.engine import NativeEngine
+__all__ = ["NativeSession", "Passes"]
 
-__all__ = ["NativeSession"]
+
+class Passes(Protocol):
+    """What a session needs of its engine. ``attention_key``: what keys depend on beside weights."""
+
+    info: EngineInfo
+    pass_rows: int
+
+    @property
+    def hidden_size(self) -> int:
+        """Columns of the hidden states."""
+
+    @property
+    def attention_key(self) -> str:
+        """Part of ``kv_layout``."""
+
+    def forward(
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        check: Check | None,
+        *,
+        want_logits: bool,
+        features: Logits | None = None,
+    ) -> Logits | None:
+        """One pass that appends ``tokens``; logits (vocab,) of the last row where wanted."""
+
+    def extend_trees(
+        self,
+        parts: Sequence[tuple[EngineSession, int, TokenTree]],
+        *,
+        check: Check | None = None,
+    ) -> list[Logits]:
+        """See ``Engine``."""
+
+    def reserve(self, cache: KVCache, length: int) -> None:
+        """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
+
+    def counts(self) -> PipelineCounts | None:
+        """See ``EngineSession``."""
+
+    def forecast(self) -> Forecast | None:
+        """See ``EngineSession``."""
 
 
 class NativeSession(EngineSession):
@@ -27,7 +74,7 @@ class NativeSession(EngineSession):
 
     takes_trees = True
 
-    def __init__(self, engine: NativeEngine, cache: KVCache) -> None:
+    def __init__(self, engine: Passes, cache: KVCache) -> None:
         self._engine = engine
         self._cache: KVCache | None = cache
         self._tokens: list[int] = []

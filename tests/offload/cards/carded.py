@@ -12,16 +12,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from localrt.models.checkpoints import StoreCheckpoint
+from localrt.models.decoder import Decoder
 from localrt.offload.cards.clock import VirtualClock
 from localrt.offload.cards.virtual import VirtualAccelerator
-from localrt.offload.pipeline.building import open_pipeline
-from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
 from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch, Ops, Span
 from tests.models.tiny import tokens
-from tests.offload.placed import MODE, PLENTY, Decoders, Model, extend, passing
+from tests.offload.placed import MODE, PLENTY, Model, extend, open_decoder, passing
 
 LINK, MEMORY, FLOPS, CALL = 1e8, 1e9, 1e10, 1e-5
 
@@ -68,12 +67,12 @@ def on_card(
     slack: tuple[int, int] = (0, 0),
     card: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Iterator[PlacedDecoder]:
+) -> Iterator[Decoder]:
     """The decoder that follows a placement, on a virtual card."""
     trace = Trace(keep=100_000)
     accelerator, clock = virtual_card(model.ops, trace, **(card or {}))
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
-    decoder = open_pipeline(
+    decoder = open_decoder(
         model.store,
         model.ops,
         model.config,
@@ -90,7 +89,7 @@ def on_card(
         assert accelerator.used == 0
 
 
-def conversation(decoder: Decoders) -> list[np.ndarray]:
+def conversation(decoder: Decoder) -> list[np.ndarray]:
     """Prefill with and without logits, decoding, a tree, batches, after a trim."""
     text = tokens(100, seed=5)
     one, two = decoder.cache(150), decoder.cache(50)

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 
 from localrt.errors import CancelledError, MemoryBudgetError
-from localrt.models.registry import find_architecture
+from localrt.models.decoder import Decoder
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.cards.cuda import CudaAccelerator
 from localrt.offload.experts.assignment import ExpertCosts, Rate
-from localrt.offload.pipeline.building import open_pipeline
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.split_cache import SplitCache
 from localrt.offload.placement import Where
 from localrt.offload.trace import Trace
-from localrt.offload.unit_parts import PartBuilder
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.cards.carded import pipeline_threads, place_on_card
@@ -31,6 +29,7 @@ from tests.offload.placed import (
     Model,
     extend,
     needs_kernels,
+    open_decoder,
     pack_synthetic,
     pack_tiny,
     passing,
@@ -73,10 +72,10 @@ def card_of(trace: Trace, capacity: int = PLENTY) -> tuple[CudaAccelerator, Wall
 @contextmanager
 def on_cuda(
     model: Model, where: Mapping[str, Where], costs: ExpertCosts | None = None
-) -> Iterator[PlacedDecoder]:
+) -> Iterator[Decoder]:
     trace = Trace(keep=10_000)
     card, clock = card_of(trace)
-    decoder = open_pipeline(
+    decoder = open_decoder(
         model.store,
         model.ops,
         model.config,
@@ -116,10 +115,10 @@ def test_lanes_of_two_devices_compute_one_model(model: Model) -> None:
         assert cache.length == 3
         ours, theirs = extend(decoder, cache, [8]), extend(model.resident, twin, [8])
         assert relative_error(ours, theirs) < BOUND
-        counts = decoder.counts()
+        counts = decoder.residency.counts()
         assert counts.link_bytes > 0
         assert {"ssd", "link", "cpu", "gpu"} <= set(counts.busy_s)
-        assert not decoder.simulated
+        assert not decoder.residency.clock.simulated
 
 
 @pytest.mark.parametrize("where", [Where.VRAM, Where.SSD_LINK])
@@ -162,21 +161,21 @@ def test_memory_given_back_is_streamed(model: Model) -> None:
     with on_cuda(model, where) as decoder:
         cache = decoder.cache(10)
         first = extend(decoder, cache, [3])
-        used = decoder._card.card.used
-        assert decoder.give_back(1) > 0
-        assert decoder._residency.give_back_card(1) > 0
-        assert decoder._card.card.used < used
+        used = decoder.residency.pipeline.card.card.used
+        assert decoder.residency.give_back(1) > 0
+        assert decoder.residency.pipeline.balance.give_back_card(1) > 0
+        assert decoder.residency.pipeline.card.card.used < used
         cache.trim(0)
         assert np.array_equal(extend(decoder, cache, [3]), first)
 
 
 def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
-    card, _ = card_of(Trace())
-    names = find_architecture(model.store.architecture).names
-    builder = PartBuilder(model.store, model.config, names, card.ops)
+    card, clock = card_of(Trace())
+    lane = Lane(model.store, card.ops, clock, card=card)
     unit = next(u for u in model.store.manifest.units if u.name == "head.0")
     memory = card.alloc(unit.nbytes + 4096)
-    weight = builder.matrix(unit, memory[4096:])
+    (tensor,) = unit.tensors
+    weight = lane.weights(unit, memory[4096:]).matrix(tensor.shape, tensor.name)
     (part,) = weight.parts
     assert isinstance(part, Tiles)
     assert part.w8.data_ptr() == memory.data_ptr() + 4096 + unit.tensors[0].offset
@@ -215,7 +214,7 @@ def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) 
                     extend(d, c, text) for d, c in ((decoder, cache), (model.resident, twin))
                 )
                 errors.append(relative_error(ours, theirs))
-            counts, busy = decoder.counts(), decoder.trace.busy()
+            counts, busy = decoder.residency.counts(), decoder.residency.counts().busy_s
     assert float(np.median(errors)) < BOUND  # a near tie may choose another expert
     assert 0 < counts.expert_hits < counts.expert_uses
     assert counts.link_bytes > 0

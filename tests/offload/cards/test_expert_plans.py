@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.planner import shape_from_checkpoint
 from localrt.offload.planner.costs import Costs
@@ -55,8 +55,8 @@ def machine(costs_of: int) -> MachineProfile:
 class Paced:
     """The CPU's ``Ops`` and clock, which charge ``EXPERT_S`` for an expert, noise or not."""
 
-    def __init__(self, placed: PlacedDecoder) -> None:
-        self._ops, self._clock, self._experts = placed.ops, placed.clock, 0
+    def __init__(self, placed: Decoder) -> None:
+        self._ops, self._clock, self._experts = placed.ops, placed.residency.clock, 0
         stage: Any = stages(placed)
         stage._host = stage._clock = self
 
@@ -93,11 +93,11 @@ def test_predictions_are_within_a_tenth_of_the_virtual_card(model: Model, share:
         cache = placed.cache(200)
         for token in tokens(40):
             extend(placed, cache, [token])
-        before, began = placed.counts(), placed.clock.now()
+        before, began = placed.residency.counts(), placed.residency.clock.now()
         text = tokens(60, seed=1)
         for token in text:
             extend(placed, cache, [token])
-        after, ended = placed.counts(), placed.clock.now()
+        after, ended = placed.residency.counts(), placed.residency.clock.now()
     measured = (ended - began) / len(text)
     uses = after.expert_uses - before.expert_uses
     hits = (after.expert_hits - before.expert_hits) / uses

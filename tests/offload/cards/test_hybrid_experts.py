@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.moe.rules import all_on
 from localrt.errors import CancelledError
+from localrt.models.decoder import Decoder
 from localrt.offload.experts.assignment import Device, ExpertCosts, Rate
 from localrt.offload.experts.hybrid import HybridStage
-from localrt.offload.pipeline.decoder import PlacedDecoder
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
@@ -48,9 +48,9 @@ def places(
     return where | dict.fromkeys(rest[: round(ssd * len(rest))], Where.SSD)
 
 
-def stages(placed: PlacedDecoder) -> HybridStage:
+def stages(placed: Decoder) -> HybridStage:
     """What runs the sparse layers on the card."""
-    found = placed._res.experts["gpu"]
+    found = placed.residency.sparse["gpu"]
     assert isinstance(found, HybridStage)
     return found
 
@@ -85,8 +85,8 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
         cache = placed.cache(64)
         for token in tokens(30):
             extend(placed, cache, [token])
-        counts = placed.counts()
-        busy = placed.trace.busy()
+        counts = placed.residency.counts()
+        busy = placed.residency.counts().busy_s
     assert 0 < counts.expert_hits < counts.expert_uses
     assert busy["cpu"] > 0
     assert busy["gpu"] > 0
@@ -98,10 +98,10 @@ def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: 
         with on_card(model, places(model, 0.5), expert_costs=costs) as placed:
             stages(placed).fills = False
             cache = placed.cache(64)
-            before = placed.counts().link_bytes
+            before = placed.residency.counts().link_bytes
             for token in tokens(20):
                 extend(placed, cache, [token])
-            return placed.counts().link_bytes - before
+            return placed.residency.counts().link_bytes - before
 
     quick = Rate(0.0, 1e-6, 1e-8)
     slow_cpu = fetched(ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=quick, fetch=1e-6))
@@ -137,7 +137,7 @@ def test_idle_links_fill_slots(model: Model) -> None:
             cache = placed.cache(64)
             for token in tokens(20):
                 extend(placed, cache, [token])
-            return placed.counts().expert_hits
+            return placed.residency.counts().expert_hits
 
     assert hits(False) == 0  # a static placement whose slots nobody has filled
     assert hits(True) > 0

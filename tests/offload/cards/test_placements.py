@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.pipeline.decoder import PlacedDecoder
+from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.reading.fetching import POLL_S
 from localrt.offload.reading.files import StoreFiles
@@ -76,7 +76,7 @@ def test_any_placement_computes_the_same(
 def test_everything_in_one_place(model: Talking, where: Where) -> None:
     with on_card(model, dict.fromkeys(passing(model.store), where)) as decoder:
         assert_same(conversation(decoder), model.expected)
-        counts = decoder.counts()
+        counts = decoder.residency.counts()
         assert (counts.ssd_read_bytes > 0) is where.read
         assert ("link" in counts.busy_s) is (where.copied or where is Where.VRAM)
         assert ("gpu" in counts.busy_s) is where.on_gpu
@@ -108,7 +108,7 @@ def test_prefill_without_logits_copies_little_of_the_head(model: Talking) -> Non
         for seed in range(8):
             extend(decoder, cache, tokens(10, seed=seed), [])
         for resource in ("ssd", "link"):
-            tasks = [t.name for t in decoder.trace.tasks() if t.resource == resource]
+            tasks = [t.name for t in decoder.residency.tasks() if t.resource == resource]
             heads = sum(name.startswith("head") for name in tasks)
             # What is on its way to the card when a pass begins goes there.
             assert heads < len(tasks) / 4
@@ -215,9 +215,7 @@ def test_an_unreadable_unit_on_its_way_to_the_card(model: Talking) -> None:
             unit += [u for u in model.store.manifest.units if u.name == name]
             started = time.perf_counter()
 
-            def use_up_what_is_there(
-                decoder: PlacedDecoder = decoder, cache: KVCache = cache
-            ) -> None:
+            def use_up_what_is_there(decoder: Decoder = decoder, cache: KVCache = cache) -> None:
                 for _ in range(5):
                     extend(decoder, cache, [4])
 
@@ -276,4 +274,4 @@ def test_all_of_the_card_and_of_its_ram_can_be_given_back(model: Talking) -> Non
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for token in range(5):
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
-        assert all(stage.where is Where.SSD_LINK for stage in decoder.stages)
+        assert all(stage.where is Where.SSD_LINK for stage in decoder.residency.stages)

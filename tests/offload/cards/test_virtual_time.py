@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from localrt.errors import MemoryBudgetError
 from localrt.offload.cards.clock import VirtualClock, later
-from localrt.offload.pipeline.building import open_pipeline
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.trace import Trace
@@ -30,7 +29,16 @@ from tests.offload.cards.carded import (
     placements,
     virtual_card,
 )
-from tests.offload.placed import MODE, PLENTY, Model, extend, needs_kernels, pack_synthetic, passing
+from tests.offload.placed import (
+    MODE,
+    PLENTY,
+    Model,
+    extend,
+    needs_kernels,
+    open_decoder,
+    pack_synthetic,
+    passing,
+)
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
@@ -68,12 +76,12 @@ def test_a_placement_beyond_the_capacity_leaves_nothing_behind(model: Model) -> 
         card, clock = virtual_card(model.ops, trace, capacity=capacity)
         options = {"mode": MODE, "budget": PLENTY, "card": card, "clock": clock, "trace": trace}
         if fits:
-            decoder = open_pipeline(model.store, model.ops, model.config, placement, **options)
+            decoder = open_decoder(model.store, model.ops, model.config, placement, **options)
             assert card.used == capacity
             decoder.close()
         else:
             with pytest.raises(MemoryBudgetError):
-                open_pipeline(model.store, model.ops, model.config, placement, **options)
+                open_decoder(model.store, model.ops, model.config, placement, **options)
         assert card.used == 0
         assert pipeline_threads() == before
 
@@ -128,7 +136,7 @@ def test_copies_and_kernels_are_charged_by_the_card(model: Model, rows: int) -> 
         cache = decoder.cache(200)
         for _ in range(4):
             extend(decoder, cache, [1] * rows, list(range(rows)))
-        tasks = decoder.trace.tasks()
+        tasks = decoder.residency.tasks()
         for unit in model.store.manifest.units:
             if unit.name not in names:
                 continue
@@ -138,7 +146,7 @@ def test_copies_and_kernels_are_charged_by_the_card(model: Model, rows: int) -> 
             assert found == [pytest.approx(kernel)] * 4
 
         def agree() -> bool:
-            counts = decoder.counts()
+            counts = decoder.residency.counts()
             assert "ssd" not in counts.busy_s
             return bool(counts.busy_s["link"] == pytest.approx(counts.link_bytes / LINK))
 
@@ -159,7 +167,7 @@ def test_reads_and_the_cpus_work_are_charged_what_they_take_here(model: Model) -
         cache = decoder.cache(200)
         for token in range(6):
             extend(decoder, cache, [token])
-        wall, counts = time.perf_counter() - started, decoder.counts()
+        wall, counts = time.perf_counter() - started, decoder.residency.counts()
     # Two threads read; each waits 4 ms for at most 16 kB.
     assert counts.busy_s["ssd"] >= 0.9 * counts.ssd_read_bytes / MODE.block * 0.004 / 2
     assert 0 < counts.busy_s["cpu"] < wall
@@ -177,8 +185,10 @@ def test_time_is_between_the_busiest_resource_and_the_sum(
         cache = decoder.cache(100)
         for n in range(4):
             extend(decoder, cache, [1, 2] if n % 2 else [1])
-        clock_s, tasks = decoder.counts().clock_s, decoder.trace.tasks()
-        moves = 4 * len(decoder.stages) * 2 * 4 * 128 / link  # activations that change sides
+        clock_s, tasks = decoder.residency.counts().clock_s, decoder.residency.tasks()
+        moves = (
+            4 * len(decoder.residency.stages) * 2 * 4 * 128 / link
+        )  # activations that change sides
     for resource in {task.resource for task in tasks}:
         own = sorted((t.start, t.end) for t in tasks if t.resource == resource)
         assert all(b[0] >= a[1] - 1e-12 for a, b in pairwise(own)), "one thing after another"
@@ -207,10 +217,10 @@ def test_copies_hide_behind_computing_and_the_reverse(model: Model) -> None:
     with on_card(model, where, slack=(0, 40), card={"memory_bytes_s": LINK}) as decoder:
         cache = decoder.cache(100)
         extend(decoder, cache, [0])
-        before = decoder.counts()
+        before = decoder.residency.counts()
         for token in range(10):
             extend(decoder, cache, [token])
-        after = decoder.counts()
+        after = decoder.residency.counts()
     elapsed = after.clock_s - before.clock_s
     busy = {name: after.busy_s[name] - before.busy_s[name] for name in ("gpu", "link")}
     assert max(busy.values()) <= 1.05 * elapsed

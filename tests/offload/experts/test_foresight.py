@@ -12,12 +12,12 @@ import pytest
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.decoder import Decoder
+from localrt.models.timing import Mark
 from localrt.offload.experts.assignment import ExpertCosts, Rate
 from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.prefetch import SOURCES, PrefetchSources
 from localrt.offload.experts.reader import DemandReader, Load
-from localrt.offload.pipeline.decoder import PlacedDecoder
-from localrt.offload.ring import Mark
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
@@ -41,7 +41,7 @@ def only(source: str) -> PrefetchSources:
     return PrefetchSources(**{source: True})
 
 
-def decode(placed: PlacedDecoder, count: int, seed: int = 3) -> list[np.ndarray]:
+def decode(placed: Decoder, count: int, seed: int = 3) -> list[np.ndarray]:
     """Logits of a prompt and of tokens after it, one pass each."""
     cache = placed.cache(256)
     found = [extend(placed, cache, tokens(20))]
@@ -55,12 +55,12 @@ def decode(placed: PlacedDecoder, count: int, seed: int = 3) -> list[np.ndarray]
 @pytest.mark.parametrize("source", SOURCES)
 def test_guesses_change_no_logit_from_the_ssd(model: Model, source: str) -> None:
     with model.placed(experts(model.store, 0.3)) as placed, model.placed([]) as whole:
-        placed.foresights["cpu"].force(only(source))
+        placed.residency.sparse["cpu"].foresight.force(only(source))
         for _ in range(2):
             assert_same(decode(placed, 60), decode(whole, 60))
-        counts = placed.counts()
+        counts = placed.residency.counts()
         assert 0 <= counts.expert_prefetch_hits <= counts.expert_prefetches
-        placed.foresights["cpu"].force(None)
+        placed.residency.sparse["cpu"].foresight.force(None)
         assert_same(decode(placed, 20), decode(whole, 20))
 
 
@@ -68,14 +68,14 @@ def test_guesses_change_no_logit_from_the_ssd(model: Model, source: str) -> None
 def test_guesses_that_are_right_are_in_memory(model: Model) -> None:
     with model.placed(experts(model.store, 0.75)) as placed:
         seen: list[Routing] = []
-        placed.watch_routing(lambda layer, routing: seen.append(routing))
+        placed.residency.watch_routing(lambda layer, routing: seen.append(routing))
         decode(placed, 40)
         turns: list[Routing] = []
-        placed.watch_routing(lambda layer, routing: turns.append(routing))
-        foresight = placed.foresights["cpu"]
+        placed.residency.watch_routing(lambda layer, routing: turns.append(routing))
+        foresight = placed.residency.sparse["cpu"].foresight
         foresight._gate = lambda layer, x: seen[len(turns)]  # the same text has the same experts
         foresight.force(only("gates"))
-        memory: Any = placed._res.experts["cpu"]._memory
+        memory: Any = placed.residency.sparse["cpu"]._memory
         propose = memory.propose
 
         def read_at_once(layer: int, experts: list[int]) -> None:
@@ -84,9 +84,9 @@ def test_guesses_that_are_right_are_in_memory(model: Model) -> None:
                 memory._reader.wait(load)
 
         memory.propose = read_at_once
-        before = placed.counts()
+        before = placed.residency.counts()
         decode(placed, 40)
-        after = placed.counts()
+        after = placed.residency.counts()
     guesses = after.expert_prefetches - before.expert_prefetches
     right = after.expert_prefetch_hits - before.expert_prefetch_hits
     assert right == guesses >= 3
@@ -96,17 +96,17 @@ def test_guesses_that_are_right_are_in_memory(model: Model) -> None:
 def test_buffers_for_guesses_are_the_memory_of_slots(model: Model) -> None:
     with model.placed(experts(model.store, 0.3)) as placed:
         decode(placed, 4)
-        stage = placed._res.experts["cpu"]
+        stage = placed.residency.sparse["cpu"]
         memory = stage._memory
         before, slots = memory.nbytes, memory.cache.capacity
-        placed.foresights["cpu"].force(only("gates"))
+        placed.residency.sparse["cpu"].foresight.force(only("gates"))
         decode(placed, 10)
         assert memory.nbytes == before
-        assert memory.cache.capacity == slots - placed.foresights["cpu"].most
-        freed = placed.give_back(2 * memory.slot_nbytes)
+        assert memory.cache.capacity == slots - placed.residency.sparse["cpu"].foresight.most
+        freed = placed.residency.give_back(2 * memory.slot_nbytes)
         assert freed >= 2 * memory.slot_nbytes
         decode(placed, 10)
-        placed.foresights["cpu"].force(None)
+        placed.residency.sparse["cpu"].foresight.force(None)
         decode(placed, 2)
         assert memory.cache.capacity == slots
 
@@ -114,16 +114,18 @@ def test_buffers_for_guesses_are_the_memory_of_slots(model: Model) -> None:
 @needs_kernels
 def test_guesses_are_never_made_with_hardly_any_slots(model: Model) -> None:
     with model.placed(experts(model.store), slack=0) as placed:
-        placed.foresights["cpu"].force(PrefetchSources(gates=True, previous=True))
+        placed.residency.sparse["cpu"].foresight.force(PrefetchSources(gates=True, previous=True))
         decode(placed, 10)
-        assert placed.counts().expert_prefetches == 0
+        assert placed.residency.counts().expert_prefetches == 0
 
 
 @needs_kernels
 def test_a_disk_that_fails_meanwhile_ends_the_pass_and_no_more(model: Model) -> None:
     files = Failing(model.store.path, {unit.file for unit in model.store.manifest.units})
     with model.placed(experts(model.store, 0.7), files=files) as placed, model.placed([]) as whole:
-        placed.foresights["cpu"].force(PrefetchSources(gates=True, transitions=True))
+        placed.residency.sparse["cpu"].foresight.force(
+            PrefetchSources(gates=True, transitions=True)
+        )
         want = decode(whole, 30)
         assert_same(decode(placed, 30), want)
         files.broken = lambda: True
@@ -136,7 +138,7 @@ def test_a_disk_that_fails_meanwhile_ends_the_pass_and_no_more(model: Model) -> 
 @needs_kernels
 def test_a_pass_that_is_cancelled_leaves_no_guess_behind(model: Model) -> None:
     with model.placed(experts(model.store, 0.7)) as placed, model.placed([]) as whole:
-        placed.foresights["cpu"].force(PrefetchSources(gates=True, previous=True))
+        placed.residency.sparse["cpu"].foresight.force(PrefetchSources(gates=True, previous=True))
         want = decode(whole, 30)
         for stages in range(1, 8):
             left = stages
@@ -163,13 +165,13 @@ def test_a_pass_that_is_cancelled_leaves_no_guess_behind(model: Model) -> None:
 def test_guesses_change_no_logit_on_a_card(model: Model, source: str, ssd: float) -> None:
     want = conversation(model.resident)
     with on_card(model, places(model, 0.5, ssd=ssd), expert_costs=COSTS) as placed:
-        placed.foresights["gpu"].force(only(source))
+        placed.residency.sparse["gpu"].foresight.force(only(source))
         assert_same(conversation(placed), want)
         cache = placed.cache(128)
         for token in tokens(60):
             extend(placed, cache, [token])
         assert_same(conversation(placed), want)
-        counts = placed.counts()
+        counts = placed.residency.counts()
         assert 0 <= counts.expert_prefetch_hits <= counts.expert_prefetches
 
 
@@ -177,13 +179,13 @@ def test_guesses_change_no_logit_on_a_card(model: Model, source: str, ssd: float
 def test_guesses_fill_the_links_idle_time(model: Model) -> None:
     def hits(sources: PrefetchSources | None) -> tuple[int, int]:
         with on_card(model, places(model, 0.6), expert_costs=COSTS) as placed:
-            stage: Any = placed._res.experts["gpu"]
+            stage: Any = placed.residency.sparse["gpu"]
             stage.fills = False
-            placed.foresights["gpu"].force(sources)
+            placed.residency.sparse["gpu"].foresight.force(sources)
             cache = placed.cache(128)
             for token in tokens(80):
                 extend(placed, cache, [token])
-            counts = placed.counts()
+            counts = placed.residency.counts()
             return counts.expert_prefetches, counts.expert_prefetch_hits
 
     assert hits(None) == (0, 0)

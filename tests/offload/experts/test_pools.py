@@ -61,39 +61,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
 def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> None:
     with model.placed(experts(model.store, share)) as placed, model.placed([]) as whole:
-        memory = placed._res.experts["cpu"]._memory
+        memory = placed.residency.sparse["cpu"]._memory
         assert isinstance(memory, ExpertPools)
         assert memory.nbytes <= len(experts(model.store)) * memory.slot_nbytes
         want = answers(whole)
         assert_same(answers(placed), want)
-        placed.foresights["cpu"].force(PrefetchSources(gates=True))
+        placed.residency.sparse["cpu"].foresight.force(PrefetchSources(gates=True))
         assert_same(answers(placed), want)
-        placed.foresights["cpu"].force(None)
-        before = placed.reclaimable
-        assert placed.give_back(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
+        placed.residency.sparse["cpu"].foresight.force(None)
+        before = placed.residency.reclaimable
+        assert placed.residency.give_back(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
         assert_same(answers(placed), want)
-        assert placed.reclaimable == before  # there was room for it again
+        assert placed.residency.reclaimable == before  # there was room for it again
 
 
 @needs_kernels
 def test_everything_in_memory_is_read_once(model: Model) -> None:
     with model.placed([]) as placed:
         answers(placed)
-        read = placed.counts().ssd_read_bytes
+        read = placed.residency.counts().ssd_read_bytes
         answers(placed)
-        assert placed.counts().ssd_read_bytes == read
+        assert placed.residency.counts().ssd_read_bytes == read
 
 
 @needs_kernels
 def test_with_few_slots_there_is_one_pool(model: Model) -> None:
     with model.placed(experts(model.store)) as placed:
-        assert not isinstance(placed._res.experts["cpu"]._memory, ExpertPools)
+        assert not isinstance(placed.residency.sparse["cpu"]._memory, ExpertPools)
 
 
 @needs_kernels
 def test_beside_a_card(model: Model) -> None:
     want = conversation(model.resident)
     with on_card(model, places(model, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
-        assert isinstance(placed._res.experts["gpu"]._memory, ExpertPools)
+        assert isinstance(placed.residency.sparse["gpu"]._memory, ExpertPools)
         assert_same(conversation(placed), want)
         assert_same(conversation(placed), want)

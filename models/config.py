@@ -1,0 +1,117 @@
+"""What a decoder is: its shape and behaviour, and what its tensors are called.
+
+An architecture's own file (``architectures/llama.py``, ...) reads a checkpoint's config into these.
+Nothing here knows weights or computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec
+from localrt.quant.ops.protocol import AttentionSpec, MlpSpec
+
+__all__ = ["EMBEDDING", "HEAD", "DecoderConfig", "LayerNames", "MixtureNames", "MixtureSpec"]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSpec:
+    """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts."""
+
+    router: RouterSpec
+    expert: ExpertSpec
+    inner: int
+    shared: int = 0
+    shared_gate: bool = False
+    gate_bias: bool = False
+    choice_bias: bool = False
+    expert_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What a decoder is, whatever file it came from. One ``AttentionSpec`` per layer.
+
+    ``mixtures`` has one entry per layer, None for a dense one; it is empty for a dense model.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    context_length: int
+    norm_eps: float
+    attention: tuple[AttentionSpec, ...]
+    mlp: MlpSpec
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False  # norms on the outputs of attention and MLP
+    norm_offset: float = 0.0  # added to every norm weight (Gemma publishes w - 1)
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+    tied_head: bool = False
+    mixtures: tuple[MixtureSpec | None, ...] = ()
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return len(self.attention)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(self.mixtures)
+
+    def mixture(self, layer: int) -> MixtureSpec | None:
+        """A layer's mixture of experts; None where its MLP is dense."""
+        return self.mixtures[layer] if self.mixtures else None
+
+    @property
+    def sparse_layers(self) -> dict[int, int]:
+        """The layers with a mixture of experts, each with its number among them."""
+        found = [layer for layer in range(self.layers) if self.mixture(layer) is not None]
+        return {layer: place for place, layer in enumerate(found)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureNames:
+    """A sparse layer's tensors, below ``model.layers.N.``; ``{}`` is an expert's number."""
+
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    down: str = "mlp.experts.{}.down_proj"
+    shared_gate_up: tuple[str, str] = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+    )
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    def expert(self, number: int) -> tuple[str, ...]:
+        """The matrices of one expert: gate, up, down."""
+        return tuple(name.format(number) for name in (*self.gate_up, self.down))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNames:
+    """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's."""
+
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    attention_post_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str = ""
+    sinks: str = "self_attn.sinks"
+    mixture: MixtureNames = field(default_factory=MixtureNames)

@@ -1,0 +1,212 @@
+"""The parts of a pass: embedding, attention, gated MLP, and slices of the head.
+
+A part runs itself on an ``Ops``, never looks inside an array, and is made of weights that are
+there: who makes a pass waits for them. What a part computes joins the residual stream by
+``Residual``, so that a decoder does not know how: an architecture with several streams has another
+class in its place. Latent attention is in ``latent.py``, mixtures of experts in ``moe.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.aligned import large_floats
+from localrt.quant.ops.arrays import copy_to_host
+from localrt.quant.ops.protocol import (
+    Array,
+    AttentionWeights,
+    MlpWeights,
+    Ops,
+    Pass,
+    Vector,
+    Weight,
+)
+
+__all__ = [
+    "Attention",
+    "Embedding",
+    "GatedMlp",
+    "Head",
+    "Layer",
+    "Logits",
+    "Part",
+    "PassState",
+    "Residual",
+]
+
+Logits = npt.NDArray[np.float32]
+
+
+class PassState:
+    """What a pass hands from part to part.
+
+    ``x`` (R, D) is the residual stream as ``ops`` keeps it, ``step`` what ``ops`` derived from the
+    batch. ``logits`` (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``.
+    """
+
+    __slots__ = ("logits", "ops", "step", "wanted", "x")
+
+    def __init__(
+        self, ops: Ops, step: Pass, x: Array = None, wanted: npt.NDArray[np.intp] | None = None
+    ) -> None:
+        self.ops = ops
+        self.step = step
+        self.x = x
+        self.wanted = np.arange(0) if wanted is None else wanted
+        self.logits: Logits | None = None
+
+    def copy_features(self, out: Logits) -> None:
+        """Copy ``x`` to ``out`` (R, D) on the host."""
+        copy_to_host(self.x, out)
+
+
+Part: TypeAlias = Callable[[Any], None]
+"""Changes a ``PassState``."""
+
+
+class Layer(Protocol):
+    """What joins the residual stream: attention or an MLP."""
+
+    def __call__(self, state: Any) -> Array:
+        """(R, D), for ``state.x`` of a ``PassState``."""
+
+    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+        """The stacked matrices by the first name in each."""
+
+
+class Residual:
+    """``x + scale * layer(x)``: how attention and MLP join the residual stream."""
+
+    __slots__ = ("layer", "scale")
+
+    def __init__(self, layer: Layer, scale: float = 1.0) -> None:
+        self.layer = layer
+        self.scale = scale
+
+    def __call__(self, state: PassState) -> None:
+        """Add to ``state.x``."""
+        y = self.layer(state)
+        state.x = state.ops.add(state.x, y, self.scale)
+
+
+class Embedding:
+    """The rows of a table that is in memory."""
+
+    def __init__(self, table: Weight, scale: float) -> None:
+        self.table = table
+        self.scale = scale
+
+    def __call__(self, state: PassState) -> None:
+        """``state.x``, for the batch's tokens."""
+        state.x = state.ops.embed(self.table, state.step, self.scale)
+
+
+class Attention:
+    """Norm, projections, rotary, cache, attention, output projection.
+
+    ``at`` is the layer's number in the cache, where that does not have all layers.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        names: LayerNames,
+        weights: WeightLoader,
+        at: int | None = None,
+    ) -> None:
+        self.layer = layer if at is None else at
+        self.spec = spec = config.attention[layer]
+        hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
+        rows = (spec.heads + 2 * spec.kv_heads) * size
+        joint = spec.joint_norms
+        prefix = f"model.layers.{layer}."
+
+        def norm(name: str, width: int, present: bool = True) -> Vector | None:
+            if not present:
+                return None
+            return weights.vector(width, f"{prefix}{name}.weight", offset=offset)
+
+        self.weights = AttentionWeights(
+            norm=norm(names.attention_norm, hidden),
+            qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in names.qkv)),
+            out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
+            qkv_bias=weights.vector(rows, *(f"{prefix}{n}.bias" for n in names.qkv))
+            if config.qkv_bias
+            else None,
+            out_bias=weights.vector(hidden, f"{prefix}{names.out}.bias")
+            if config.out_bias
+            else None,
+            q_norm=norm(names.q_norm, size * (spec.heads if joint else 1), config.qk_norm),
+            k_norm=norm(names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm),
+            post_norm=norm(names.attention_post_norm, hidden, config.post_norms),
+            sinks=weights.vector(spec.heads, f"{prefix}{names.sinks}") if spec.sinks else None,
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        ops, step = state.ops, state.step
+        q = ops.norm_qkv_rope_append(state.x, self.weights, self.spec, step, self.layer)
+        return ops.attention_output(q, self.weights, self.spec, step, self.layer)
+
+    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+        """See ``Layer``."""
+        return {names.qkv[0]: self.weights.qkv, names.out: self.weights.out}
+
+
+class GatedMlp:
+    """``down(activation(gate(norm(x))) * up(norm(x)))``."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, names: LayerNames, weights: WeightLoader
+    ) -> None:
+        hidden, inner, offset = config.hidden_size, config.intermediate_size, config.norm_offset
+        prefix = f"model.layers.{layer}."
+        self.spec = config.mlp
+        self.weights = MlpWeights(
+            norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight", offset=offset),
+            gate_up=weights.matrix(
+                (2 * inner, hidden), *(f"{prefix}{n}.weight" for n in names.gate_up)
+            ),
+            down=weights.matrix((hidden, inner), f"{prefix}{names.down}.weight"),
+            post_norm=weights.vector(hidden, f"{prefix}{names.mlp_post_norm}.weight", offset=offset)
+            if config.post_norms
+            else None,
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        return state.ops.norm_gated_mlp(state.x, self.weights, self.spec)
+
+    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+        """See ``Layer``."""
+        return {names.gate_up[0]: self.weights.gate_up, names.down: self.weights.down}
+
+
+class Head:
+    """The final norm, and the logits of the vocabulary's rows from ``first_row`` on."""
+
+    def __init__(
+        self, config: DecoderConfig, norm: Vector, weight: Weight, first_row: int = 0
+    ) -> None:
+        self.norm, self.weight = norm, weight
+        self._eps, self._softcap = config.norm_eps, config.final_softcap
+        self._vocab, self._first_row = config.vocab_size, first_row
+
+    def __call__(self, state: PassState) -> None:
+        """Fill ``state.logits``."""
+        logits = state.ops.head(
+            state.x, state.wanted, self.norm, self._eps, self.weight, self._softcap
+        )
+        if logits.shape[1] == self._vocab:
+            state.logits = logits
+            return
+        if state.logits is None:  # at once: all slices and the whole would be twice the memory
+            state.logits = large_floats((len(logits), self._vocab))
+        state.logits[:, self._first_row : self._first_row + logits.shape[1]] = logits

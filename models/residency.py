@@ -1,0 +1,156 @@
+"""Where a decoder's weights are: what a pass waits for, and what can be asked of their memory.
+
+``Residency`` says what a decoder needs of it, with answers for weights that stay in memory, where
+nothing is waited for and nothing can be given back: ``Resident`` is that. Weights that are streamed
+are ``offload/pipeline``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.config import DecoderConfig
+from localrt.models.moe import Experts, RoutingWatch
+from localrt.models.parts import Head, Part, PassState
+from localrt.models.timing import Clock, PipelineCounts, Task
+from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
+
+__all__ = ["Check", "Residency", "Resident"]
+
+Check = Callable[[], None]
+
+
+class Residency:
+    """The weights of a decoder that computes with ``ops``; ``norm`` are the final norm's.
+
+    A pass is ``begin``, the ``body`` (embedding and layers) and the ``head``, part after part, and
+    ``end``; or ``abandon``, where any of them raises.
+    """
+
+    ops: Ops
+    norm: Vector
+    config: DecoderConfig
+    body: Sequence[Part]
+    experts: Sequence[Experts] = ()  # of the sparse layers
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
+        """A pass begins that gives the logits of the rows ``wanted``.
+
+        Raises:
+            MemoryBudgetError: the caches have outgrown what the budget leaves beside the weights.
+            CheckpointError: a file is no longer what it was.
+        """
+        raise NotImplementedError
+
+    def head(self, state: PassState) -> Sequence[Part]:
+        """The parts after the body."""
+        raise NotImplementedError
+
+    def end(self, state: PassState, batch: Batch) -> None:
+        """The pass has ended, and its rows count as held."""
+
+    def abandon(self) -> None:
+        """The pass was given up: the next one begins with the first part."""
+
+    # -- caches ----------------------------------------------------------------------------------
+
+    def cache(self, capacity: int) -> KVCache:
+        """An empty KV cache for one sequence."""
+        return self.ops.kv_cache(self.config.attention, capacity)
+
+    def reserve(self, cache: KVCache, length: int) -> None:
+        """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
+        cache.reserve(length)
+
+    # -- memory: where weights can be streamed instead of kept -----------------------------------
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights can be streamed at all."""
+        return False
+
+    @property
+    def reclaimable(self) -> int:
+        """Bytes of RAM that weights could give back."""
+        return 0
+
+    def give_back(self, nbytes: int) -> int:
+        """Stream weights of at least ``nbytes`` of RAM from now on; the bytes freed, 0 if none."""
+        return 0
+
+    def take_ram(self, nbytes: int) -> None:
+        """Leave ``nbytes`` of the budget to something else; below zero gives them back.
+
+        Raises:
+            MemoryBudgetError: so much cannot be given; nothing changes then.
+        """
+
+    def set_ram_budget(self, nbytes: int, words: str) -> None:
+        """From now on ``nbytes`` of RAM for weights and caches; ``words`` say so to people.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+        """
+
+    @property
+    def card_memory(self) -> tuple[int, int] | None:
+        """Bytes used of a card that weights are streamed to, and the most that may be."""
+        return None
+
+    def shrink_card(self, nbytes: int, words: str) -> int:
+        """Have ``nbytes`` less of the card's memory; the bytes freed, 0 if none can be."""
+        return 0
+
+    # -- what passes report ----------------------------------------------------------------------
+
+    @property
+    def clock(self) -> Clock | None:
+        """What passes are timed by; None: they are not."""
+        return None
+
+    def counts(self) -> PipelineCounts | None:
+        """Totals so far; None where nothing is counted."""
+        return None
+
+    def tasks(self, keep: int | None = None) -> list[Task]:
+        """The tasks that are remembered; ``keep`` says how many from now on."""
+        return []
+
+    def watch_routing(self, watch: RoutingWatch) -> None:
+        """Tell ``watch`` of every choice of experts."""
+        for experts in self.experts:
+            experts.watch = watch
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class Resident(Residency):
+    """All weights stay in memory: parts are ready at all times."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: DecoderConfig,
+        body: Sequence[Part],
+        head: Head,
+        experts: Sequence[Experts] = (),
+    ) -> None:
+        self.ops, self.config = ops, config
+        self.body = body
+        self.norm = head.norm
+        self.experts = experts
+        self._head = (head,)
+
+    def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
+        """See ``Residency``: there is nothing to wait for."""
+        return PassState(self.ops, self.ops.begin(batch), wanted=wanted)
+
+    def head(self, state: PassState) -> Sequence[Part]:
+        """See ``Residency``."""
+        return self._head if len(state.wanted) else ()

@@ -1,0 +1,314 @@
+"""Which units stay in memory as passes go on: given back as caches grow or memory runs short.
+
+What was given back is kept again when there is room, without an extra read: it passes through the
+ring anyway. All changes happen between passes. It moves units; it does not compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from localrt.errors import MemoryBudgetError
+from localrt.formatting import format_bytes
+from localrt.offload.account import growing_ring_nbytes
+from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.experts.pools import ExpertPools
+from localrt.offload.pipeline.lane import Lane
+from localrt.offload.pipeline.stage import Stage
+from localrt.offload.placement import Where
+from localrt.offload.ring import Ring
+
+__all__ = ["Balance", "Rings", "choose_units"]
+
+_IN_RAM = (Where.RAM, Where.LINK)
+_STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """Bytes of the CPU's ring, 0 for none, and of the card's; larger units cannot pass through.
+
+    ``chunk`` is that of the CPU's, which is made larger where only larger units are left to give.
+    """
+
+    ram: int
+    vram: int
+    chunk: int
+
+
+class Balance:
+    """Keeps weights and caches within ``budget`` bytes of RAM. ``stages`` are a pass's, in order.
+
+    ``fixed`` are bytes of weights in RAM that stay. ``shortage`` says how many bytes of RAM (below
+    zero: how many are spare again) and of the card's memory others need now. ``forget`` ends what
+    copies wait for, before other units are streamed. ``experts`` are a mixture's slots.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        lanes: Sequence[Lane],
+        rings: Rings,
+        budget: int,
+        *,
+        fixed: int = 0,
+        shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        forget: Callable[[], None] = lambda: None,
+        experts: ExpertMemory | ExpertPools | None = None,
+    ) -> None:
+        self._stages = stages
+        self._lanes = lanes
+        self._rings = rings
+        self._ram_ring = rings.ram
+        self._budget = budget
+        self._fixed = fixed
+        self._shortage = shortage
+        self._forget = forget
+        self._experts = experts
+        self._most_experts = 0 if experts is None else experts.nbytes
+        self._ring_growth = 0  # bytes that the ring takes beyond what was planned
+        self._withheld = 0  # bytes of the budget that others have needed
+        self._given: list[Stage] = []  # the latest last
+        self._at_load = self.ram_nbytes
+        self._changed = ""  # the budget, and to what
+        self._why = ""  # what was given back was
+        self._card_given = 0
+
+    @property
+    def note(self) -> str:
+        """What is no longer where it was at load, and why, in a sentence; empty if nothing is."""
+        ram, vram = self._at_load - self.ram_nbytes, self._card_given
+        parts: list[str] = []
+        if ram > 0 and self._why:
+            parts.append(f"{format_bytes(ram)} more of the weights are read for every token")
+        if ram < 0 and self._changed:
+            parts.append(f"{format_bytes(-ram)} less of the weights are read for every token")
+        if vram:
+            parts.append(f"{format_bytes(vram)} more are copied to the card")
+        return f"{' and '.join(parts)}: {self._why if ram > 0 else self._changed}" if parts else ""
+
+    @property
+    def ram_nbytes(self) -> int:
+        """Weights in RAM, without the ring."""
+        experts = 0 if self._experts is None else self._experts.nbytes
+        return self._fixed + sum(stage.ram_nbytes for stage in self._stages) + experts
+
+    @property
+    def reclaimable(self) -> int:
+        """Bytes of RAM that could be given back."""
+        experts = 0 if self._experts is None else self._experts.reclaimable
+        if self._ram_ring == 0:
+            return experts
+        return experts + sum(stage.ram_nbytes for stage in self._stages)
+
+    # -- the budget ------------------------------------------------------------------------------
+
+    def set_budget(self, nbytes: int, caches: int, words: str) -> None:
+        """From now on ``nbytes`` of RAM for resident units and caches, which take ``caches`` now.
+
+        ``words`` say of it what a person would. With more than before, units that were read for
+        every token stay as they pass, as far as there is room.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; all is as before then.
+        """
+        before = self._changed
+        self._changed = words
+        try:
+            self._try_budget(nbytes, caches)
+        except MemoryBudgetError:
+            self._changed = before
+            raise
+        read = [stage for stage in self._stages if stage.where is Where.SSD]
+        self._given = [*(stage for stage in read if stage not in self._given), *self._given]
+        self._choose_kept(caches)
+
+    def take(self, nbytes: int, caches: int) -> None:
+        """Something else in this process needs ``nbytes`` of the budget; below zero: no longer.
+
+        Raises:
+            MemoryBudgetError: they cannot be given; nothing changes then.
+        """
+        budget = max(0, self._budget - nbytes)
+        missing = self.ram_nbytes + self._ring_growth + caches > budget
+        self._try_budget(budget, caches)
+        if missing:
+            self._why = "what keeps answers in their form needs memory"
+
+    def _try_budget(self, nbytes: int, caches: int) -> None:
+        before = self._budget, self._why
+        self._budget = nbytes
+        try:
+            self.make_room(caches)
+        except MemoryBudgetError:
+            self._budget, self._why = before
+            raise
+
+    # -- before and after a pass -----------------------------------------------------------------
+
+    def make_room(self, caches: int) -> None:
+        """Before a pass whose caches take ``caches`` bytes of RAM: give back what is missing.
+
+        Raises:
+            MemoryBudgetError: all that can be streamed would not be enough.
+        """
+        ram, vram = self._shortage()
+        if ram > 0:
+            self._withheld += self.give_back(ram)
+            self._why = "other programs need the memory"
+        elif ram < 0:  # as much again as we would take is free
+            self._withheld = max(0, self._withheld + ram)
+        if vram:
+            self.give_back_card(vram)
+        missing = max(0, self.ram_nbytes + self._ring_growth + caches - self._budget)
+        if missing > 0:
+            self._why = self._changed or "keys and values have grown"
+        if missing > 0 and self.give_back(missing) < missing and not self._widen(missing):
+            raise MemoryBudgetError(
+                f"the context has grown to {format_bytes(caches)} of keys and values and "
+                f"{format_bytes(self._budget)} is left for them and for what cannot be streamed: "
+                "use a shorter --ctx, --kv-format int8, or more --ram"
+            )
+        self._choose_kept(caches)
+        self._grow_experts(caches)
+
+    def settle(self) -> None:
+        """After a pass: what was copied as it passed is resident, and no longer read."""
+        copied = [stage for stage in self._stages if stage.copy is not None]
+        for stage in self._stages:
+            stage.keep = False
+        for stage in copied:
+            self._given.remove(stage)
+            memory, stage.copy = stage.copy, None
+            stage.where = Where.RAM
+            stage.put(memory)
+        if copied:
+            self._schedule()
+
+    # -- giving back -----------------------------------------------------------------------------
+
+    def give_back(self, nbytes: int) -> int:
+        """Free at least ``nbytes`` of RAM from now on; 0 if that is not possible.
+
+        Slots of experts go first: they cost the least, and come back the easiest.
+        """
+        freed = 0 if self._experts is None else self._experts.resize(self._experts.nbytes - nbytes)
+        if freed >= nbytes:
+            return freed
+        return freed + self._move(choose_units(self._stages, nbytes - freed, self._able()))
+
+    def give_back_card(self, nbytes: int) -> int:
+        """The same of the card's memory: its units are then read and copied in each pass."""
+        limit = min(self._ram_ring, self._rings.vram)
+        able = [s for s in self._stages if s.where is Where.VRAM and s.unit.nbytes <= limit]
+        freed = self._move(choose_units(self._stages, nbytes, able))
+        self._card_given += freed
+        return freed
+
+    def shrink_card(self, nbytes: int, words: str) -> int:
+        """Have ``nbytes`` less of the card's memory from now on; returns the bytes that are free.
+
+        0 where that is not possible.
+        """
+        freed = self.give_back_card(nbytes)
+        if freed:
+            self._changed = self._why = words
+        return freed
+
+    def _able(self) -> list[Stage]:
+        return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring]
+
+    def _widen(self, missing: int) -> bool:
+        """Give ``missing`` bytes back with a ring that larger units pass through too."""
+        size = growing_ring_nbytes(max((stage.ram_nbytes for stage in self._stages), default=0))
+        more = size - self._ram_ring
+        if more <= 0 or self._ram_ring == 0:
+            return False
+        before, self._ram_ring = self._ram_ring, size
+        chosen = choose_units(self._stages, missing + more, self._able())
+        if not chosen:
+            self._ram_ring = before
+            return False
+        self._ring_growth += more
+        self._move(chosen, Ring(size, self._rings.chunk))
+        return True
+
+    def _move(self, chosen: Sequence[Stage], ring: Ring | None = None) -> int:
+        """Stream these from now on; returns the bytes that are free."""
+        freed = 0
+        for stage in chosen:
+            if stage.where is Where.RAM:
+                self._given.append(stage)
+            freed += stage.move(_STREAMED[stage.where])
+        if chosen:
+            self._schedule(ring)
+        return freed
+
+    def _schedule(self, ring: Ring | None = None) -> None:
+        self._forget()
+        cpu, *cards = self._lanes
+        if ring is not None:
+            for stage in self._stages:
+                if stage.lane is cpu:
+                    stage.forget_places()
+        cpu.stream([stage.unit for stage in self._stages if stage.where.read], ring)
+        for card in cards:
+            card.stream([stage.unit for stage in self._stages if stage.where.copied])
+
+    # -- keeping again ---------------------------------------------------------------------------
+
+    def _room(self, caches: int) -> int:
+        taken = self._withheld + self._ring_growth + self.ram_nbytes + caches
+        return self._budget - taken
+
+    def _grow_experts(self, caches: int) -> None:
+        """Slots that were given back, as far as there is room for them again."""
+        experts = self._experts
+        if experts is None or experts.nbytes >= self._most_experts:
+            return
+        room = self._room(caches)
+        if room >= experts.slot_nbytes:
+            experts.resize(min(self._most_experts, experts.nbytes + room))
+
+    def _choose_kept(self, caches: int) -> None:
+        """Of what was given back, the latest first, as much as there is room for now."""
+        for stage in self._stages:
+            stage.keep, stage.copy = False, None
+        if not self._given:
+            return
+        room = self._room(caches)
+        for stage in reversed(self._given):
+            if stage.unit.nbytes <= room:
+                stage.keep = True
+                room -= stage.unit.nbytes
+
+
+def choose_units(stages: Sequence[Stage], nbytes: int, able: Sequence[Stage]) -> list[Stage]:
+    """Units among ``able`` of ``nbytes`` or more in all, in order; none where all are not enough.
+
+    Enough, little more, and spread over the pass. ``stages`` is the pass, with what it streams
+    already.
+    """
+    place = {stage.name: index for index, stage in enumerate(stages)}
+    left = list(able)
+    if sum(stage.unit.nbytes for stage in left) < nbytes:
+        return []
+    streamed = [index for index, stage in enumerate(stages) if stage.where.read]
+    chosen: list[Stage] = []
+    while nbytes > 0:
+        # The smallest that suffices, else the largest; of equals the farthest from the others.
+        enough = [stage for stage in left if stage.unit.nbytes >= nbytes]
+        size = (min if enough else max)(stage.unit.nbytes for stage in enough or left)
+        equals = [stage for stage in left if stage.unit.nbytes == size]
+        pick = max(equals, key=lambda stage: _distance(place[stage.name], streamed, len(stages)))
+        left.remove(pick)
+        streamed.append(place[pick.name])
+        chosen.append(pick)
+        nbytes -= size
+    return sorted(chosen, key=lambda stage: place[stage.name])
+
+
+def _distance(index: int, others: Sequence[int], count: int) -> int:
+    """Stages to the nearest of ``others``, round the end of the pass."""
+    return min((min(abs(index - o), count - abs(index - o)) for o in others), default=count)

@@ -1,0 +1,128 @@
+"""One unit in a pass: where its weights are, and the part of the model that they make.
+
+A stage is called like the part that it stands for: it waits for the weights, has its lane compute
+the part, and gives the weights' place in a ring back. All that is known of where a unit is stands
+here; who changes it is ``balance.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.parts import Part
+from localrt.models.timing import Mark
+from localrt.models.weights import WeightLoader
+from localrt.offload.pipeline.lane import Lane, StreamedState
+from localrt.offload.placement import Where
+from localrt.quant.ops.aligned import aligned_buffer
+
+__all__ = ["MixtureStage", "Stage"]
+
+_KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept
+
+
+class Stage:
+    """``load`` makes the part of ``lane``'s weights.
+
+    ``memory`` are the unit's bytes where it is resident, in RAM or on the card; ``part`` is what
+    was made of them where they are computed with in place. With ``keep`` the unit is copied as it
+    passes through the ring: to ``copy``, from which it becomes resident after the pass.
+    """
+
+    def __init__(
+        self, unit: StoredUnit, where: Where, lane: Lane, load: Callable[[WeightLoader], Part]
+    ) -> None:
+        self.unit, self.name = unit, unit.name
+        self.where = where
+        self.lane = lane
+        self.memory: Any | None = None
+        self.part: Part | None = None
+        self.keep = False
+        self.copy: Any | None = None
+        # Multiply-accumulates of its matrices with one row.
+        self.macs = sum(t.shape[0] * t.shape[1] for t in unit.tensors if len(t.shape) == 2)
+        self._load = load
+        self._passing: dict[int, Part] = {}  # by where in the ring the unit lies
+
+    @property
+    def ram_nbytes(self) -> int:
+        """Bytes of RAM that it takes between passes."""
+        return self.unit.nbytes if self.where in (Where.RAM, Where.LINK) else 0
+
+    def put(self, memory: Any) -> None:
+        """The unit is resident from now on, and its bytes are ``memory``."""
+        self.memory = memory
+        if not self.where.copied:
+            self.part = self._load(self.lane.weights(self.unit, memory))
+
+    def move(self, where: Where) -> int:
+        """Stream what was resident from now on; returns the bytes that are free."""
+        before, memory = self.where, self.memory
+        self.where, self.memory, self.part = where, None, None
+        if memory is None:
+            return 0
+        nbytes, card = int(memory.nbytes), self.lane.card
+        if card is None:
+            return nbytes
+        if before is Where.LINK:
+            return card.free_host(memory)
+        card.free(memory)
+        return nbytes
+
+    def forget_places(self) -> None:
+        """The ring is another one from now on."""
+        self._passing.clear()
+
+    def free(self) -> None:
+        """The pipeline is closed."""
+        if self.memory is not None:
+            self.move(self.where)
+        self.copy = None
+        self._passing.clear()
+
+    def __call__(self, state: StreamedState) -> None:
+        """Compute the part once its weights are there."""
+        state.enter(self.lane)
+        if self.part is not None:
+            self._compute(self.part, state)
+            return
+        memory, there = self.lane.acquire(self.unit, state.check)
+        ended: Mark = None
+        try:
+            part = self._part_at(memory)
+            if self.keep:
+                self.copy = aligned_buffer(self.unit.nbytes)
+                self.copy[:] = memory
+            state.wait(there)
+            self._compute(part, state)
+            ended = state.mark
+        finally:
+            self.lane.release(self.unit, ended)
+
+    def _compute(self, part: Part, state: StreamedState) -> None:
+        self.lane.compute(part, state, self.name, self.unit.nbytes, self.macs)
+
+    def _part_at(self, memory: Any) -> Part:
+        """A part is made once for each place in the ring that its unit comes to lie at."""
+        places = self._passing
+        address = int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
+        if address not in places:
+            while len(places) >= _KEPT_PLACES:
+                del places[next(iter(places))]
+            places[address] = self._load(self.lane.weights(self.unit, memory))
+        return places[address]
+
+
+class MixtureStage(Stage):
+    """A layer's mixture of experts, whose ``Experts`` time what they compute."""
+
+    def _compute(self, part: Part, state: StreamedState) -> None:
+        cost = self.lane.cost_s(self.unit.nbytes, self.macs, state.rows)
+        if cost is not None:  # the router and the shared experts, on a virtual card
+            self.lane.charge(state, self.name, cost)
+        with self.lane.ops.scope():
+            part(state)
