@@ -91,8 +91,7 @@ class Residual:
 
     def __call__(self, state: PassState) -> None:
         """Add to ``state.x``."""
-        y = self.layer(state)
-        state.x = state.ops.add(state.x, y, self.scale)
+        state.x = state.ops.add(state.x, self.layer(state), self.scale)
 
 
 class Embedding:

@@ -27,7 +27,8 @@ from localrt.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.cards.cuda import CudaAccelerator
-from localrt.offload.pipeline.opening import Devices, open_pipeline
+from localrt.offload.pipeline.opening import open_pipeline
+from localrt.offload.pipeline.setup import Devices
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.loading import Reading

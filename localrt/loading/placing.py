@@ -89,7 +89,8 @@ def open_placed(
     from localrt.models.decoder import Decoder
     from localrt.models.registry import read_config
     from localrt.offload.cards.clock import WallClock
-    from localrt.offload.pipeline.opening import Devices, open_pipeline
+    from localrt.offload.pipeline.opening import open_pipeline
+    from localrt.offload.pipeline.setup import Devices
     from localrt.offload.planner import Budgets, shape_from_checkpoint
     from localrt.offload.planner.expert_costs import expert_costs
     from localrt.offload.planner.machine import typical_machine

@@ -22,8 +22,8 @@ from localrt.offload.experts.assignment import Assignment, ExpertCosts, Ready
 from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.foresight import Foresight, Measured
-from localrt.offload.experts.memory import Demanded, ExpertMemory
-from localrt.offload.experts.pools import ExpertPools
+from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.experts.pool import Demanded
 from localrt.offload.experts.scheduler import schedule
 from localrt.offload.pipeline.lane import StreamedState
 from localrt.quant.ops.experts import Routing
@@ -61,7 +61,7 @@ class HybridStage:
     def __init__(
         self,
         slots: CardSlots,
-        memory: ExpertMemory | ExpertPools,
+        memory: ExpertMemory,
         host: Ops,
         clock: Clock,
         costs: ExpertCosts,
@@ -123,7 +123,7 @@ class HybridStage:
             plan = self._plan(demand, state.mark)
             state.mark = self._carry_out(turn, demand, plan, arriving, state.mark)
         finally:
-            self._memory.done(place)
+            self._memory.pool(place).done(place)
             self._slots.done()
             cache.release(place)
         self._fill(place, state.mark)
@@ -150,12 +150,13 @@ class HybridStage:
 
     def _bring(self, place: int, expert: int, mark: Mark) -> Mark:
         """Copy an expert that is in RAM; how long the link has to do is kept count of."""
-        there = self._slots.bring((place, expert), self._memory.data(place, expert), mark)
+        data = self._memory.pool(place).data(place, expert)
+        there = self._slots.bring((place, expert), data, mark)
         self._on_its_way(place, expert, mark, there)
         return there
 
     def _on_its_way(self, place: int, expert: int, mark: Mark, there: Mark) -> None:
-        self._memory.hold(place, expert)
+        self._memory.pool(place).cache.hold(place, [expert])
         self._copying.append((place, expert, there))
         begin = max(self._link_free, self._time(mark))
         self._link_free = there if isinstance(there, float) else begin + self._costs.fetch
@@ -173,8 +174,9 @@ class HybridStage:
             now = self._time(mark)
             if max(self._link_free, now) + self._costs.fetch > now + ahead.turn_s:
                 return
-            if self._memory.holds(place, expert):
-                data = self._memory.data(place, expert)
+            pool = in_ram.pool(place)
+            if pool.holds(place, expert):
+                data = pool.data(place, expert)
                 there = self._slots.propose((place, expert), data, mark)
                 if there is not None:
                     self._on_its_way(place, expert, mark, there)
@@ -205,7 +207,7 @@ class HybridStage:
         """Copies have ended: RAM need not keep what they read."""
         for place, expert, there in self._copying:
             self._card.settled(there)
-            self._memory.let_go(place, expert)
+            self._memory.pool(place).cache.let_go(place, [expert])
         self._copying.clear()
 
     def _fill(self, place: int, mark: Mark) -> None:
@@ -213,7 +215,7 @@ class HybridStage:
         if not self.fills or self._link_free > self._time(mark):
             return
         expert = self._slots.cache.candidate(place)
-        if expert is not None and self._memory.holds(place, expert):
+        if expert is not None and self._memory.pool(place).holds(place, expert):
             self._bring(place, expert, mark)
 
     def _carry_out(
@@ -229,7 +231,9 @@ class HybridStage:
         held = [chosen[i] for i in plan.gpu if demand.resident[i]]
         here = set(held)
         others = [expert for expert in chosen if expert not in here]
-        wanted = self._memory.demand(turn.part.place, turn.routed.routing, mark, only=others)
+        place = turn.part.place
+        pool = self._memory.pool(place)
+        wanted = pool.demand(place, turn.routed.routing, mark, only=others)
         # Copies begin first, then the card's kernels: both go on while the CPU computes.
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
         self._look_ahead(turn, mark)
@@ -273,17 +277,18 @@ class HybridStage:
 
     def _on_cpu(self, turn: _Turn, experts: Sequence[int], wanted: Demanded, mark: Mark) -> Mark:
         """Those in RAM, then each as it comes from the SSD; their results go to the card."""
-        routing = turn.routed.routing
+        routing, place = turn.routed.routing, turn.part.place
+        pool = self._memory.pool(place)
         normed, mark = self._card.to_host(turn.routed.normed, mark)
         same = self._host is self._card.ops
         slots = turn.slots if same else self._host.expert_slots(normed, routing)
 
         def compute(group: Sequence[int], after: Mark) -> Mark:
             started = self._clock.begin("cpu")
-            table, spec = self._memory.table(turn.part.place), turn.part.spec.expert
+            table, spec = self._memory.tables[place], turn.part.spec.expert
             self._host.run_experts(normed, routing, table, spec, slots, group)
             mark = self._clock.end("cpu", turn.label, started, after=after)
-            self._memory.computed(turn.part.place, group, mark)
+            pool.computed(place, group, mark)
             return mark
 
         absent = set(wanted.absent)
@@ -291,7 +296,7 @@ class HybridStage:
         if present:
             mark = compute(present, mark)
         for expert in wanted.absent:
-            there = self._memory.arrive(turn.part.place, expert, mark, turn.state.check)
+            there = pool.arrive(place, expert, mark, turn.state.check)
             mark = compute([expert], later(mark, there))
         if same:
             return self._card.to_card(normed, mark)[1]

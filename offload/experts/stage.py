@@ -17,7 +17,6 @@ from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.clock import later
 from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.memory import ExpertMemory
-from localrt.offload.experts.pools import ExpertPools
 from localrt.offload.pipeline.lane import StreamedState
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
@@ -33,7 +32,7 @@ class SparseStage:
 
     def __init__(
         self,
-        memory: ExpertMemory | ExpertPools,
+        memory: ExpertMemory,
         ops: Ops,
         clock: Clock,
         router: Callable[[int], SparseMlp | None] = lambda place: None,
@@ -67,7 +66,8 @@ class SparseStage:
 
     def run(self, part: SparseMlp, state: StreamedState) -> Array:
         """See ``Experts``."""
-        ops, clock, memory, place = self._ops, self._clock, self._memory, part.place
+        ops, clock, place = self._ops, self._clock, part.place
+        memory, pool = self._memory, self._memory.pool(place)
         label = f"layers.{part.layer}.mlp"
         started = clock.begin("cpu")
         routed = part.route(ops, state.x)
@@ -76,10 +76,10 @@ class SparseStage:
         try:
             if place == 0:  # between passes
                 memory.stage(ahead.most if ahead.sources.names else 0)
-            wanted = memory.demand(place, routed.routing, state.mark)
+            wanted = pool.demand(place, routed.routing, state.mark)
             after, proposals = ahead.turn(place, routed.routing, state.x, memory.resident)
             if proposals:
-                memory.propose(after, proposals)
+                memory.pool(after).propose(after, proposals)
             self._hits += len(wanted.present)
             self._uses += len(wanted.present) + len(wanted.absent)
             started = clock.begin("cpu")
@@ -87,17 +87,17 @@ class SparseStage:
             slots = ops.expert_slots(routed.normed, routed.routing)
             self._compute(part, routed, slots, wanted.present)
             state.mark = clock.end("cpu", label, started, after=state.mark)
-            memory.computed(place, wanted.present, state.mark)
+            pool.computed(place, wanted.present, state.mark)
             for expert in wanted.absent:
                 there = self._arrive(place, expert, state)
                 started = clock.begin("cpu")
                 self._compute(part, routed, slots, [expert])
                 name = f"layers.{part.layer}.expert.{expert}"
                 state.mark = clock.end("cpu", name, started, after=later(state.mark, there))
-                memory.computed(place, [expert], state.mark)
+                pool.computed(place, [expert], state.mark)
         finally:
             # What is on its way comes all the same; what failed is asked for when it is needed.
-            memory.done(place)
+            pool.done(place)
         started = clock.begin("cpu")
         out = ops.combine_experts(slots, routed.routing, shared)
         state.mark = clock.end("cpu", label, started, after=state.mark)
@@ -106,7 +106,7 @@ class SparseStage:
     def _arrive(self, place: int, expert: int, state: StreamedState) -> Mark:
         """Wait for an absent expert; how long is kept count of."""
         began = time.perf_counter()
-        there = self._memory.arrive(place, expert, state.mark, state.check)
+        there = self._memory.pool(place).arrive(place, expert, state.mark, state.check)
         if isinstance(there, float) and isinstance(state.mark, float):
             self._waited_s += max(0.0, there - state.mark)
         else:
@@ -135,5 +135,5 @@ class SparseStage:
         self, part: SparseMlp, routed: Routed, slots: Array, experts: Sequence[int]
     ) -> None:
         if len(experts):
-            table, spec = self._memory.table(part.place), part.spec.expert
+            table, spec = self._memory.tables[part.place], part.spec.expert
             self._ops.run_experts(routed.normed, routed.routing, table, spec, slots, experts)

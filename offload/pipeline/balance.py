@@ -13,7 +13,6 @@ from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.offload.account import growing_ring_nbytes
 from localrt.offload.experts.memory import ExpertMemory
-from localrt.offload.experts.pools import ExpertPools
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
@@ -55,7 +54,7 @@ class Balance:
         fixed: int = 0,
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
         forget: Callable[[], None] = lambda: None,
-        experts: ExpertMemory | ExpertPools | None = None,
+        experts: ExpertMemory | None = None,
     ) -> None:
         self._stages = stages
         self._lanes = lanes

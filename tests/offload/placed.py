@@ -16,7 +16,8 @@ from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.cards.clock import WallClock
-from localrt.offload.pipeline.opening import Devices, open_pipeline
+from localrt.offload.pipeline.opening import open_pipeline
+from localrt.offload.pipeline.setup import Devices
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.loading import Reading

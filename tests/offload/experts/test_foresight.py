@@ -75,15 +75,15 @@ def test_guesses_that_are_right_are_in_memory(model: Model) -> None:
         foresight = placed.residency.sparse["cpu"].foresight
         foresight._gate = lambda layer, x: seen[len(turns)]  # the same text has the same experts
         foresight.force(only("gates"))
-        memory: Any = placed.residency.sparse["cpu"]._memory
-        propose = memory.propose
+        pool: Any = placed.residency.sparse["cpu"]._memory.pool(0)
+        propose = pool.propose
 
         def read_at_once(layer: int, experts: list[int]) -> None:
             propose(layer, experts)
-            for _, load in memory._staging._held.values():
-                memory._reader.wait(load)
+            for slot in pool._proposed.values():
+                pool._reader.wait(slot.load)
 
-        memory.propose = read_at_once
+        pool.propose = read_at_once
         before = placed.residency.counts()
         decode(placed, 40)
         after = placed.residency.counts()
@@ -96,19 +96,19 @@ def test_guesses_that_are_right_are_in_memory(model: Model) -> None:
 def test_buffers_for_guesses_are_the_memory_of_slots(model: Model) -> None:
     with model.placed(experts(model.store, 0.3)) as placed:
         decode(placed, 4)
-        stage = placed.residency.sparse["cpu"]
-        memory = stage._memory
-        before, slots = memory.nbytes, memory.cache.capacity
+        memory = placed.residency.sparse["cpu"]._memory
+        (pool,) = memory.pools
+        before, slots = memory.nbytes, pool.cache.capacity
         placed.residency.sparse["cpu"].foresight.force(only("gates"))
         decode(placed, 10)
         assert memory.nbytes == before
-        assert memory.cache.capacity == slots - placed.residency.sparse["cpu"].foresight.most
+        assert pool.cache.capacity == slots - placed.residency.sparse["cpu"].foresight.most
         freed = placed.residency.give_back(2 * memory.slot_nbytes)
         assert freed >= 2 * memory.slot_nbytes
         decode(placed, 10)
         placed.residency.sparse["cpu"].foresight.force(None)
         decode(placed, 2)
-        assert memory.cache.capacity == slots
+        assert pool.cache.capacity == slots
 
 
 @needs_kernels

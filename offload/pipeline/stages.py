@@ -1,0 +1,106 @@
+"""The stages of a pass, made of a store's units, and what of them is resident read to its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.moe import Experts
+from localrt.offload.cards.accelerator import Accelerator
+from localrt.offload.pipeline.head import SlicedHead
+from localrt.offload.pipeline.lane import Bytes, Lane
+from localrt.offload.pipeline.setup import Setup
+from localrt.offload.pipeline.stage import MixtureStage, Stage
+from localrt.offload.placement import Where
+from localrt.offload.reading.loading import read_units
+from localrt.quant.ops.aligned import aligned_buffer
+
+__all__ = ["load_resident", "make_stages"]
+
+
+def make_stages(
+    setup: Setup,
+    lanes: Mapping[bool, Lane | None],
+    on_card: frozenset[int],
+    runners: Mapping[str, Experts],
+) -> SlicedHead:
+    """Every unit of a pass, in order; returns the head's."""
+    loader, config = setup.loader, setup.loader.config
+
+    def lane_of(unit: StoredUnit) -> Lane:
+        lane = lanes[setup.where(unit).on_gpu]
+        assert lane is not None, "a placement on a card needs one"
+        return lane
+
+    split = len({id(lane.ops) for lane in lanes.values() if lane is not None}) > 1
+    caches: dict[bool, int] = {False: 0, True: 0}  # layers of each lane's cache so far
+    for layer, (attention, mlp) in enumerate(
+        zip(setup.layers("attention"), setup.layers("mlp"), strict=True)
+    ):
+        side = layer in on_card
+        at, caches[side] = (caches[side] if split else layer), caches[side] + 1
+        load = partial(loader.attention, layer, at=at)
+        setup.stages.append(Stage(attention, setup.where(attention), lane_of(attention), load))
+        sparse, lane = config.mixture(layer) is not None, lane_of(mlp)
+        load = partial(loader.mlp, layer, experts=runners[lane.resource] if sparse else None)
+        kind = MixtureStage if sparse else Stage
+        setup.stages.append(kind(mlp, setup.where(mlp), lane, load))
+    head = SlicedHead(config)
+    for unit in setup.head():
+        head.add(unit, setup.where(unit), lane_of(unit))
+    setup.stages.extend(head.stages)
+    return head
+
+
+def load_resident(
+    setup: Setup, embedding: dict[str, Bytes], on_bytes: Callable[[int], None] | None
+) -> float:
+    """Everything resident to its place. Returns the seconds of reading."""
+    card = setup.devices.card
+
+    def read(
+        units: Sequence[StoredUnit],
+        alloc: Callable[[int], Bytes],
+        put: Callable[[StoredUnit, Bytes], None],
+    ) -> float:
+        def verified(unit: StoredUnit, data: Bytes) -> None:
+            setup.verify(unit, data)
+            put(unit, data)
+
+        mode = setup.reading.mode
+        return read_units(setup.files, units, alloc, verified, mode=mode, on_bytes=on_bytes)
+
+    def read_stages(
+        where: Where, alloc: Callable[[int], Bytes], put: Callable[[Stage, Bytes], None]
+    ) -> float:
+        stages = {stage.name: stage for stage in setup.stages if stage.where is where}
+        units = [stage.unit for stage in stages.values()]
+        return read(units, alloc, lambda unit, data: put(stages[unit.name], data))
+
+    seconds = read_stages(Where.RAM, aligned_buffer, Stage.put)
+    if card is not None:
+        seconds += read_stages(Where.VRAM, aligned_buffer, partial(_put_on_card, card))
+        seconds += read_stages(Where.LINK, card.host_buffer, _put_beside_card)
+        for stage in setup.stages:
+            if stage.where is Where.SSD_LINK:
+                data = aligned_buffer(stage.unit.nbytes)
+                setup.files.read_into(stage.unit.file, stage.unit.offset, data)
+                stage.lane.remember_vectors(stage.unit, data)
+    unit = setup.units.get("embedding")
+    if unit is not None and setup.placement.where.get("embedding") is Where.RAM:
+        seconds += read([unit], aligned_buffer, lambda u, data: embedding.update({u.name: data}))
+    return seconds
+
+
+def _put_on_card(card: Accelerator, stage: Stage, data: Bytes) -> None:
+    memory = card.alloc(stage.unit.nbytes)
+    card.wait(card.copy_in(stage.name, data, memory, None, None))
+    stage.lane.remember_vectors(stage.unit, data)
+    with card.ops.scope():
+        stage.put(memory)
+
+
+def _put_beside_card(stage: Stage, data: Bytes) -> None:
+    stage.lane.remember_vectors(stage.unit, data)
+    stage.put(data)
