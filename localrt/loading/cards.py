@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
+from localrt.offload.cards.clock import VirtualClock, WallClock
 from localrt.offload.trace import Trace
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class OpenCard:
     """
 
     host_ops: Ops
+    clock: Clock
     accelerator: Accelerator | None = None
-    clock: Clock | None = None
     capacity: int = 0
     profile: GpuProfile | None = None
     link_bytes_s: float | None = None
@@ -57,12 +58,11 @@ def open_card(
     if device.startswith("virtual:"):
         return _virtual(device, ops, trace, gpu_memory)
     if ops.free_memory() is None:
-        return OpenCard(host_ops=ops)
+        return OpenCard(host_ops=ops, clock=WallClock(trace))
     return _cuda(ops, trace, threads, gpu_memory)
 
 
 def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> OpenCard:
-    from localrt.offload.cards.clock import VirtualClock
     from localrt.offload.cards.virtual import VirtualAccelerator
     from localrt.offload.planner.cards import parse_card
 
@@ -90,7 +90,6 @@ def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> Ope
 
 
 def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -> OpenCard:
-    from localrt.offload.cards.clock import WallClock
     from localrt.offload.cards.cuda import CudaAccelerator
     from localrt.offload.planner.machine import GpuProfile
     from localrt.quant.ops.native.ops import NativeOps

@@ -27,6 +27,7 @@ from localrt.progress import Progress, ProgressCallback
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
+    from localrt.loading.parts import LoadOptions
     from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
     from localrt.models.config import DecoderConfig
     from localrt.models.decoder import Decoder
@@ -59,27 +60,20 @@ class PlacedModel:
 def open_placed(
     checkpoint: Checkpoint,
     ops: Ops,
+    options: LoadOptions,
     *,
-    device: str,
-    threads: int | None,
-    gpu_memory: int | None,
-    ram: int | None,
-    ctx: int | None,
-    kv_format: str,
-    pass_rows: int = 1,
     settings: Settings,
     notes: list[str],
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
     count_bytes: Callable[[int], Callable[[int], None]],
 ) -> PlacedModel:
-    """Open ``checkpoint`` within ``ram`` bytes for the whole process (None: what there is).
+    """Open ``checkpoint`` within a budget for the whole process.
 
-    ``device`` is a card for the part of the work that it is better at: the one that ``ops``
-    computes on, of whose memory ``gpu_memory`` bytes may be used, or ``virtual:CARD``.
-    Without ``ctx`` the context is the model's own, or what fits with all weights streamed.
-    ``pass_rows`` are the rows of a usual pass: more than one where guesses are verified.
-    ``count_bytes`` makes a counter for a number of bytes to load.
+    The device of ``options`` is a card for the part of the work that it is better at: the one that
+    ``ops`` computes on, or ``virtual:CARD``. Without a ``ctx`` the context is the model's own, or
+    what fits with all weights streamed. ``count_bytes`` makes a counter for a number of bytes to
+    load.
 
     Raises:
         MemoryBudgetError: the budget is too small even so; says the least that would do.
@@ -88,7 +82,6 @@ def open_placed(
     from localrt.machine.measuring import machine_profile
     from localrt.models.decoder import Decoder
     from localrt.models.registry import read_config
-    from localrt.offload.cards.clock import WallClock
     from localrt.offload.pipeline.opening import open_pipeline
     from localrt.offload.pipeline.setup import Devices
     from localrt.offload.planner import Budgets, shape_from_checkpoint
@@ -104,12 +97,14 @@ def open_placed(
             progress(Progress("pack", done, total, "bytes", file))
 
     trace = Trace()
-    card = open_card(device, ops, trace, threads=threads, gpu_memory=gpu_memory)
-    ops = card.host_ops
+    card = open_card(
+        options.device, ops, trace, threads=options.threads, gpu_memory=options.gpu_memory
+    )
+    ops, kv_format = card.host_ops, options.kv_format or "bf16"
 
     def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
-            ram=ram_budget(ram),
+            ram=ram_budget(options.ram),
             process=current_rss() + GROWTH_NBYTES + to_come,
             vram=card.capacity,
             cuda_context=0,  # it is there already, and counted
@@ -117,10 +112,9 @@ def open_placed(
 
     shape = shape_from_checkpoint(checkpoint)
     choice = choose_context(
-        shape, card.on(typical_machine()), budgets(LOADING_NBYTES), ctx, kv_format, notes
+        shape, card.on(typical_machine()), budgets(LOADING_NBYTES), options.ctx, kv_format, notes
     )
-    ctx = choice.ctx
-    config = read_config(checkpoint, context=ctx)
+    config = read_config(checkpoint, context=choice.ctx)
     stores = settings.data_dir / "stores"
     store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
@@ -128,7 +122,9 @@ def open_placed(
         store.path, settings, formats={unit.format for unit in shape.units}
     )
     machine = card.on(machine)
-    plan = first_plan(shape, machine, budgets(choice.buffers), choice, kv_format, rows=pass_rows)
+    plan = first_plan(
+        shape, machine, budgets(choice.buffers), choice, kv_format, rows=options.pass_rows
+    )
     notes += plan.notes
     # Experts come later, beside the first passes.
     loaded = [
@@ -147,7 +143,7 @@ def open_placed(
             Devices(
                 ops=ops,
                 trace=trace,
-                clock=card.clock or WallClock(trace),
+                clock=card.clock,
                 card=card.accelerator,
                 expert_costs=expert_costs(plan.request.costs()),
             ),
@@ -167,7 +163,7 @@ def open_placed(
         notes.append("the packed copy was damaged and has been made again")
         streamed = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
     rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
-    return PlacedModel(Decoder(streamed), plan, _forecaster(plan, streamed), rate, ctx)
+    return PlacedModel(Decoder(streamed), plan, _forecaster(plan, streamed), rate, choice.ctx)
 
 
 def _kv_tier(
