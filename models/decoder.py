@@ -57,15 +57,19 @@ class PartLoader:
         """One expert of a sparse layer."""
         return load_expert(self.config, layer, number, self.names, weights)
 
-    def experts(self, layer: int, weights: WeightLoader, ops: Ops) -> ResidentExperts | None:
-        """All experts of a layer; None of a dense one."""
+    def resident_mlp(
+        self, layer: int, weights: WeightLoader, ops: Ops, experts: ResidentExperts
+    ) -> Residual:
+        """A layer's MLP with all that it computes with; a sparse one's go to ``experts``."""
         spec = self.config.mixture(layer)
         if spec is None:
-            return None
+            return self.mlp(layer, weights, None)
+        part = self.mlp(layer, weights, experts)
         table = ops.expert_table(spec.router.count)
         for number in range(spec.router.count):
             table.put(number, self.expert(layer, number, weights))
-        return ResidentExperts(table)
+        experts.tables[self.config.sparse_layers[layer]] = table
+        return part
 
     def norm(self, weights: WeightLoader) -> Vector:
         """The norm before the head."""
@@ -85,18 +89,16 @@ def load_resident(loader: PartLoader, ops: Ops, weights: WeightLoader) -> Reside
     with ops.scope():
         table = weights.matrix(shape, EMBEDDING)
         body: list[Part] = [Embedding(table, config.embedding_scale)]
-        sparse: list[Experts] = []
+        experts = ResidentExperts()
         for layer in range(config.layers):
             body.append(loader.attention(layer, weights))
-            experts = loader.experts(layer, weights, ops)
-            sparse += [] if experts is None else [experts]
-            body.append(loader.mlp(layer, weights, experts))
+            body.append(loader.resident_mlp(layer, weights, ops, experts))
         norm = loader.norm(weights)
         if config.tied_head:
             weights.skip(HEAD)
         head = Head(config, norm, table if config.tied_head else weights.matrix(shape, HEAD))
     weights.finish()
-    return Resident(ops, config, body, head, sparse)
+    return Resident(ops, config, body, head, experts)
 
 
 class Decoder:

@@ -130,17 +130,18 @@ class Experts(Protocol):
 
 
 class ResidentExperts:
-    """All experts of a layer in ``table``. See ``Experts``."""
+    """All experts in memory, in ``tables`` by the layers' places. See ``Experts``."""
 
-    def __init__(self, table: ExpertTable) -> None:
-        self.table = table
+    def __init__(self) -> None:
+        self.tables: dict[int, ExpertTable] = {}
         self.watch: RoutingWatch | None = None
 
     def run(self, part: SparseMlp, state: PassState) -> Array:
         """See ``Experts``."""
         ops, routed = state.ops, part.route(state.ops, state.x)
         slots = ops.expert_slots(routed.normed, routed.routing)
-        ops.run_experts(routed.normed, routed.routing, self.table, part.spec.expert, slots)
+        table, spec = self.tables[part.place], part.spec.expert
+        ops.run_experts(routed.normed, routed.routing, table, spec, slots)
         return ops.combine_experts(slots, routed.routing, part.shared_rows(ops, routed))
 
 

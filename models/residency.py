@@ -139,12 +139,12 @@ class Resident(Residency):
         config: DecoderConfig,
         body: Sequence[Part],
         head: Head,
-        experts: Sequence[Experts] = (),
+        experts: Experts,
     ) -> None:
         self.ops, self.config = ops, config
         self.body = body
         self.norm = head.norm
-        self.experts = experts
+        self.experts = (experts,)
         self._head = (head,)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from localrt.errors import MissingExtraError, OptionError
 from localrt.models.config import EMBEDDING, DecoderConfig, LayerNames
 from localrt.models.decoder import PartLoader
+from localrt.models.moe import ResidentExperts
 from localrt.models.parts import PassState, Residual
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Batch
@@ -139,8 +140,8 @@ class HiddenStates:
     def _layer(self, checkpoint: Checkpoint, layer: int) -> tuple[Residual, Residual]:
         weights = WeightLoader(checkpoint, self._ops)
         loader = PartLoader(self._config, self._names)
-        experts = loader.experts(layer, weights, self._ops)
-        return loader.attention(layer, weights), loader.mlp(layer, weights, experts)
+        mlp = loader.resident_mlp(layer, weights, self._ops, ResidentExperts())
+        return loader.attention(layer, weights), mlp
 
     def _run(self, parts: Sequence[Residual], hidden: Any, batch: Batch) -> Any:
         """The hidden states behind ``parts``; ``hidden`` is given up."""
