@@ -23,7 +23,7 @@ from localrt.engine.protocol import Logits
 from localrt.engine.types import Chunk, Message
 from localrt.formatting import parse_size
 from localrt.live import LiveModel
-from localrt.loading.parts import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.progress import ProgressCallback
 

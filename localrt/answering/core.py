@@ -31,7 +31,8 @@ from localrt.engine.types import Chunk, Message
 from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.hub import resolve
 from localrt.hub.usage import note_use
-from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.progress import ProgressCallback

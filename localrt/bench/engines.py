@@ -140,7 +140,7 @@ class _LocalrtEngine:
 
 def _load_native(launch: Launch) -> Core:
     from localrt.answering.core import open_core
-    from localrt.loading.parts import LoadOptions
+    from localrt.loading.options import LoadOptions
 
     options = LoadOptions(
         engine="native",

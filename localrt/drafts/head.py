@@ -32,7 +32,8 @@ from localrt.speculative.tree_source import TreeLimits, TreeSource
 if TYPE_CHECKING:
     from localrt.engine.options import Options
     from localrt.engine.protocol import EngineSession
-    from localrt.loading.parts import LoadedModel, LoadOptions
+    from localrt.loading.options import LoadOptions
+    from localrt.loading.parts import LoadedModel
     from localrt.models.config import DecoderConfig
     from localrt.models.tokenizers import Tokenizer
 

@@ -17,7 +17,8 @@ from localrt.drafts.choice import PLUS_NGRAM, Drafts
 from localrt.drafts.head import is_draft_head, with_room_for_head
 from localrt.drafts.placement import DraftPlace, place_draft
 from localrt.errors import MemoryBudgetError
-from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import LoadedModel, load_parts
 
 if TYPE_CHECKING:
     from localrt.progress import ProgressCallback

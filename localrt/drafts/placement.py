@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from localrt.drafts.acceptance import known_acceptance, remember_acceptance
 from localrt.errors import UnsupportedModelError
-from localrt.loading.parts import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.offload.account import (
     CUDA_CONTEXT_NBYTES,
     FIRST_CONTEXT,

@@ -22,7 +22,8 @@ from localrt.engine.batch.batch import kv_room
 from localrt.engine.native.engine import NativeEngine
 from localrt.errors import OptionError, StorageError
 from localrt.files import atomic_write
-from localrt.loading.parts import LoadedModel, LoadOptions, load_parts
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import read_config

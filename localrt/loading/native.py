@@ -20,7 +20,7 @@ from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.engine.protocol import Engine
-    from localrt.loading.parts import LoadOptions
+    from localrt.loading.options import LoadOptions
     from localrt.models.checkpoints import Checkpoint
     from localrt.models.config import DecoderConfig
     from localrt.quant.ops.protocol import Ops

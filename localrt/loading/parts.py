@@ -20,6 +20,7 @@ from localrt.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from localrt.loading.options import LoadOptions
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
@@ -28,55 +29,7 @@ if TYPE_CHECKING:
     from localrt.models.templates.chat_template import MessageTemplate
     from localrt.models.tokenizers import Tokenizer
 
-__all__ = ["LoadOptions", "LoadedModel", "load_parts"]
-
-ENGINES = ("auto", "native", "llamacpp")
-FORMATS = (None, "bf16", "f32")
-KV_FORMATS = (None, "bf16", "int8", "int4")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """The options of ``localrt.load``, sizes in bytes.
-
-    ``pass_rows`` are the rows of a usual pass, which a placement is made for: more than one where
-    guesses are verified. A ``gpu_memory`` of 0 leaves all to the CPU.
-    """
-
-    engine: str = "auto"
-    format: str | None = None
-    device: str = "auto"
-    gpu_memory: int | None = None
-    ram: int | None = None
-    ctx: int | None = None
-    kv_format: str | None = None
-    threads: int | None = None
-    pass_rows: int = 1
-
-    def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise OptionError(f"engine must be one of {', '.join(ENGINES)}, is {self.engine!r}")
-        if self.format not in FORMATS:
-            raise OptionError(
-                f"format must be bf16 or f32 in this version (or unset), is {self.format!r}"
-            )
-        if self.kv_format not in KV_FORMATS:
-            raise OptionError(
-                f"kv_format must be bf16, int8 or int4 (or unset), is {self.kv_format!r}"
-            )
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith(
-            ("cuda:", "virtual:")
-        ):
-            raise OptionError(
-                "device must be auto, cpu, cuda or virtual:CARD (such as "
-                f"virtual:8GB@12GB/s,256GB/s,20TFLOPS), is {self.device!r}"
-            )
-        for name in ("ctx", "threads"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise OptionError(f"{name} must be an integer, is {value!r}")
-            if value is not None and value < 1:
-                raise OptionError(f"{name} must be at least 1, is {value}")
+__all__ = ["LoadedModel", "load_parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from localrt.progress import Progress, ProgressCallback
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
-    from localrt.loading.parts import LoadOptions
+    from localrt.loading.options import LoadOptions
     from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
     from localrt.models.config import DecoderConfig
     from localrt.models.decoder import Decoder

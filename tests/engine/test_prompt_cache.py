@@ -13,7 +13,8 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.parking.prompt_cache import PromptCache, model_key
 from localrt.engine.protocol import EngineSession
 from localrt.errors import StorageError
-from localrt.loading.parts import LoadOptions, load_parts
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import load_parts
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.native.abi import find_library
 from tests.models.tiny import save_tiny, tokens

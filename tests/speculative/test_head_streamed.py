@@ -15,7 +15,7 @@ import pytest
 from localrt.drafts.head import TRAINED, HeadDraft, target_identity, with_room_for_head
 from localrt.engine.options import read_options
 from localrt.errors import LocalrtError, MemoryBudgetError
-from localrt.loading.parts import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.store import pack_store
