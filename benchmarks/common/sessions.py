@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.common.timing import median_ratio
 from localrt.bench.engines import LLAMACPP_SETTINGS
 from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings
-from localrt.loading.parts import LoadOptions, load_parts
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import load_parts
 
 __all__ = ["against_llamacpp", "open_sessions"]
 

@@ -37,10 +37,10 @@ from benchmarks.gpu.timing import Result, guarded
 from benchmarks.moe.routing_trace import RoutingTrace
 from benchmarks.moe.rules import all_on
 from benchmarks.moe.synthetic import synthetic_trace
+from localrt.models.decoder import Decoder
 from localrt.offload.experts.assignment import Device, ExpertCosts, Rate
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.scheduler import schedule
-from localrt.models.decoder import Decoder
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing

@@ -177,7 +177,12 @@ class Card:
 
 @contextmanager
 def opened(
-    store: RandomStore, placement: Placement, card: Card, host: Any, mode: ReadMode, costs: Any = None
+    store: RandomStore,
+    placement: Placement,
+    card: Card,
+    host: Any,
+    mode: ReadMode,
+    costs: Any = None,
 ) -> Iterator[Decoder]:
     """The pipeline of a random store, on the wall's clock."""
     trace = Trace()

@@ -21,7 +21,7 @@ from benchmarks.moe.routing_trace import TraceHeader, TraceRecorder
 from localrt.answering.core import open_core
 from localrt.engine.protocol import Engine
 from localrt.errors import OptionError
-from localrt.loading.parts import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.store.pack import fingerprint

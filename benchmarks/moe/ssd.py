@@ -37,7 +37,7 @@ from localrt.bench.memory_limit import MemoryLimit
 from localrt.bench.page_cache import drop_from_cache
 from localrt.bench.process import ChildProcess, child_command
 from localrt.bench.process_io import disk_bytes_read
-from localrt.loading.parts import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.offload.experts.prefetch import SOURCES, PrefetchSources
 
 PROCESS = 150_000_000  # what each engine's process may take beside weights

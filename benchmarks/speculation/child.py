@@ -18,7 +18,7 @@ from localrt.bench.child import serve
 from localrt.bench.process_io import disk_bytes_read
 from localrt.engine.options import read_options
 from localrt.errors import LocalrtError
-from localrt.loading.parts import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.offload.memory.process import current_rss
 from localrt.speculative.tree import TokenTree
 
