@@ -1,9 +1,9 @@
 """A draft head: its sizes, the target that it was trained on, and its file.
 
-A head's folder holds ``draft_head.safetensors``, with the sizes in its metadata. Matrices are
-packed (``int8-g32`` by default, or bf16) and kept as bytes, vectors as float32, the draft
-vocabulary as int32 token ids in rising order. ``HeadWeights`` is a ``TensorSource``, so that parts
-of ``models/decoder.py`` are built from it. It knows no target's weights.
+A head's folder holds ``draft_head.safetensors``: matrices in float16, vectors in float32, the draft
+vocabulary as int32 token ids in rising order, and the sizes in its metadata. ``HeadWeights`` is a
+``TensorSource`` of packed matrices, so that parts of ``models/decoder.py`` are built from it. It
+knows no target's weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEAD_FILE = "draft_head.safetensors"
 MOST_BLOCKS = 5  # more gained nothing for Dovetail
 _KEY, _VERSION = "localrt_draft_head", 1  # one key: the order of several is not fixed
 _VOCABULARY = "draft_tokens"
-_PREFERRED = "int8-g32"  # where its groups divide all rows
+_INT8 = CODECS["int8-g32"].format
 
 Values = Mapping[str, npt.NDArray[np.float32]]
 Ints = npt.NDArray[np.int64]
@@ -165,15 +165,11 @@ class HeadWeights:
         self.draft_tokens = draft_tokens
         self.about = about
         self._packed = packed
+        self.nbytes = sum(tensor.nbytes for tensor in packed.values())
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(name, tensor.shape, tensor.format, tensor.nbytes)
             for name, tensor in packed.items()
         }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(tensor.nbytes for tensor in self._packed.values())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
         """See ``TensorSource``."""
@@ -198,13 +194,11 @@ def write_head(
     draft_tokens: Ints,
     values: Values,
     *,
-    weight_format: str | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a head to the folder ``path``; returns its bytes.
 
-    ``values`` are float32 arrays by the names of ``HeadConfig.shapes``. ``weight_format`` is that
-    of the matrices: ``"int8-g32"``, ``"bf16"``, ...; None takes int8 in groups that fit.
+    ``values`` are float32 arrays by the names of ``HeadConfig.shapes``.
 
     Raises:
         ValueError: a weight is missing, or of another shape.
@@ -213,24 +207,16 @@ def write_head(
     """
     from safetensors.numpy import save
 
-    shapes = config.shapes()
-    if {name: array.shape for name, array in values.items()} != shapes:
+    if {name: array.shape for name, array in values.items()} != config.shapes():
         raise ValueError("the weights are not those of the config")
     if draft_tokens.shape != (config.draft_vocab,):
         raise ValueError(f"there are {len(draft_tokens)} draft tokens, not {config.draft_vocab}")
-    format_name = weight_format or _fitting_format(shapes)
-    format_ = BF16 if format_name == "bf16" else CODECS[format_name].format
     arrays: dict[str, npt.NDArray[Any]] = {_VOCABULARY: draft_tokens.astype(np.int32)}
     for name, array in values.items():
-        array = np.ascontiguousarray(array, np.float32)
-        packed = pack(array, format_ if array.ndim == 2 else F32, name=name)
-        arrays[name] = packed.data if array.ndim == 2 else array
-    record = {
-        "version": _VERSION,
-        "weight_format": format_name,
-        "head": asdict(config),
-        "about": dict(about or {}),
-    }
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{name} holds NaN or infinity")
+        arrays[name] = array.astype(np.float16 if array.ndim == 2 else np.float32)
+    record = {"version": _VERSION, "head": asdict(config), "about": dict(about or {})}
     data = save(arrays, {_KEY: json.dumps(record)})
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -241,34 +227,29 @@ def write_head(
 
 
 def read_head(path: Path) -> HeadWeights:
-    """The head in the folder ``path``.
+    """The head in the folder ``path``, its matrices as int8 where groups fit, else bf16.
 
     Raises:
         CheckpointError: there is none, or its file is damaged or of another version.
     """
     file = path / HEAD_FILE
     arrays, metadata = _open(path, weights=True)
-    record, config = _config(file, metadata)
+    config, about = _record(file, metadata)
     tokens = arrays.pop(_VOCABULARY, np.zeros(0, np.int32)).astype(np.int64)
     rising = tokens.ndim == 1 and bool((np.diff(tokens) > 0).all())
     inside = not tokens.size or 0 <= tokens[0] <= tokens[-1] < config.target.vocab_size
     if tokens.shape != (config.draft_vocab,) or not rising or not inside:
         raise CheckpointError(f"{file} is damaged: its draft vocabulary")
-    name = str(record.get("weight_format"))
-    format_ = BF16 if name == "bf16" else CODECS[name].format if name in CODECS else None
-    if format_ is None:
-        raise CheckpointError(f"{file}: weight_format {name!r} is not known")
+    shapes = config.shapes()
+    columns = {shape[1] for shape in shapes.values() if len(shape) == 2}
+    matrix = _INT8 if all(count % _INT8.block == 0 for count in columns) else BF16
     packed = {}
-    for weight, shape in config.shapes().items():
-        data = arrays.get(weight)
-        matrix = len(shape) == 2
-        kind = format_ if matrix else F32
-        rows = shape[0] if matrix else 1
-        if data is None or data.nbytes != rows * kind.row_bytes(shape[-1]):
-            raise CheckpointError(f"{file} is damaged: tensor {weight}")
-        bytes_ = np.ascontiguousarray(data).view(np.uint8).reshape(rows, -1)
-        packed[weight] = PackedTensor(weight, kind, shape, bytes_)
-    return HeadWeights(path, config, tokens, packed, record.get("about") or {})
+    for name, shape in shapes.items():
+        if name not in arrays or arrays[name].shape != shape:
+            raise CheckpointError(f"{file} is damaged: tensor {name}")
+        values = arrays[name].astype(np.float32)
+        packed[name] = pack(values, matrix if len(shape) == 2 else F32, name=name)
+    return HeadWeights(path, config, tokens, packed, about)
 
 
 def read_head_config(path: Path) -> HeadConfig:
@@ -277,13 +258,7 @@ def read_head_config(path: Path) -> HeadConfig:
     Raises:
         CheckpointError: there is none, or its file is damaged or of another version.
     """
-    return _config(path / HEAD_FILE, _open(path)[1])[1]
-
-
-def _fitting_format(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    columns = {shape[1] for shape in shapes.values() if len(shape) == 2}
-    block = CODECS[_PREFERRED].format.block
-    return _PREFERRED if all(count % block == 0 for count in columns) else "bf16"
+    return _record(path / HEAD_FILE, _open(path)[1])[0]
 
 
 def _open(
@@ -303,7 +278,8 @@ def _open(
         raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
-def _config(file: Path, metadata: Mapping[str, str]) -> tuple[Mapping[str, Any], HeadConfig]:
+def _record(file: Path, metadata: Mapping[str, str]) -> tuple[HeadConfig, Mapping[str, Any]]:
+    """What the metadata say: the config, and what was measured."""
     if _KEY not in metadata:
         raise CheckpointError(f"{file} is no draft head's")
     try:
@@ -314,6 +290,6 @@ def _config(file: Path, metadata: Mapping[str, str]) -> tuple[Mapping[str, Any],
                 "train the head again, or take a newer localrt"
             )
         target = HeadTarget(**record["head"]["target"])
-        return record, HeadConfig(**{**record["head"], "target": target})
+        return HeadConfig(**{**record["head"], "target": target}), record["about"]
     except (ValueError, TypeError, LookupError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error

@@ -113,14 +113,6 @@ class TokenTree:
         """(n,) rotary positions, where the last known token stands at ``last``."""
         return self.depths + last
 
-    def path(self, node: int) -> tuple[int, ...]:
-        """The nodes from the first guess down to ``node``; none for -1."""
-        nodes = []
-        while node != ROOT:
-            nodes.append(node)
-            node = int(self.parents[node])
-        return tuple(reversed(nodes))
-
     def children(self, node: int) -> Ints:
         """The nodes whose parent is ``node``; -1 is the last known token."""
         return np.flatnonzero(self.parents == node)

@@ -232,14 +232,17 @@ class Run(Policy):
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _allowed(self, plain: float) -> float:
-        """Seconds that may be lost by now."""
-        tokens = max(self._tokens, min(self._limit, _ASSUMED))
-        return TOLERANCE * plain * tokens
+    @property
+    def _plain(self) -> float:
+        """Seconds of a plain step."""
+        plain = self._tuner.cost.plain
+        assert plain is not None, "a plan needs a plain step"
+        return plain
 
-    def _affordable(self, seconds: float, plain: float) -> bool:
-        """Whether a pass of ``seconds`` that brings one token would lose more than is allowed."""
-        return self._lost + seconds - plain <= self._allowed(plain)
+    def _affordable(self, seconds: float) -> bool:
+        """Whether a pass of ``seconds`` that brings one token loses no more than is allowed."""
+        tokens = max(self._tokens, min(self._limit, _ASSUMED))
+        return self._lost + seconds - self._plain <= TOLERANCE * self._plain * tokens
 
     def _judge_gaps(self) -> None:
         """What the pass before has prepared, in the seconds that it would take now."""
@@ -260,10 +263,8 @@ class Run(Policy):
 
     def _model_plan(self, room: int) -> tuple[Plan | None, float]:
         """The best plan that costs a draft, with its tokens per second, or an attempt at one."""
-        plain = self._tuner.cost.plain
-        assert plain is not None, "a plan needs a plain step"
         margin = MARGIN if self._tuner.streamed else _MARGIN_RESIDENT
-        best, best_rate = None, margin / plain
+        best, best_rate = None, margin / self._plain
         for name in self._usable():
             source = self._tuner.sources[name]
             if source.cheap:
@@ -284,14 +285,13 @@ class Run(Policy):
         cost = self._tuner.cost
         row = source.row_s
         if row is None:
-            row = source.level * (cost.prompt_row or (cost.plain or 0.0) / 4)
+            row = source.level * (cost.prompt_row or self._plain / 4)
         return tokens * row
 
     def _worth_reading(self, name: str, source: Source, rate: float) -> bool:
         """Whether ``rate`` tokens per second are worth it: twice, for all that is still to come."""
-        seconds, plain = self._reading(name, source), self._tuner.cost.plain
-        assert plain is not None, "a plan needs a plain step"
-        if self._affordable(plain + seconds, plain):
+        seconds, plain = self._reading(name, source), self._plain
+        if self._affordable(plain + seconds):
             return True
         left = min(self._limit - self._tokens, max(_ASSUMED, self._tokens))
         return bool(source.gains) and left * (plain - 1 / rate) > 2 * seconds
@@ -299,8 +299,6 @@ class Run(Policy):
     def _best_of(self, name: str, source: Source, room: int) -> tuple[Plan | None, float]:
         """The plan with the most expected tokens per second, and their number."""
         cost = self._tuner.cost
-        plain = cost.plain
-        assert plain is not None, "a plan needs a plain step"
         best, best_rate = None, 0.0
         for budget in BUDGETS:
             if budget > room:
@@ -310,7 +308,7 @@ class Run(Policy):
                 if depth > budget:
                     break
                 draft = self._draft_seconds(name, source, budget, depth)
-                if not self._affordable(draft + most, plain):
+                if not self._affordable(draft + most):
                     continue
                 rate = (1 + source.gain(budget, depth)) / (draft + least)
                 if rate > best_rate:
@@ -320,11 +318,9 @@ class Run(Policy):
     def _attempt(self, name: str, source: Source, room: int) -> Plan | None:
         """A cheap attempt with a source that is not expected to pay, where that may be risked."""
         cost = self._tuner.cost
-        plain = cost.plain
-        assert plain is not None, "a plan needs a plain step"
         for budget, depth in ((8, 4), (4, 2), (2, 1)):
             draft = self._draft_seconds(name, source, budget, depth) + self._reading(name, source)
-            if budget <= room and self._affordable(draft + cost.seconds(1 + budget), plain):
+            if budget <= room and self._affordable(draft + cost.seconds(1 + budget)):
                 self._forced = True
                 return Plan(name, budget, depth, self._ready.get(name, 0))
         return None
@@ -339,24 +335,20 @@ class Run(Policy):
         known = source.cost.seconds(budget, levels)
         if known is not None:
             return known
-        plain = self._tuner.cost.plain
-        assert plain is not None, "a draft needs a plain step"
-        return source.level * plain * (levels + 1)
+        return source.level * self._plain * (levels + 1)
 
     def _worthwhile(self, source: Source, tree: TokenTree) -> tuple[TokenTree, float]:
         """The best nodes of a mixed tree, as many as bring more tokens than their rows cost time.
 
         With the tokens per second of their pass. ``source`` proposed the last of them.
         """
-        cost = self._tuner.cost
-        plain = cost.plain
-        assert plain is not None, "a draft needs a plain step"
+        cost, plain = self._tuner.cost, self._plain
         chances = np.exp(tree.scores)
         order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.scores))
         sums = np.cumsum(chances[order])
         best, best_value = 0, 0.0
         for count in node_counts(len(tree)):
-            if not self._affordable(cost.seconds(1 + count) + self._draft_s, plain):
+            if not self._affordable(cost.seconds(1 + count) + self._draft_s):
                 break
             seconds = cost.seconds(1 + count, hopeful=True)
             # Time is worth plain decoding's tokens, and a little more: guesses must pay.
@@ -365,7 +357,7 @@ class Run(Policy):
                 best, best_value = count, value
         if not best and self._may_try(source):
             best = next((n for n in node_counts(min(8, len(tree))) if sums[n - 1] > 0), 0)
-            if not self._affordable(cost.seconds(1 + best) + self._draft_s, plain):
+            if not self._affordable(cost.seconds(1 + best) + self._draft_s):
                 best = 0
         gain = float(sums[best - 1]) if best else 0.0
         return tree.trim(best), (1 + gain) / cost.seconds(1 + best)

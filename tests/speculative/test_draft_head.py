@@ -32,7 +32,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     config = tiny_config(tiny_folder)
     folder = tmp_path_factory.mktemp("head")
-    write_head(folder, config, draft_tokens(config), tiny_values(config), weight_format="int8-g32")
+    write_head(folder, config, draft_tokens(config), tiny_values(config))
     weights = read_head(folder)
     ops = NativeOps(threads=2)
     checkpoint = open_checkpoint(tiny_folder)

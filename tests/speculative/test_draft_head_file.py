@@ -43,10 +43,9 @@ def write(folder: Path, **options: Any) -> int:
     return write_head(folder, CONFIG, draft_tokens(CONFIG), tiny_values(CONFIG), **options)
 
 
-@pytest.mark.parametrize(("format_", "error"), [("int8-g32", 8e-3), ("bf16", 4e-3)])
-def test_what_was_written_comes_back(tmp_path: Path, format_: str, error: float) -> None:
+def test_what_was_written_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "head"
-    nbytes = write(folder, weight_format=format_, about={"agreed": [0.5]})
+    nbytes = write(folder, about={"agreed": [0.5]})
     assert nbytes == sum(file.stat().st_size for file in folder.iterdir())
     assert is_head_folder(folder)
     assert not is_head_folder(tmp_path)
@@ -56,7 +55,7 @@ def test_what_was_written_comes_back(tmp_path: Path, format_: str, error: float)
     np.testing.assert_array_equal(weights.draft_tokens, draft_tokens(CONFIG))
     for name, values in tiny_values(CONFIG).items():
         back = unpack(weights.read(name)).reshape(values.shape)
-        assert np.abs(back - values).max() <= error * np.abs(values).max()
+        assert np.abs(back - values).max() <= 8e-3 * np.abs(values).max()
     rows = weights.read("fusion.token.weight", 3, 5)
     np.testing.assert_array_equal(unpack(rows), unpack(weights.read("fusion.token.weight"))[3:5])
     write(folder)  # over the one that was there
@@ -113,7 +112,6 @@ def cut(folder: Path) -> None:
         (edit(lambda r: r["head"].update(draft_vocab=41)), "its draft vocabulary"),
         (edit(lambda r: r["head"].update(target=3)), "is damaged"),
         (edit(lambda r: r.update(head=3)), "is damaged"),
-        (edit(lambda r: r.update(weight_format="q9")), "'q9' is not known"),
         (lambda folder: (folder / HEAD_FILE).write_text("{"), "is damaged"),
         (lambda folder: (folder / HEAD_FILE).unlink(), "there is no draft head"),
         (cut, "is damaged"),

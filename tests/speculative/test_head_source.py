@@ -20,6 +20,7 @@ from localrt.speculative.best_first import DECAY, likeliest
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import TokenTree
 from tests.inside import core_of, engine_of
+from tests.speculative.test_tree import path_to
 from tests.speculative.tiny_head import DRAFT_VOCAB, draft_tokens, write_tiny_head
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -71,7 +72,7 @@ def one_by_one(made: Any, session: NativeSession, history: list[int], path: list
 
 def check_tree(made: Any, session: NativeSession, history: list[int], tree: TokenTree) -> None:
     for node in range(len(tree)):
-        path = [int(tree.tokens[n]) for n in tree.path(node)]
+        path = [int(tree.tokens[n]) for n in path_to(tree, node)]
         parent = int(tree.parents[node])
         above = 0.0 if parent < 0 else float(tree.scores[parent])
         exact = one_by_one(made, session, history, path[:-1])[path[-1]]

@@ -27,10 +27,19 @@ def trees(draw: st.DrawFn, name: str = "a") -> TokenTree:
     return TokenTree.of(tokens, parents, scores, name)
 
 
+def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """The nodes from the first guess down to ``node``; none for the last known token."""
+    nodes: list[int] = []
+    while node != ROOT:
+        nodes.insert(0, node)
+        node = int(tree.parents[node])
+    return tuple(nodes)
+
+
 def words(tree: TokenTree) -> dict[tuple[int, ...], float]:
     """Every node by the tokens that lead to it."""
     return {
-        tuple(tree.tokens[list(tree.path(node))].tolist()): float(tree.scores[node])
+        tuple(tree.tokens[list(path_to(tree, node))].tolist()): float(tree.scores[node])
         for node in range(len(tree))
     }
 
@@ -39,8 +48,8 @@ def words(tree: TokenTree) -> dict[tuple[int, ...], float]:
 def test_a_mask_shows_the_path_and_nothing_else(tree: TokenTree) -> None:
     mask = tree.mask()
     for node in range(len(tree)):
-        assert tuple(np.flatnonzero(mask[node])) == tree.path(node)
-        assert tree.depths[node] == len(tree.path(node))
+        assert tuple(np.flatnonzero(mask[node])) == path_to(tree, node)
+        assert tree.depths[node] == len(path_to(tree, node))
         assert all(tree.parents[child] == node for child in tree.children(node))
     whole = tree.pass_mask()
     assert whole[:, 0].all()

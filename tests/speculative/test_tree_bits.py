@@ -18,6 +18,7 @@ from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.models.tiny import save_tiny, tokens
+from tests.speculative.test_tree import path_to
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -63,7 +64,7 @@ def test_every_path_has_the_bits_of_plain_decoding(
     decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
     logits = tree_pass(decoder, cache, 7, tree)
     for leaf in (3, 5, 7, 9, 14, len(tree) - 1):
-        path = tree.path(leaf)
+        path = path_to(tree, leaf)
         alone = decoder.cache(CAPACITY)
         decoder.forward(Batch.extend([(alone, prompt)]), rows=[])
         for row, token in zip((ROOT, *path), (7, *tree.tokens[list(path)].tolist()), strict=True):

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from localrt.errors import CancelledError
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
+from localrt.speculative.drafter import Drafter
 from localrt.speculative.source import DraftFailedError
-from localrt.speculative.tree_source import TreeSource
+from localrt.speculative.tree_source import TreeLimits, TreeSource
 from tests.models.tiny import load_ours, save_tiny, tokens
 from tests.speculative.sources import model_source
 from tests.speculative.test_tree import words
@@ -289,3 +290,49 @@ def test_catching_up_is_what_a_proposal_begins_with(decoder: Any) -> None:
     assert draft.missing(history) == 0
     assert words(draft.propose(history, 8, 2)) == approx_words(fresh.propose(history, 8, 2))
     assert draft.missing([*history, 3]) <= 1
+
+
+class AtOnce(Drafter):
+    """Guesses three tokens at once, behind the second token of a history at the earliest."""
+
+    name = "block"
+    lasting = prepares = False
+    tokens = np.arange(10, 10 + VOCAB)
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        self.computed: list[tuple[int, int, bool]] = []
+
+    def cache(self, capacity: int) -> Any:
+        return self._decoder.cache(capacity)
+
+    def first(self, history: Any) -> int | None:
+        return 1 if len(history) > 1 else None
+
+    def known(
+        self, cache: Any, history: Any, start: int, stop: int, *, last: bool, check: Any
+    ) -> np.ndarray:
+        self.computed.append((start, stop, last))
+        self._decoder.forward(Batch.extend([(cache, history[start:stop])]), rows=[])
+        return np.stack([model((len(history), depth)) for depth in range(3)])
+
+    def guessed(self, cache: Any, rows: Any, *, check: Any) -> np.ndarray:
+        raise AssertionError("all depths are there")
+
+
+def test_all_depths_at_once_need_no_rows_of_guesses(decoder: Any) -> None:
+    drafter = AtOnce(decoder)
+    draft = TreeSource(drafter, TreeLimits(capacity=200))
+    assert not draft.prepares
+    assert len(draft.propose([4], 30, 8)) == 0, "nothing to begin from"
+    history = tokens(20)
+    tree = words(draft.propose(history, 30, 8))
+    assert drafter.computed == [(1, 20, True)]
+    assert max(map(len, tree)) == 3
+    rows = [log_softmax(model((20, depth))) for depth in range(3)]
+    for path, score in tree.items():
+        exact = sum(rows[depth][token - 10] + DECAY for depth, token in enumerate(path))
+        assert score == pytest.approx(exact, abs=1e-5)
+    assert words(draft.propose(history, 30, 2)).keys() < tree.keys()
+    draft.propose([*history, 7], 4, 3)
+    assert drafter.computed[1:] == [(19, 20, True), (20, 21, True)]

@@ -17,7 +17,7 @@ from localrt.speculative.mixed import MixedTree
 from localrt.speculative.policy import AHEAD_S, Ahead, Fixed, Gaps, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
-from tests.speculative.test_tree import trees, words
+from tests.speculative.test_tree import path_to, trees, words
 
 RIGHT = 1000  # what the target says, always; a source's own wrong guesses are other tokens
 
@@ -195,12 +195,12 @@ def test_a_mixed_tree_is_a_tree_of_what_was_proposed(
     assert len(tree) <= most
     assert set(words(tree)) <= set(words(a)) | set(words(b))
     for node in range(len(tree)):
-        path = tuple(tree.tokens[list(tree.path(node))].tolist())
+        path = tuple(tree.tokens[list(path_to(tree, node))].tolist())
         assert set(tree.proposed_by(node)) == {
             name for name, own in (("a", a), ("b", b)) if path in words(own)
         }
     verified = tree.trim(taken)
-    mixed.learn(verified, verified.path(len(verified) - 1) if len(verified) else ())
+    mixed.learn(verified, path_to(verified, len(verified) - 1) if len(verified) else ())
 
 
 # -- gaps ------------------------------------------------------------------------------------------
