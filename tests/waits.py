@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +16,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.perf_counter() < end, "it did not happen"
         time.sleep(0.002)
+
+
+async def wait_in_loop(
+    condition: Callable[[], object], pause: Callable[[], Awaitable[object]], seconds: float = 60.0
+) -> None:
+    """``wait_for`` in a coroutine: ``pause`` lets others run."""
+    end = time.perf_counter() + seconds
+    while not condition():
+        assert time.perf_counter() < end, "it did not happen"
+        await pause()
 
 
 @contextmanager

@@ -343,10 +343,7 @@ class PlainChat:
     def _export(self, argument: str) -> None:
         self.say(f"Saved to {self._exporter.export(self.state.conversation, argument)}")
 
-    def _load(self, argument: str) -> None:
-        if not argument:
-            raise OptionError("/load needs the path of a saved conversation (.json)")
-        path = Path(argument).expanduser()
+    def _load(self, path: str) -> None:
         self._open(lambda: self.state.load(path), f"Opened {path}")
 
 

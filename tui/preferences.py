@@ -50,7 +50,7 @@ def config_folder() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preferences:
-    """``keys`` are a config file's words, yet to be checked; None: nothing was said."""
+    """``keys`` are a config file's words, yet to be checked; None: not set."""
 
     theme: str | None = None
     panel: bool = False

@@ -1,4 +1,4 @@
-"""Conversations that outlive the app: branches of turns in one SQLite file, saved as they are said.
+"""Conversations that outlive the app: branches of turns in one SQLite file, saved as they grow.
 
 It knows text only: neither models nor their caches.
 """

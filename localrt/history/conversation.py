@@ -29,7 +29,7 @@ _TITLE_LENGTH = 60
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side said. ``branch`` of ``branches`` (from 1) are the turns in its place.
+    """A message of one side. ``branch`` of ``branches`` (from 1) are the turns in its place.
 
     ``state`` is ``"done"``, ``"cancelled"``, ``"failed"``, ``"writing"`` (by an app that is still
     running), or ``"cut"``: the app that wrote it ended in the middle. ``created`` is in seconds
@@ -146,14 +146,14 @@ class Conversation:
         )
         if not rows:
             raise StorageError(f"the conversation has no turn {number}")
-        return self._turn(rows[0], self._beside(rows[0]["parent"]))
+        return self._turn(rows[0], self._siblings(rows[0]["parent"]))
 
     def siblings(self, number: int) -> tuple[int, ...]:
         """The turns in the place of turn ``number``, itself included, oldest first."""
         rows = self._database.rows(
             "SELECT parent FROM turn WHERE id = ? AND conversation = ?", (number, self.id)
         )
-        return self._beside(rows[0]["parent"]) if rows else ()
+        return self._siblings(rows[0]["parent"]) if rows else ()
 
     def show(self, number: int) -> None:
         """Show the branch that turn ``number`` is on, and below it what was shown there last."""
@@ -171,17 +171,17 @@ class Conversation:
     def _shown(self) -> Iterator[Turn]:
         rows = self._database.rows("SELECT * FROM turn WHERE conversation = ?", (self.id,))
         by_number = {row["id"]: row for row in rows}
-        beside: dict[int | None, list[int]] = {}
+        siblings: dict[int | None, list[int]] = {}
         for row in rows:  # in order of their numbers
-            beside.setdefault(row["parent"], []).append(row["id"])
+            siblings.setdefault(row["parent"], []).append(row["id"])
         number, seen = self._row()["first"], set[int]()
         while number in by_number and number not in seen:
             seen.add(number)
             row = by_number[number]
-            yield self._turn(row, beside[row["parent"]])
+            yield self._turn(row, siblings[row["parent"]])
             number = row["next"]
 
-    def _turn(self, row: sqlite3.Row, beside: tuple[int, ...] | list[int]) -> Turn:
+    def _turn(self, row: sqlite3.Row, siblings: tuple[int, ...] | list[int]) -> Turn:
         if row["state"] == "writing" and not is_alive(row["writer"]):
             with self._database.transaction() as connection:
                 settle(connection, row["id"], "cut", None)
@@ -198,12 +198,12 @@ class Conversation:
             content,
             row["created"],
             row["state"],
-            1 + beside.index(row["id"]),
-            len(beside),
+            1 + siblings.index(row["id"]),
+            len(siblings),
             json.loads(row["info"]),
         )
 
-    def _beside(self, parent: int | None) -> tuple[int, ...]:
+    def _siblings(self, parent: int | None) -> tuple[int, ...]:
         rows = self._database.rows(
             "SELECT id FROM turn WHERE conversation = ? AND parent IS ? ORDER BY id",
             (self.id, parent),

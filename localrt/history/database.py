@@ -2,7 +2,7 @@
 
 Write-ahead logging lets several apps use one file. What was committed survives a killed process. A
 file that cannot be used is kept, never overwritten: a damaged one is put aside, a newer one stays
-where it is and another is begun beside it. Without a file the same tables are in memory. It does
+where it is and another is begun next to it. Without a file the same tables are in memory. It does
 not know what a conversation is.
 """
 

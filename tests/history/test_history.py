@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
+from localrt.history.copies import copy_to_memory, end_answer, merge
 
 
 @pytest.fixture
@@ -255,3 +256,40 @@ def test_names_and_roles_are_checked(history: History) -> None:
         talk.add("robot", "hi")
     with pytest.raises(StorageError, match="no turn 77"):
         talk.add("user", "hi", after=77)
+
+
+def test_in_memory_it_is_the_same_without_a_file(tmp_path: Path) -> None:
+    with History(":memory:") as history:
+        assert history.path is None
+        talk = history.new(model="m", options={"seed": 1})
+        talk.add("user", "a quick question")
+        with talk.answer() as writer:
+            writer.write("an answer")
+        assert [info.title for info in history.list("quick")] == ["a quick question"]
+        assert said(history.open(talk.id)) == ["a quick question", "an answer"]
+    with History(":memory:") as other:
+        assert other.list() == []
+
+
+def test_a_copy_in_memory_is_brought_back_with_its_branches(history: History) -> None:
+    with History(":memory:") as memory:
+        talk = history.new(model="m", system="Be brief.")
+        question = talk.add("user", "q")
+        writer = talk.answer()
+        writer.write("half")
+        facts = {"title": talk.title, "model": "m", "system": "Be brief.", "options": {"seed": 1}}
+        copy = copy_to_memory(memory, talk.id, talk.turns, facts)
+        end_answer(copy, writer.turn, "cancelled", "half", {"tokens": 1})
+        first = copy.add("user", "more", after=writer.turn)
+        other = copy.add("user", "other", after=writer.turn)
+        assert min(first.id, other.id) > 1 << 39  # no number of the file
+        unfinished = copy.answer(after=other.id)
+        with pytest.raises(StorageError, match="still being written"):
+            merge(talk, copy)
+        unfinished.finish()
+        numbers = merge(talk, copy)
+        assert said(talk) == ["q", "half", "other", ""]
+        assert [turn.state for turn in talk.turns] == ["done", "cancelled", "done", "done"]
+        assert talk.options == {"seed": 1}
+        assert talk.siblings(numbers[other.id]) == (numbers[first.id], numbers[other.id])
+        assert talk.siblings(question.id) == (question.id,)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from textual._wait import wait_for_idle
 from textual.pilot import Pilot
 
 from localrt.tui import ChatApp
+from tests.tui import screen
 from tests.tui.fakes import FakeLoader, FakeModel
+from tests.waits import wait_in_loop
 
 SIZE = (80, 24)
 
@@ -34,14 +36,15 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual.pilot.wait_for_idle", _settled)
 
 
-async def _settled(min_sleep: float = 0.02, max_sleep: float = 1.0) -> None:
-    """Textual's wait takes a process that gets no processor for an idle one: then go on until no
-    message is on its way."""
-    await wait_for_idle(min_sleep, max_sleep)
+async def _settled(min_sleep: float = 0.0, max_sleep: float = 0.0) -> None:
+    """In the place of Textual's wait, which sleeps 20 ms at a time until the process is idle, and
+    takes one that gets no processor for idle: until no message is on its way."""
     loop: Any = asyncio.get_running_loop()
     deadline = time.monotonic() + 30
-    while loop._ready and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
+    quiet = 0
+    while quiet < 3 and time.monotonic() < deadline:
+        await asyncio.sleep(0)
+        quiet = 0 if loop._ready else quiet + 1
 
 
 @pytest.fixture
@@ -54,10 +57,37 @@ def app_for(loader: FakeLoader, **arguments: Any) -> ChatApp:
     return ChatApp(loader, **{**settings, **arguments})
 
 
+@asynccontextmanager
+async def running(
+    source: FakeModel | FakeLoader, *, size: tuple[int, int] = SIZE, **arguments: Any
+) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
+    """The app over a fake model, started and ready."""
+    app = app_for(source if isinstance(source, FakeLoader) else FakeLoader(source), **arguments)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: screen.idle(app))
+        yield app, pilot
+
+
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
     """Let the app run until the condition holds."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the app did not get there in time"
-        await pilot.pause(0.01)
+    await wait_in_loop(condition, lambda: pilot.pause(0.005))
     await pilot.pause()
+
+
+async def asked(pilot: Pilot[None], text: str) -> None:
+    """Send a message and wait for its answer."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    await until(pilot, lambda: screen.idle(app))
+    count = len(screen.answers(app))
+    await screen.say(pilot, text)
+    await until(pilot, lambda: len(screen.answers(app)) > count and screen.idle(app))
+
+
+async def cleared(pilot: Pilot[None]) -> None:
+    """Begin a new conversation."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    screen.composer(app).put("")
+    await pilot.press("ctrl+n")
+    await until(pilot, lambda: not screen.users(app))

@@ -73,6 +73,11 @@ def phase(app: ChatApp) -> Phase:
     return app.query_one(Footer).status.phase
 
 
+def idle(app: ChatApp) -> bool:
+    """Whether the model is there and nothing is left to answer."""
+    return phase(app) is Phase.READY and not waiting(app)
+
+
 def hint(app: ChatApp) -> str:
     return str(app.query_one("#hint", Static).render())
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from localrt.engine.options import OPTION_NAMES
-from localrt.tui import ChatApp
-from localrt.tui.chat.footer import Phase
 from localrt.tui.commands import (
     COMMANDS,
     OPTIONS,
@@ -20,12 +18,9 @@ from localrt.tui.commands import (
 )
 from localrt.tui.screens.help import HelpScreen, help_text
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.conftest import SIZE, app_for, asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
-
-
-def idle(app: ChatApp) -> bool:
-    return screen.phase(app) is Phase.READY
+from tests.tui.screen import idle
 
 
 @pytest.mark.parametrize(
@@ -79,8 +74,10 @@ def test_help_names_everything() -> None:
     assert "Ctrl+O" in text
 
 
-async def test_help_and_an_unknown_command(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model, held=True))
+async def test_commands_without_a_model(model: FakeModel) -> None:
+    model.hold()
+    loader = FakeLoader(model, held=True)
+    app = app_for(loader)
     async with app.run_test(size=SIZE) as pilot:
         await screen.say(pilot, "/help")
         assert isinstance(app.screen, HelpScreen)
@@ -88,51 +85,30 @@ async def test_help_and_an_unknown_command(model: FakeModel) -> None:
         await screen.say(pilot, "/tmp/file is what?")
         assert screen.notices(app, "error")[0].startswith("No command /tmp/file: /help")
         assert screen.users(app) == []
-
-
-async def test_a_double_slash_sends_a_slash(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
+        await screen.say(pilot, "/clear")  # the old name of /new
+        assert "still loading" in screen.notices(app, "error")[-1]
+        loader.gate.set()
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "//etc is what?")
         assert screen.users(app) == ["/etc is what?"]
+        await screen.say(pilot, "/clear")
+        assert "Esc stops it" in screen.notices(app, "error")[-1]
+        model.release()
+        await pilot.press("escape")
 
 
-async def test_new(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model), system="Be brief.")
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        await screen.say(pilot, "/clear")  # the old name of /new
-        await until(pilot, lambda: not screen.users(app))
-        assert screen.answers(app) == []
-        assert model.last_chat.messages == [{"role": "system", "content": "Be brief."}]
-        await until(pilot, lambda: model.chats[0].closed)
-        assert "0/8.2k" in screen.footer(app)
-
-
-async def test_system(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+async def test_system_and_set(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
         await screen.say(pilot, "/system")
         assert screen.notices(app)[-1] == "No system prompt: /system TEXT sets one"
         await screen.say(pilot, "/system Be brief.\nBe kind.")
         assert model.last_chat.system == "Be brief.\nBe kind."
         await screen.say(pilot, "/system")
-        assert (
-            screen.notices(app)[-1]
-            == "System prompt (/system none removes it): Be brief.\nBe kind."
-        )
+        shown = "System prompt (/system none removes it): Be brief.\nBe kind."
+        assert screen.notices(app)[-1] == shown
         await screen.say(pilot, "/system none")
         assert model.last_chat.system is None
 
-
-async def test_set(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
         await screen.say(pilot, "/set max-tokens 40")
         await screen.say(pilot, "/set stop 5")
         await screen.say(pilot, "/set ignore_eos true")
@@ -146,53 +122,56 @@ async def test_set(model: FakeModel) -> None:
         await screen.say(pilot, "/set stop none")
         assert model.last_chat.options == {"ignore_eos": True}
         assert screen.notices(app, "error") == []
+        for count, line in enumerate(("temperature -1", "tempertaure 1", "top_p"), 1):
+            await screen.say(pilot, f"/set {line}")
+            assert len(screen.notices(app, "error")) == count
+            assert model.last_chat.options == {"ignore_eos": True}
 
 
-@pytest.mark.parametrize("line", ["/set temperature -1", "/set tempertaure 1", "/set top_p"])
-async def test_set_refuses_what_makes_no_sense(model: FakeModel, line: str) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, line)
-        assert len(screen.notices(app, "error")) == 1
-        assert model.last_chat.options == {}
-
-
-async def test_export_and_load(model: FakeModel, tmp_path: Path) -> None:
-    path = tmp_path / "chat.json"
-    app = app_for(FakeLoader(model), system="Be brief.")
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+async def test_new_export_and_load(
+    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, markdown = tmp_path / "chat.json", tmp_path / "notes.txt"
+    markdown.write_text("mine")
+    model.answer = ["<think>hm</think>", "# Yes\n"]
+    async with running(model, system="Be brief.") as (app, pilot):
+        await asked(pilot, "Really?")
         await screen.say(pilot, f"/export {path}")
         await until(pilot, path.exists)
+        await screen.say(pilot, f"/export {markdown}")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert markdown.read_text() == "mine"  # another's file is asked about first
+        await screen.say(pilot, f"/export {markdown}")
+        await until(pilot, lambda: markdown.read_text() != "mine")
+        await screen.say(pilot, "/export")
+        await until(pilot, lambda: list(tmp_path.glob("really-20*.md")))
+
         await screen.say(pilot, "/new")
+        await until(pilot, lambda: not screen.users(app))
+        assert screen.answers(app) == screen.notices(app, "error") == []
+        assert model.last_chat.messages == [{"role": "system", "content": "Be brief."}]
+        await until(pilot, lambda: model.chats[0].closed)
+        assert "0/8.2k" in screen.footer(app)
+
         await screen.say(pilot, f"/load {path}")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."])
-        assert screen.users(app) == ["Hi"]
+        await until(pilot, lambda: screen.users(app) == ["Really?"])
         assert app.state.conversation.system == "Be brief."
-        await screen.say(pilot, "again")
-        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
+        await asked(pilot, "again")
         await screen.say(pilot, f"/export {path}")  # its own file: no question
         await until(pilot, lambda: len(json.loads(path.read_text())["messages"]) == 5)
         assert screen.notices(app, "error") == []
-
-
-async def test_export_as_markdown(model: FakeModel, tmp_path: Path) -> None:
-    model.answer = ["<think>hm</think>", "# Yes\n"]
-    path = tmp_path / "chat.md"
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Really?")
-        await until(pilot, lambda: screen.answers(app) and idle(app))
-        await screen.say(pilot, f"/export {path}")
-        await until(pilot, path.exists)
-    lines = path.read_text().splitlines()
+        for line in ("/load nowhere/chat.json", "/load"):
+            count = len(screen.notices(app, "error"))
+            await screen.say(pilot, line)
+            await until(pilot, lambda n=count: len(screen.notices(app, "error")) > n)  # type: ignore[misc]
+            assert screen.users(app) == ["Really?", "again"]
+    lines = markdown.read_text().splitlines()
     assert lines[0] == "# Really?"
     assert lines[2].startswith("*tiny-model, 20")
     assert [line for line in lines[3:] if line] == [
+        "## System prompt",
+        "Be brief.",
         "## You",
         "Really?",
         "## Model",
@@ -201,60 +180,6 @@ async def test_export_as_markdown(model: FakeModel, tmp_path: Path) -> None:
         "</details>",
         "# Yes",
     ]
-
-
-async def test_export_asks_before_it_replaces_another_file(
-    model: FakeModel, tmp_path: Path
-) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("mine")
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, f"/export {path}")
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert path.read_text() == "mine"
-        await screen.say(pilot, f"/export {path}")
-        await until(pilot, lambda: path.read_text().startswith("# "))
-
-
-async def test_export_without_a_path_names_the_file(
-    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "How are you?")
-        await until(pilot, lambda: screen.answers(app) and idle(app))
-        await screen.say(pilot, "/export")
-        await until(pilot, lambda: list(tmp_path.glob("how-are-you-20*.md")))
-
-
-@pytest.mark.parametrize("line", ["/load nowhere/chat.json", "/load"])
-async def test_load_of_nothing_changes_nothing(model: FakeModel, line: str) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        await screen.say(pilot, line)
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert screen.users(app) == ["Hi"]
-
-
-async def test_commands_wait_for_the_model(model: FakeModel) -> None:
-    model.hold()
-    loader = FakeLoader(model, held=True)
-    app = app_for(loader)
-    async with app.run_test(size=SIZE) as pilot:
-        await screen.say(pilot, "/clear")
-        assert "still loading" in screen.notices(app, "error")[-1]
-        loader.gate.set()
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await screen.say(pilot, "/clear")
-        assert "Esc stops it" in screen.notices(app, "error")[-1]
 
 
 async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None:

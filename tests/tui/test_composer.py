@@ -5,53 +5,53 @@ from __future__ import annotations
 import pytest
 from textual.events import MouseScrollUp, Paste
 
-from localrt.tui import ChatApp
-from localrt.tui.chat.footer import Phase
 from localrt.tui.chat.view import ConversationView
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.conftest import SIZE, app_for, asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.screen import idle
 
 
-def idle(app: ChatApp) -> bool:
-    return screen.phase(app) is Phase.READY
-
-
-@pytest.mark.parametrize("key", ["ctrl+j", "shift+enter", "alt+enter"])
-async def test_newline_keys(model: FakeModel, key: str) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await pilot.press("a", key, "b")
-        assert screen.composer(app).text == "a\nb"
+async def test_writing(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        await pilot.press("enter", "space", "enter")
+        assert screen.users(app) == []  # blank text is not sent
+        composer.put("")
+        app.post_message(Paste("one\ntwo\n"))
+        await pilot.pause()
+        assert composer.text == "one\ntwo\n"
+        assert screen.users(app) == []
+        heights = []
+        for lines in (1, 4, 8, 30):
+            composer.put("\n".join(["x"] * lines))
+            await pilot.pause()
+            heights.append(composer.content_size.height)
+        assert heights == [1, 4, 8, 8]
+        for key in ("ctrl+j", "shift+enter", "alt+enter"):
+            composer.put("")
+            await pilot.press("a", key, "b")
+            assert composer.text == "a\nb"
         await pilot.press("enter")
         await until(pilot, lambda: screen.users(app) == ["a\nb"])
 
 
-async def test_blank_text_is_not_sent(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await pilot.press("enter", "space", "enter")
-        assert screen.users(app) == []
-
-
-async def test_grows_to_eight_lines(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        heights = []
-        for lines in (1, 4, 8, 30):
-            screen.composer(app).put("\n".join(["x"] * lines))
-            await pilot.pause()
-            heights.append(screen.composer(app).content_size.height)
-        assert heights == [1, 4, 8, 8]
+async def test_commands_are_completed(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        await pilot.press("/")
+        assert "/help" in screen.menu(app)
+        await pilot.press("s")
+        assert {"/system [TEXT]", "/set [NAME VALUE]"} <= set(screen.menu(app))
+        await pilot.press("e")
+        assert screen.composer(app).suggestion == "t "
+        assert "/system [TEXT]" not in screen.menu(app)
+        await pilot.press("tab")
+        assert screen.composer(app).text == "/set "
+        assert "temperature" in screen.menu(app)
 
 
 async def test_up_and_down_walk_the_history(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         for text in ("first", "second\nline", "second\nline"):
             await screen.say(pilot, text)
         composer = screen.composer(app)
@@ -69,41 +69,13 @@ async def test_up_and_down_walk_the_history(model: FakeModel) -> None:
         assert composer.text == "draft"
 
 
-async def test_commands_are_completed(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await pilot.press("/")
-        assert "/help" in screen.menu(app)
-        await pilot.press("s")
-        assert {"/system [TEXT]", "/set [NAME VALUE]"} <= set(screen.menu(app))
-        await pilot.press("e")
-        assert screen.composer(app).suggestion == "t "
-        assert "/system [TEXT]" not in screen.menu(app)
-        await pilot.press("tab")
-        assert screen.composer(app).text == "/set "
-        assert "temperature" in screen.menu(app)
-
-
-async def test_pasted_lines_are_not_sent(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        app.post_message(Paste("one\ntwo\n"))
-        await pilot.pause()
-        assert screen.composer(app).text == "one\ntwo\n"
-        assert screen.users(app) == []
-
-
 # -- following -------------------------------------------------------------------------------------
 
 
 async def test_the_view_follows_only_at_the_bottom() -> None:
     model = FakeModel([f"line {n}\n\n" for n in range(200)])
     model.hold()
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         await screen.say(pilot, "Hi")
         view = screen.conversation(app)
         model.allow(50)
@@ -126,25 +98,22 @@ async def test_the_view_follows_only_at_the_bottom() -> None:
         await until(pilot, lambda: view.follows and screen.hint(app) == "")
 
 
-async def test_sending_goes_to_the_bottom(model: FakeModel) -> None:
+async def test_sending_goes_to_the_bottom_and_the_wheel_releases_the_view(model: FakeModel) -> None:
     model.answer = ["word\n\n"] * 60
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         view = screen.conversation(app)
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: idle(app) and view.max_scroll_y > 20)
+        view.post_message(MouseScrollUp(view, 5, 5, 0, -1, 0, False, False, False))
+        await until(pilot, lambda: not view.follows)
         await pilot.press("ctrl+home")
         await until(pilot, lambda: view.scroll_y == 0)
-        await screen.say(pilot, "more")
-        await until(pilot, lambda: idle(app) and len(screen.answers(app)) == 2)
+        await asked(pilot, "more")
         assert view.follows
 
 
 async def test_short_conversations_start_at_the_top(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."])
         screen.composer(app).put("\n" * 7)
@@ -159,11 +128,8 @@ async def test_short_conversations_start_at_the_top(model: FakeModel) -> None:
 
 
 async def test_the_mouse_selects_and_ctrl_c_copies() -> None:
-    app = app_for(FakeLoader(FakeModel(["Some **bold** words\n\n雨 rain"])))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) and idle(app))
+    async with running(FakeModel(["Some **bold** words\n\n雨 rain"])) as (app, pilot):
+        await asked(pilot, "Hi")
         # Columns count from the edge of the view, three left of the text; lines from its top.
         await pilot.mouse_down(ConversationView, offset=(8, 5))
         await pilot.hover(ConversationView, offset=(7, 7))
@@ -173,24 +139,9 @@ async def test_the_mouse_selects_and_ctrl_c_copies() -> None:
         assert screen.composer(app).has_focus
 
 
-async def test_the_wheel_scrolls_and_releases_the_view() -> None:
-    model = FakeModel(["word\n\n"] * 60)
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        view = screen.conversation(app)
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: idle(app) and view.max_scroll_y > 20)
-        view.post_message(MouseScrollUp(view, 5, 5, 0, -1, 0, False, False, False))
-        await until(pilot, lambda: not view.follows)
-
-
 async def test_answers_wrap_again_when_the_window_changes() -> None:
-    app = app_for(FakeLoader(FakeModel(["word " * 30])))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) and idle(app))
+    async with running(FakeModel(["word " * 30])) as (app, pilot):
+        await asked(pilot, "Hi")
         heights = []
         for width in (80, 40, 80):
             await pilot.resize_terminal(width, 24)

@@ -17,13 +17,12 @@ from textual.widgets import Input, OptionList
 
 from localrt import History
 from localrt.errors import StorageError
-from localrt.tui import ChatApp
-from localrt.tui.chat.footer import Phase
 from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Confirm
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.conftest import SIZE, app_for, asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.screen import idle
 
 Opening = Callable[[], History]
 
@@ -31,19 +30,6 @@ Opening = Callable[[], History]
 @pytest.fixture
 def opening(tmp_path: Path) -> Opening:
     return lambda: History(tmp_path / "history.db")
-
-
-def idle(app: ChatApp) -> bool:
-    return screen.phase(app) is Phase.READY and not screen.waiting(app)
-
-
-async def asked(pilot: Pilot[None], text: str) -> None:
-    app = pilot.app
-    assert isinstance(app, ChatApp)
-    await until(pilot, lambda: idle(app))
-    count = len(screen.answers(app))
-    await screen.say(pilot, text)
-    await until(pilot, lambda: len(screen.answers(app)) > count and idle(app))
 
 
 async def listed(pilot: Pilot[None]) -> OptionList:
@@ -208,9 +194,7 @@ async def test_a_refused_retry_shows_the_old_answer(model: FakeModel, opening: O
 
 async def test_a_stopped_answer_is_kept_as_stopped(model: FakeModel, opening: Opening) -> None:
     model.hold()
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model, history=opening) as (app, pilot):
         await screen.say(pilot, "Hi")
         model.allow(1)
         await until(pilot, lambda: screen.answers(app) == ["Hello"])

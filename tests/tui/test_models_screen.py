@@ -123,7 +123,7 @@ async def opened(pilot: Pilot[None], app: Bare) -> None:
     await until(pilot, lambda: len(rows(app)) == 3 and "smollm2" in "".join(rows(app)))
 
 
-async def test_what_is_here() -> None:
+async def test_what_is_here_and_what_to_expect_of_it() -> None:
     app = Bare(FakeLibrary())
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
@@ -136,35 +136,7 @@ async def test_what_is_here() -> None:
         assert room == "3 models take 94 GB, 81 GB free"
         await until(pilot, lambda: "fits in RAM, about 45 tok/s" in about(app))
         await until(pilot, lambda: "· in RAM" in rows(app)[1])
-        assert app.library.asked == []  # nothing but the disk was looked at
-
-
-async def test_a_preview_before_loading() -> None:
-    app = Bare(FakeLibrary())
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
-        await pilot.press("up")
-        await until(pilot, lambda: "streams 410 MB per token, about 6 tok/s" in about(app))
-        await pilot.press("enter")
-        await until(pilot, lambda: app.chosen == ["org/chat:Q4_K_M"])
-        assert app.library.asked == []
-
-
-async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 2.0)  # quicker than that is easy
-    app = Bare(FakeLibrary())
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
-        await until(pilot, lambda: app.library.planned == ["smollm2"])
-        await pilot.press("down", "up", "up", "down", "up")
-        await until(pilot, lambda: len(app.library.planned) == 2)
-        assert app.library.planned == ["smollm2", "org/chat:Q4_K_M"]
-
-
-async def test_what_does_not_fit_is_asked_about() -> None:
-    app = Bare(FakeLibrary())
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
+        # What does not fit is asked about.
         await pilot.press("down")
         await until(pilot, lambda: "does not fit" in about(app))
         await pilot.press("enter")
@@ -172,8 +144,23 @@ async def test_what_does_not_fit_is_asked_about() -> None:
         await pilot.press("n")
         await pilot.pause()
         assert app.chosen == []
-        await pilot.press("enter", "y")
-        await until(pilot, lambda: app.chosen == ["org/huge"])
+        # A preview before loading.
+        await pilot.press("up", "up")
+        await until(pilot, lambda: "streams 410 MB per token, about 6 tok/s" in about(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chosen == ["org/chat:Q4_K_M"])
+        assert app.library.asked == []  # nothing but the disk was looked at
+
+
+async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 1.0)
+    app = Bare(FakeLibrary())
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await until(pilot, lambda: app.library.planned == ["smollm2"])
+        await pilot.press("down", "up", "up", "down", "up")
+        await until(pilot, lambda: len(app.library.planned) == 2)
+        assert app.library.planned == ["smollm2", "org/chat:Q4_K_M"]
 
 
 async def test_typing_narrows_and_the_hub_is_asked_when_told_to() -> None:
@@ -199,7 +186,7 @@ async def found(pilot: Pilot[None], app: Bare) -> None:
     await until(pilot, lambda: isinstance(app.screen, Choose))
 
 
-async def test_search_choose_pull() -> None:
+async def test_a_pull_is_stopped_and_repeated() -> None:
     app = Bare(FakeLibrary())
     async with app.run_test(size=(100, 30)) as pilot:
         await found(pilot, app)
@@ -210,26 +197,20 @@ async def test_search_choose_pull() -> None:
         await pilot.press("enter")
         line = app.models.query_one(LoadingLine)
         await until(pilot, lambda: line.display and "50%" in str(line.render()))
+        await pilot.press("escape")
+        await until(pilot, lambda: "goes on from here" in about(app))
+        assert app.chosen == []
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Choose))
+        await pilot.press("enter")
+        await until(pilot, lambda: line.display)
         app.library.gate.set()
-        await until(pilot, lambda: "org/new-GGUF:Q4_0 is here" in about(app) or len(rows(app)) == 4)
         await until(pilot, lambda: len(rows(app)) == 4)
         place = app.models.query_one(OptionList).highlighted
         assert place is not None
         assert "org/new-GGUF:Q4_0" in rows(app)[place]
         assert not line.display
-
-
-async def test_esc_stops_a_pull_and_then_closes() -> None:
-    app = Bare(FakeLibrary())
-    async with app.run_test(size=(100, 30)) as pilot:
-        await found(pilot, app)
-        app.library.gate.clear()
-        await pilot.press("enter")
-        await until(pilot, lambda: app.models.query_one(LoadingLine).display)
-        await pilot.press("escape")
-        await until(pilot, lambda: "goes on from here" in about(app))
-        assert app.chosen == []
-        await pilot.press("escape", "escape")  # the search, then the screen
+        await pilot.press("x", "escape", "escape")  # the search, then the screen
         await until(pilot, lambda: app.chosen == [None])
 
 
@@ -253,19 +234,14 @@ async def test_deleting_asks_first() -> None:
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("n")
         assert len(app.library.here) == 3
+        app.library.error = StorageError("cannot delete x: Permission denied")
         await pilot.press("ctrl+d", "y")
+        await until(pilot, lambda: any("Permission" in n.message for n in app._notifications))
+        assert len(rows(app)) == 3
+        app.library.error = None
+        await pilot.press("up", "ctrl+d", "y")
         await until(pilot, lambda: len(rows(app)) == 2)
         assert [model.name for model in app.library.here] == ["smollm2", "org/huge"]
-
-
-async def test_what_cannot_be_deleted_stays() -> None:
-    app = Bare(FakeLibrary())
-    app.library.error = StorageError("cannot delete x: Permission denied")
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
-        await pilot.press("up", "ctrl+d", "y")
-        await until(pilot, lambda: len(app._notifications) == 1)
-        assert len(rows(app)) == 3
 
 
 async def test_it_fits_a_narrow_terminal() -> None:

@@ -12,9 +12,10 @@ from localrt.tui.chat.footer import Phase
 from localrt.tui.screens.dialogs import Confirm
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, until
+from tests.tui.conftest import SIZE, app_for, asked, running, until
 from tests.tui.fakes import FakeLoader
 from tests.tui.panel_fakes import WatchedModel
+from tests.tui.screen import idle
 from tests.tui.test_models_screen import FakeLibrary
 
 
@@ -45,28 +46,23 @@ class Shelf:
         return app
 
 
-def ready(app: ChatApp) -> bool:
-    return screen.phase(app) is Phase.READY
-
-
 async def test_from_the_models_screen_to_another_model() -> None:
     shelf = Shelf()
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and ready(app))
+        await until(pilot, lambda: idle(app))
+        await asked(pilot, "Hi")
         await pilot.press("f4")
         await until(pilot, lambda: isinstance(app.screen, ModelsScreen))
         await until(pilot, lambda: app.screen.query("#room").first().render().plain)  # type: ignore[union-attr]
         await pilot.press("up", "enter")
-        await until(pilot, lambda: ready(app) and shelf.asked == ["org/chat:Q4_K_M"])
+        await until(pilot, lambda: idle(app) and shelf.asked == ["org/chat:Q4_K_M"])
         assert shelf.unloaded_first is True  # never two models in memory
         assert shelf.first.chats[-1].closed
         assert screen.answers(app) == ["Hello there."]  # the conversation is still there
         assert any("So far with smollm2" in line for line in screen.notices(app))
         await screen.say(pilot, "And you?")
-        await until(pilot, lambda: len(screen.answers(app)) == 2 and ready(app))
+        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
         other = shelf.models["org/chat:Q4_K_M"]
         sent = [message["content"] for message in other.last_chat.messages]
         assert sent[:3] == ["Hi", "Hello there.", "And you?"]
@@ -78,14 +74,14 @@ async def test_what_is_written_meanwhile_is_sent_to_the_new_one() -> None:
     shelf.gate.clear()
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: shelf.asked)
         await screen.say(pilot, "Hi")
         assert screen.waiting(app) == ["Hi"]
         assert screen.phase(app) is Phase.LOADING
         shelf.gate.set()
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and ready(app))
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
 
 
 async def test_a_failure_says_why_and_offers_the_old_one() -> None:
@@ -93,14 +89,14 @@ async def test_a_failure_says_why_and_offers_the_old_one() -> None:
     shelf.models = {"broken": CheckpointError("broken.gguf is truncated"), "smollm2": shelf.first}
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         app.load_model("broken")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert screen.notices(app, "error") == ["broken was not loaded: broken.gguf is truncated"]
         assert screen.phase(app) is Phase.EMPTY
         assert app.failure is None
         await pilot.press("y")
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         assert shelf.asked == ["broken", "smollm2"]
 
 
@@ -109,7 +105,7 @@ async def test_a_failure_without_the_old_one_leaves_an_app_that_works() -> None:
     shelf.models["broken"] = CheckpointError("broken.gguf is truncated")
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         app.load_model("broken")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("n")
@@ -124,7 +120,7 @@ async def test_esc_stops_loading() -> None:
     shelf.gate.clear()
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: shelf.asked)
         await pilot.press("escape")
@@ -144,7 +140,7 @@ async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
 
     app._load_by_name = load
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert late.closed
@@ -155,7 +151,7 @@ async def test_an_answer_is_not_interrupted() -> None:
     shelf.first.hold()
     app = shelf.app()
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         await screen.say(pilot, "Hi")
         app.load_model("org/chat:Q4_K_M")
         await pilot.pause()
@@ -172,15 +168,13 @@ async def test_after_a_failed_start_another_can_be_chosen() -> None:
         await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
         assert "F4" in screen.notices(app)[-1]
         app.load_model("org/chat:Q4_K_M")
-        await until(pilot, lambda: ready(app))
+        await until(pilot, lambda: idle(app))
         assert app.failure is None
     assert app.return_code in (0, None)
 
 
 async def test_without_a_way_to_load_by_name_it_says_so() -> None:
-    app = app_for(FakeLoader(WatchedModel()))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: ready(app))
+    async with running(WatchedModel()) as (app, pilot):
         await pilot.press("f4")
         await until(pilot, lambda: screen.notices(app, "error"))
         assert "localrt chat MODEL" in screen.notices(app, "error")[0]

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
@@ -173,21 +172,19 @@ async def test_rates_come_from_two_looks() -> None:
         assert "1.8 GB/s" in str(panel.render())
 
 
-@pytest.mark.parametrize(
-    ("size", "side"), [((100, 30), True), ((80, 30), False), ((60, 24), False)]
-)
-async def test_the_place_follows_the_terminal(size: tuple[int, int], side: bool) -> None:
+async def test_the_place_follows_the_terminal() -> None:
     app, model = Bare(), WatchedModel()
     model.now = STREAMED
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=(100, 30)) as pilot:
         app.panel.take(model)  # type: ignore[arg-type]
         app.panel.show(True)
-        await until(pilot, lambda: app.panel.region)
-        assert app.panel.has_class("-side") is side
-        assert (app.panel.region.height == size[1]) is side
-        if not side:
-            assert app.panel.region.width == size[0]
-            assert app.panel.region.height <= 8
+        for size, side in (((100, 30), True), ((80, 30), False), ((60, 24), False)):
+            await pilot.resize_terminal(*size)
+            await until(pilot, lambda side=side: app.panel.has_class("-side") is side)  # type: ignore[misc]
+            assert (app.panel.region.height == size[1]) is side
+            if not side:
+                assert app.panel.region.width == size[0]
+                assert app.panel.region.height <= 8
 
 
 async def test_a_model_without_a_status_shows_nothing_and_breaks_nothing() -> None:

@@ -92,7 +92,7 @@ def app(tmp_path: Path) -> Bare:
     return Bare(tmp_path)
 
 
-async def test_every_option_is_there_with_its_help(app: Bare) -> None:
+async def test_options_are_shown_changed_and_taken_back(app: Bare) -> None:
     async with app.run_test(size=(100, 40)) as pilot:
         await pilot.pause()
         for name in OPTIONS:
@@ -102,9 +102,6 @@ async def test_every_option_is_there_with_its_help(app: Bare) -> None:
         await choose(pilot, app, "Theme", "home")
         assert "Colours" in str(app.settings.query_one("#help", Static).render())
 
-
-async def test_an_option_is_changed_and_taken_back(app: Bare) -> None:
-    async with app.run_test(size=(100, 40)) as pilot:
         await choose(pilot, app, "temperature")
         assert isinstance(app.screen, Ask)
         await typed(pilot, "0.7")
@@ -115,19 +112,15 @@ async def test_an_option_is_changed_and_taken_back(app: Bare) -> None:
         assert app.options == {}
         assert "0.2 (default)" in row(app, "temperature")
 
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("temperature", "hot"), ("top_p", "7"), ("seed", "-1")]
-)
-async def test_what_is_wrong_is_said_where_it_was_typed(app: Bare, name: str, value: str) -> None:
-    async with app.run_test(size=(100, 40)) as pilot:
-        await choose(pilot, app, name)
-        await typed(pilot, value)
-        assert isinstance(app.screen, Ask)  # asked again
-        assert name in str(app.screen.query_one("#problem", Static).render())
-        assert app.options == {}
-        await pilot.press("escape")
-        assert app.screen is app.settings
+        # What is wrong is said where it was typed.
+        for name, value in (("temperature", "hot"), ("top_p", "7"), ("seed", "-1")):
+            await choose(pilot, app, name)
+            await typed(pilot, value)
+            assert isinstance(app.screen, Ask)  # asked again
+            assert name in str(app.screen.query_one("#problem", Static).render())
+            assert app.options == {}
+            await pilot.press("escape")
+            assert app.screen is app.settings
 
 
 async def test_system_prompt_of_several_lines(app: Bare) -> None:

@@ -6,58 +6,26 @@ import re
 
 import pytest
 
-from localrt import split_thinking
-from localrt.tui import ChatApp
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import Block, UserTurn
-from localrt.tui.chat.footer import Phase
 from localrt.tui.chat.markdown import code_blocks
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.conftest import SIZE, asked, running, until
+from tests.tui.fakes import FakeModel
+from tests.tui.screen import idle
 
 CODE = "Do:\n\n```python\na = 1\n```\n\nor\n\n- so:\n\n  ```sh\n  ls\n  ```\n"
-
-
-def idle(app: ChatApp) -> bool:
-    return screen.phase(app) is Phase.READY
 
 
 # -- thinking --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "thinking", "answer", "open"),
-    [
-        ("Hello", "", "Hello", False),
-        ("<think>so</think>\n\nYes", "so", "Yes", False),
-        ("\n<think>\nso\n</think>Yes", "so", "Yes", False),
-        ("<think>so far</thi", "so far", "", True),
-        ("<thi", "", "", True),
-        ("<thing> is", "", "<thing> is", False),
-        ("so</think>Yes", "so", "Yes", False),
-        ("The tag `<think>` opens and `</think>` closes", None, None, False),
-        ("```\n</think>\n```", "", "```\n</think>\n```", False),
-        ("<think></think>Yes", "", "Yes", False),
-    ],
-)
-def test_where_thinking_ends(
-    text: str, thinking: str | None, answer: str | None, open: bool
-) -> None:
-    thought = split_thinking(text)
-    assert thought.thinking == (thinking or "")
-    assert thought.answer == (text if answer is None else answer)
-    assert thought.open is open
-
-
 async def test_thinking_is_folded_with_its_duration() -> None:
     model = FakeModel(["<think>", "Hmm.", " Aha.", "</think>", "\n\nYes."])
     model.hold()
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         await screen.say(pilot, "Hi")
         model.allow(3)
         await until(pilot, lambda: "Hmm. Aha." in screen.shown(app))
@@ -82,13 +50,10 @@ def test_code_blocks_are_found() -> None:
 
 async def test_copying(model: FakeModel) -> None:
     model.answer = [CODE]
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         await pilot.press("alt+c")
         assert "nothing to copy" in screen.hint(app)
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) and idle(app))
+        await asked(pilot, "Hi")
         await pilot.press("alt+c")
         assert app.clipboard == CODE
         await pilot.press("alt+y")
@@ -101,11 +66,8 @@ async def test_copying(model: FakeModel) -> None:
 
 
 async def test_a_click_marks_and_enter_opens_the_menu(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) and idle(app))
+    async with running(model) as (app, pilot):
+        await asked(pilot, "Hi")
         await pilot.click(ConversationView, offset=(6, 5))
         view = screen.conversation(app)
         assert isinstance(view.marked, Answer)
@@ -131,9 +93,7 @@ class Counted(UserTurn):
 
 async def test_only_what_is_in_sight_is_laid_out(model: FakeModel) -> None:
     Counted.laid = 0
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         blocks: list[Block] = [Counted(f"turn {n}\n" + "x" * (n % 200)) for n in range(3000)]
         screen.conversation(app).add(*blocks)
         await pilot.pause()
@@ -145,9 +105,7 @@ async def test_only_what_is_in_sight_is_laid_out(model: FakeModel) -> None:
 
 
 async def test_estimates_never_move_what_is_read(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         view = screen.conversation(app)
         # Markdown whose height is hard to guess.
         text = "# {0}\n- a\n- b\n\n\n\n| a |\n|-|\n| {0} |"
@@ -172,9 +130,7 @@ async def test_estimates_never_move_what_is_read(model: FakeModel) -> None:
 
 
 async def test_a_resize_keeps_the_place(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         view = screen.conversation(app)
         view.add(*(UserTurn(f"turn {n} " + "word " * 40) for n in range(300)))
         await pilot.pause()
@@ -190,9 +146,7 @@ async def test_a_resize_keeps_the_place(model: FakeModel) -> None:
 
 
 async def test_a_terminal_that_is_too_small_says_so(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(model) as (app, pilot):
         await pilot.press(*"draft", "ctrl+o")
         await pilot.resize_terminal(20, 5)
         await until(pilot, lambda: isinstance(app.screen, TooSmall))
@@ -200,37 +154,27 @@ async def test_a_terminal_that_is_too_small_says_so(model: FakeModel) -> None:
         await until(pilot, lambda: not isinstance(app.screen, TooSmall))
         await pilot.press("escape")
         assert screen.composer(app).text == "draft"
+        # The palette has every action.
+        commands = {command.title: command for command in app.get_system_commands(app.screen)}
+        assert "New conversation" in commands
+        await commands["List, search and open conversations"].callback()
+        await pilot.pause()
+        assert app.screen is not app.chat
 
 
-@pytest.mark.parametrize("size", [(30, 8), (60, 12), (200, 60)])
-async def test_layouts(model: FakeModel, size: tuple[int, int]) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi " * 30)
-        await until(pilot, lambda: screen.answers(app) and idle(app))
-        assert "Hello there." in screen.shown(app)
-        await pilot.press("f1")
-        await pilot.press("escape", "ctrl+o", "escape", "/")
-        assert screen.menu(app)
+async def test_layouts(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        for count, size in enumerate([(30, 8), (60, 12), (200, 60)], 1):
+            await pilot.resize_terminal(*size)
+            await asked(pilot, "Hi " * 30)
+            assert "Hello there." in screen.shown(app), count
+            await pilot.press("f1")
+            await pilot.press("escape", "ctrl+o", "escape", "/")
+            assert screen.menu(app)
+            screen.composer(app).put("")
 
 
 async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) and idle(app))
-
-
-async def test_every_action_is_in_the_palette(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        commands = {command.title: command for command in app.get_system_commands(app.screen)}
-        assert "New conversation" in commands
-        await pilot.press(*"x")
-        await commands["List, search and open conversations"].callback()
-        await pilot.pause()
-        assert app.screen is not app.chat
+    async with running(model) as (_app, pilot):
+        await asked(pilot, "Hi")

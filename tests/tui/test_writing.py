@@ -1,4 +1,4 @@
-"""What helps with writing: chips for long texts, attached files, the editor, the command menu."""
+"""What helps with writing: labels for long texts and files, the editor, the command menu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import UserTurn
 from localrt.tui.chat.editor import edited
-from localrt.tui.chat.footer import Phase
 from localrt.tui.conversation.attachments import (
     LARGEST_FILE,
     Attachments,
@@ -26,28 +25,25 @@ from localrt.tui.conversation.attachments import (
     read_folds,
 )
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.conftest import cleared, running, until
+from tests.tui.fakes import FakeModel
+from tests.tui.screen import idle
 
 LONG = "".join(f"line {n}\n" for n in range(30))
 
 
-def idle(app: ChatApp) -> bool:
-    return screen.phase(app) is Phase.READY
-
-
-# -- chips -----------------------------------------------------------------------------------------
+# -- attachments ----------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.text(max_size=20), st.text(min_size=1, max_size=40)), max_size=4))
-def test_chips_expand_and_fold_again(parts: list[tuple[str, str]]) -> None:
-    chips = Attachments()
+def test_labels_expand_and_fold_again(parts: list[tuple[str, str]]) -> None:
+    attachments = Attachments()
     typed = sent = ""
     for written, pasted in parts:
         written = written.replace("[", "(")
-        typed += written + chips.add("pasted", pasted)
+        typed += written + attachments.add("pasted", pasted)
         sent += written + pasted
-    draft = chips.expanded(typed)
+    draft = attachments.expanded(typed)
     assert draft.text == sent
     assert [sent[fold.start : fold.end] for fold in draft.folds] == [text for _, text in parts]
     again = Attachments()
@@ -60,14 +56,20 @@ def test_folds_that_make_no_sense_are_left_out() -> None:
     assert read_folds("no list", 9) == ()
 
 
-async def test_a_long_paste_is_a_chip_that_expands(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await pilot.press(*"See")
-        app.post_message(Paste(LONG))
-        await pilot.pause()
+async def test_long_pastes_and_files_are_folded_under_a_label(
+    model: FakeModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.py"
+    path.write_text("print('```')\n")
+    async with running(model) as (app, pilot):
         composer = screen.composer(app)
+
+        async def paste() -> None:
+            app.post_message(Paste(LONG))
+            await pilot.pause()
+
+        await pilot.press(*"See")
+        await paste()
         assert composer.text == "See [pasted, 30 lines] "
         await pilot.press("enter")
         await until(pilot, lambda: screen.answers(app) and idle(app))
@@ -79,34 +81,28 @@ async def test_a_long_paste_is_a_chip_that_expands(model: FakeModel) -> None:
         await pilot.press("down", "ctrl+t")
         assert "line 29" in screen.shown(app)
 
-
-async def test_backspace_takes_a_chip_and_tab_unfolds_it(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        composer = screen.composer(app)
-        app.post_message(Paste(LONG))
-        await pilot.pause()
+        # Backspace takes a label, Tab unfolds it.
+        await paste()
         await pilot.press("backspace", "backspace")
         assert composer.text == ""
-        app.post_message(Paste(LONG))
-        await pilot.pause()
+        await paste()
         await pilot.press("backspace", "tab")
         assert composer.text == LONG
 
-
-async def test_attached_files_go_with_the_message(model: FakeModel, tmp_path: Path) -> None:
-    path = tmp_path / "notes.py"
-    path.write_text("print('```')\n")
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+        await cleared(pilot)
         await screen.say(pilot, f"/attach {path}")
-        await until(pilot, lambda: "[notes.py" in screen.composer(app).text)
+        await until(pilot, lambda: "[notes.py" in composer.text)
         await pilot.press(*"What?", "enter")
         await until(pilot, lambda: screen.answers(app) and idle(app))
         sent = model.last_chat.messages[0]["content"]
         assert sent == "notes.py:\n````py\nprint('```')\n````\n What?"
+
+        # Refused messages come back with their labels.
+        model.answer, model.error = [], StorageError("too long")
+        await paste()
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert composer.text == "[pasted, 30 lines]"
 
 
 def test_what_cannot_be_attached(tmp_path: Path) -> None:
@@ -123,18 +119,6 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
     if Path("/dev/zero").exists():
         with pytest.raises(OptionError, match="regular"):
             read_attachment("/dev/zero")
-
-
-async def test_refused_messages_come_back_with_their_chips(model: FakeModel) -> None:
-    model.answer, model.error = [], StorageError("too long")
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        app.post_message(Paste(LONG))
-        await pilot.pause()
-        await pilot.press("enter")
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert screen.composer(app).text == "[pasted, 30 lines]"
 
 
 def test_a_fold_is_wrapped_with_its_text() -> None:
@@ -162,9 +146,8 @@ def test_text_is_what_the_editor_leaves(tmp_path: Path, monkeypatch: pytest.Monk
         edited("some")
 
 
-@pytest.mark.parametrize("keys", [["ctrl+g"], ["ctrl+x", "ctrl+e"]])
 async def test_the_editor_gets_the_terminal(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch, keys: list[str]
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suspended = []
 
@@ -173,67 +156,45 @@ async def test_the_editor_gets_the_terminal(
         suspended.append(app)
         yield
 
-    monkeypatch.setattr(ChatApp, "suspend", suspend)
-    monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: text + " and more")
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await pilot.press(*"Hi", *keys)
-        await until(pilot, lambda: screen.composer(app).text == "Hi and more")
-        assert suspended == [app]
-
-
-async def test_without_a_terminal_the_editor_is_refused(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await pilot.press("ctrl+g")
+    async with running(model) as (app, pilot):
+        await pilot.press("ctrl+g")  # a test has no terminal to give away
         await until(pilot, lambda: bool(screen.notices(app, "error")))
+        monkeypatch.setattr(ChatApp, "suspend", suspend)
+        monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: text + " and more")
+        for keys in (["ctrl+g"], ["ctrl+x", "ctrl+e"]):
+            screen.composer(app).put("")
+            await pilot.press(*"Hi", *keys)
+            await until(pilot, lambda: screen.composer(app).text == "Hi and more")
+        assert suspended == [app, app]
 
 
 # -- the menu --------------------------------------------------------------------------------------
 
 
-async def test_the_menu_is_walked_and_chosen_from(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+async def test_the_menu_is_walked_and_chosen_from(
+    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
         await pilot.press("/", "e")
         assert screen.menu(app) == ["/edit", "/editor", "/export [PATH]"]
         await pilot.press("down", "down", "tab")
-        assert screen.composer(app).text == "/export "
+        assert composer.text == "/export "
         await pilot.press("escape")
         assert screen.menu(app) == []
-        screen.composer(app).put("/att")
+        composer.put("/att")
         await pilot.pause()
         await pilot.press("enter")
-        assert screen.composer(app).text == "/attach ", "it needs a path"
-        screen.composer(app).put("/syst")
+        assert composer.text == "/attach ", "it needs a path"
+        await pilot.press(*"re", "tab")
+        assert composer.text == "/attach report.txt"
+        composer.put("/syst")
         await pilot.pause()
         await pilot.press("enter")
         assert "No system prompt" in screen.notices(app)[-1]
-
-
-async def test_a_path_is_completed(
-    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "report.txt").write_text("x")
-    monkeypatch.chdir(tmp_path)
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
-        await pilot.press(*"/attach", "space", *"re", "tab")
-        assert screen.composer(app).text == "/attach report.txt"
-
-
-async def test_keys_may_come_in_a_burst(
-    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "report.txt").write_text("x")
-    monkeypatch.chdir(tmp_path)
-    app = app_for(FakeLoader(model))
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+        # Keys may come in a burst.
         for key in ("/", "a", "t", "t", "tab", "r", "e", "tab", "enter"):
             app.post_message(Key(key, key if len(key) == 1 else None))
-        await until(pilot, lambda: "[report.txt" in screen.composer(app).text)
+        await until(pilot, lambda: "[report.txt" in composer.text)

@@ -36,7 +36,7 @@ _LONGEST = 0.5  # seconds between two drawings, whatever they cost
 class RedrawLimit:
     """New text is shown 20 times a second, at 1 % of the processor.
 
-    The engine computes on the same machine: when drawing gets dear (a slow terminal, a huge
+    The engine computes on the same machine: when drawing becomes slow (a slow terminal, a huge
     paragraph), the app draws less often instead of slowing the model.
     """
 
@@ -135,7 +135,7 @@ class MessageQueue:
         return True
 
     def answer_again(self, chat: ChatSession, question: int) -> None:
-        """Answer a user's turn once more: a branch beside its answers."""
+        """Answer a user's turn once more: a sibling of its answers."""
         turns = self.conversation.turns
         place = next(place for place, turn in enumerate(turns) if turn.id == question)
         before = turns[place + 1].id if place + 1 < len(turns) else None

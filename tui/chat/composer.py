@@ -73,7 +73,7 @@ class Composer(TextArea):
         self.put(as_typed(self.attachments.folded(draft)))
 
     def put_back(self, drafts: Iterable[Draft]) -> None:
-        """Give unsent messages back, before whatever has been written meanwhile."""
+        """Give unsent messages back, before whatever has been written since."""
         texts = [as_typed(self.attachments.folded(draft)) for draft in drafts]
         if self.text.strip():
             texts.append(self.text)

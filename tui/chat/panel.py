@@ -175,7 +175,7 @@ class LivePanel(Widget):
         self._draw()
 
     def _flow(self, now: Status) -> Flow | None:
-        """The rates of late; while nothing is generated those of the last answer stay."""
+        """The latest rates; while nothing is generated those of the last answer stay."""
         seen = self._seen
         if not seen or now.clock_s < seen[-1].clock_s:
             seen.clear()

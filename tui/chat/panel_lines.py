@@ -27,7 +27,7 @@ _HEADING = "$text-primary bold"
 _COLORS = {"ssd": "$warning", "link": "$secondary", "cpu": "$primary", "gpu": "$success"}
 _NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "Card"}
 _NO_NUMBERS = "The model is loading, or runs elsewhere"
-_FULL = 0.9  # of a budget: said in another colour
+_FULL = 0.9  # of a budget: shown in another colour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +171,8 @@ def _guesses(status: Status) -> tuple[str, str]:
     if metrics is None or metrics.accepted_per_pass is None:
         return "", ""
     shares = metrics.accepted_by_source or {}
-    said = (f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.005)
-    return f"{metrics.accepted_per_pass:.2f} tokens a pass", ", ".join(said)
+    sources = (f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.005)
+    return f"{metrics.accepted_per_pass:.2f} tokens a pass", ", ".join(sources)
 
 
 def _pass(last: PassTrace | None, width: int) -> Iterator[Content]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar
 
 from textual.app import ComposeResult, SuspendNotSupported
@@ -79,14 +78,14 @@ class ChatScreen(Screen[None]):
         self.footer.status = Status(model=model)
         self._presets = presets
         self._stop_loading = stop_loading
-        self.action_exporter = Exporter()
+        self._exporter = Exporter()
         self._editing: int | None = None  # the user's turn that the composer holds
         self._ticker: Timer | None = None  # while an answer is generated
         self._starting = True
         self._parking: set[asyncio.Task[None]] = set()
         self._commands: dict[str, Callable[[str], Awaitable[object] | None]] = {
             "open": self.action_conversations,
-            "rename": self._rename,
+            "rename": self.action_rename,
             "branch": lambda argument: self.action_branch(-1 if argument == "prev" else 1),
             "copy": self._copy,
             "attach": self._attach_file,
@@ -297,11 +296,15 @@ class ChatScreen(Screen[None]):
         if self.state.conversation.turns or self.view.blocks:
             self.open_conversation(self.state.new, "New conversation")
 
-    def action_rename(self) -> None:
-        """Ask for the conversation's name."""
+    def action_rename(self, title: str = "") -> None:
+        """Name the conversation; without a name ask for one."""
         conversation = self.state.conversation
-        dialog = Ask("Name of this conversation", conversation.title)
-        ask(self, dialog, lambda title: conversation.set(title=title.strip()))
+        if title:
+            conversation.set(title=title)
+            self.hint.flash(f"Named “{title}”")
+        else:
+            dialog = Ask("Name of this conversation", conversation.title)
+            ask(self, dialog, lambda title: conversation.set(title=title.strip()))
 
     # -- turns: the marked one, or the last that it makes sense for --------------------------------
 
@@ -395,13 +398,6 @@ class ChatScreen(Screen[None]):
             except LocalrtError as error:
                 self.say(one_line(error), "error")
 
-    def _rename(self, title: str) -> None:
-        if not title:
-            self.action_rename()
-            return
-        self.state.conversation.set(title=title)
-        self.hint.flash(f"Named “{title}”")
-
     def action_delete(self) -> None:
         """Ask, then delete the conversation."""
         state, conversation = self.state, self.state.conversation
@@ -430,22 +426,19 @@ class ChatScreen(Screen[None]):
         """Write the conversation as Markdown, or as JSON by its name."""
         conversation = self.state.conversation
         try:
-            path = await asyncio.to_thread(self.action_exporter.export, conversation, argument)
+            path = await asyncio.to_thread(self._exporter.export, conversation, argument)
         except LocalrtError as error:
             self.say(one_line(error), "error")
         else:
             self.say(f"Saved to {path}")
 
-    def _load(self, argument: str) -> None:
-        if not argument:
-            raise OptionError("/load needs the path of a saved conversation (.json)")
-        path = Path(argument).expanduser()
+    def _load(self, path: str) -> None:
         self.open_conversation(lambda: self.state.load(path), f"Opened {path}")
 
     # -- composer, panel, mouse ------------------------------------------------------------------
 
     def action_editor(self) -> None:
-        """Write the message in another program; an answer goes on meanwhile."""
+        """Write the message in another program; an answer goes on while it is open."""
         try:
             with self.app.suspend():
                 text = edited(self.composer.text)

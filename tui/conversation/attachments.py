@@ -51,7 +51,7 @@ class Draft:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the history keeps beside the text; ``draft_of`` reads it."""
+        """What the history keeps with the text; ``draft_of`` reads it."""
         folds = [[fold.start, fold.end, fold.label] for fold in self.folds]
         return {"folds": folds} if folds else {}
 

@@ -16,7 +16,6 @@ from localrt.errors import CancelledError
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, ChatSession, Metrics, Progress
-    from localrt.engine.types import FinishReason
 
 __all__ = ["AnswerUpdate", "Generation", "Task"]
 
@@ -89,7 +88,7 @@ class AnswerUpdate:
     text: str
     metrics: Metrics | None
     prefill: Progress | None
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     error: Exception | None
     done: bool
 
@@ -105,7 +104,7 @@ class Generation:
         self._pieces: list[str] = []
         self._metrics: Metrics | None = None
         self._prefill: Progress | None = None
-        self._finish_reason: FinishReason | None = None
+        self._finish_reason: str | None = None
         self._error: Exception | None = None
         self._done = False
         self._cancelled = threading.Event()

@@ -1,6 +1,6 @@
 """A conversation as a file to read (Markdown) or to load again (JSON).
 
-The JSON is what ``ChatSession.load`` takes, with title and times beside. Knows turns, no widget.
+The JSON is what ``ChatSession.load`` takes, plus title and times. Knows turns, no widget.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def as_markdown(conversation: OpenConversation) -> str:
 
 
 def as_json(conversation: OpenConversation) -> str:
-    """A saved chat: version, model, options, messages; title and turns' times beside."""
+    """A saved chat: version, model, options, messages; plus title and turns' times."""
     messages: list[dict[str, Any]] = []
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})

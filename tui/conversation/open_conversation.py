@@ -71,7 +71,7 @@ class OpenConversation:
 
     @property
     def title(self) -> str:
-        """The name, or the beginning of what was said first."""
+        """The name, or the beginning of the first message."""
         with suppress(StorageError):
             self._facts["title"] = self._stored.title
         return str(self._facts["title"])
@@ -172,7 +172,7 @@ class OpenConversation:
         self._change(lambda: self._stored.show(number))
 
     def show_sibling(self, number: int, step: int) -> int:
-        """Show a turn beside turn ``number``, round the ends; the one that is shown now."""
+        """Show the sibling ``step`` places from turn ``number``, round the ends; its number."""
         siblings = self.siblings(number)
         if number in siblings:
             number = siblings[(siblings.index(number) + step) % len(siblings)]

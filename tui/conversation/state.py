@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt import History
-from localrt.errors import LocalrtError, StorageError
+from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.conversation.session import Session
 
@@ -38,7 +38,7 @@ class ChatState:
         open_history: opens the history; None keeps nothing.
         model: name to note in the history until the model is loaded.
         system, options: of the command line: for new conversations, over ``defaults``.
-        defaults: what new conversations begin with besides.
+        defaults: what new conversations begin with.
         on_problem, on_moved: as of ``OpenConversation``.
     """
 
@@ -100,11 +100,13 @@ class ChatState:
         """Open a conversation of the history; the session that is left."""
         return self._open(self._kept(self.history.open(id)))
 
-    def load(self, path: Path) -> Session | None:
+    def load(self, path: str | Path) -> Session | None:
         """Open an exported or saved chat as a new conversation; the session that is left."""
         if self._model is None:
             raise StorageError("the model is still loading")
-        chat = self._model.load_chat(path)
+        if not path:
+            raise OptionError("/load needs the path of a saved conversation (.json)")
+        chat = self._model.load_chat(Path(path).expanduser())
         messages, options = list(chat.messages), dict(chat.options)
         chat.close()
         conversation = self._new()

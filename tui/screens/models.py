@@ -72,7 +72,7 @@ class ModelsScreen(SearchScreen):
         self._uses: Mapping[str, float] = {}
         self._found: Sequence[FoundModel] = ()
         self._asked = ""  # the words that the hub was asked for
-        self._asking = False  # what is said of that is not to be overwritten
+        self._asking = False  # the line about it is not to be overwritten
         self._rows: list[_Row] = []
         self._previews: dict[str, Preview | str] = {}
         self._pull: Task[str] | None = None

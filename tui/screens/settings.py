@@ -1,7 +1,7 @@
 """The settings screen: options with their help, system prompt, presets, theme, panel, keys.
 
 A list to walk through; Enter changes a row, Delete takes its default again, and what is wrong is
-said where it was typed.
+shown where it was typed.
 """
 
 from __future__ import annotations
