@@ -49,7 +49,7 @@ KEYS = (
     Key("mark-previous", "alt+up,ctrl+up", "mark(-1)", "Mark the turn above", palette=False),
     Key("mark-next", "alt+down,ctrl+down", "mark(1)", "Mark the turn below", palette=False),
     Key("edit", "alt+e", "edit", "Edit the marked or last message and send it again"),
-    Key("retry", "ctrl+r,alt+r", "retry", "Answer again, beside the answer that is there"),
+    Key("retry", "ctrl+r,alt+r", "retry", "Answer again; the present answer stays as a branch"),
     Key("branch-previous", "alt+left", "branch(-1)", "Previous branch (2/3 becomes 1/3)"),
     Key("branch-next", "alt+right", "branch(1)", "Next branch"),
     Key("copy", "alt+c", "copy", "Copy the marked or last answer"),

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import localrt
 from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.tui.text import one_line
 from localrt.tui.toml_file import TomlFile
@@ -43,8 +44,6 @@ _LONGEST_NAME = 60
 
 def config_folder() -> Path:
     """Where preferences and presets lie."""
-    import localrt
-
     return localrt.Settings.from_environment().config_dir
 
 
@@ -223,7 +222,7 @@ class PresetsFile:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    from localrt.engine.options import read_options
+    from localrt.engine.options import read_options  # only chosen options pay for it
 
     read_options(options)
     if "logprobs" in options:

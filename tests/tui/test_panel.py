@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
@@ -113,23 +114,25 @@ def test_small_drawings() -> None:
     assert memory_text(MemoryUse(5)) == "5 B"
 
 
-async def test_it_looks_only_while_open_and_generating() -> None:
+async def test_it_looks_only_while_open_and_generating(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 0.1)
+    monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.05)
     app, model = Bare(), WatchedModel()
     async with app.run_test(size=(100, 30)) as pilot:
         panel = app.panel
         panel.take(model)  # type: ignore[arg-type]
         panel.begin()
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.15)
         assert model.looks == []  # hidden
         opened = time.monotonic()
         panel.show(True)
         await until(pilot, lambda: len(model.looks) > 2)
-        assert len(model.looks) <= 2 + (time.monotonic() - opened) / 0.5  # twice a second
+        assert len(model.looks) <= 2 + (time.monotonic() - opened) / 0.1
         assert all(model.looks)
         panel.end()
         await pilot.pause()
         count = len(model.looks)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.15)
         assert len(model.looks) <= count + 1  # idle: one more for what would help
         panel.show(False)
         assert model.looks[-1] is False  # lanes are not recorded for nobody
@@ -180,10 +183,11 @@ async def test_the_place_follows_the_terminal() -> None:
         app.panel.show(True)
         for size, side in (((100, 30), True), ((80, 30), False), ((60, 24), False)):
             await pilot.resize_terminal(*size)
-            await until(pilot, lambda side=side: app.panel.has_class("-side") is side)  # type: ignore[misc]
+            width = 42 if side else size[0]
+            await until(pilot, lambda width=width: app.panel.region.width == width)  # type: ignore[misc]
+            assert app.panel.has_class("-side") is side
             assert (app.panel.region.height == size[1]) is side
             if not side:
-                assert app.panel.region.width == size[0]
                 assert app.panel.region.height <= 8
 
 

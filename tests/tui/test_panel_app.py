@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.widgets import Static
 
 from localrt.tui import ChatApp
@@ -41,7 +42,9 @@ async def test_the_panel_is_remembered(tmp_path: Path) -> None:
     assert "panel" not in (tmp_path / "config.toml").read_text()
 
 
-async def test_the_panel_follows_an_answer() -> None:
+async def test_the_panel_follows_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 0.15)
+    monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.05)
     model = WatchedModel()
     model.hold()
     async with running(model, size=(100, 30)) as (app, pilot):
@@ -55,7 +58,7 @@ async def test_the_panel_follows_an_answer() -> None:
         await until(pilot, lambda: "110 MB more RAM" in str(panel(app).render()))
         await until(pilot, lambda: len(model.looks) > 0)
         count = len(model.looks)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.2)
         assert len(model.looks) <= count + 1  # idle
         assert screen.conversation(app).region.width < 100
         await pilot.press("f3")

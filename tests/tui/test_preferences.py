@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import OptionError, StorageError
@@ -114,6 +114,7 @@ VALUES = st.one_of(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.text(st.characters(codec="utf-8"), min_size=1, max_size=10), VALUES, max_size=4

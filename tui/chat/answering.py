@@ -110,7 +110,9 @@ class MessageQueue:
         """
         if after is not None:
             self._show_until(after)
-        block = self._view.add_user(draft.text, waiting=waiting, folds=draft.folds)
+        block = UserTurn(draft.text, waiting=waiting, folds=draft.folds)
+        self._view.add(block)
+        self._view.follow()
         self._waiting.append(_Waiting(block, draft, after))
 
     def add_waiting(self, drafts: Iterable[Draft]) -> None:
@@ -262,7 +264,8 @@ class MessageQueue:
     ) -> None:
         chat.messages = self.conversation.messages(before=question)
         writer = self.conversation.answer(after=question)
-        answer = self._view.add_answer(after=block or self._view.turn(question))
+        answer = Answer()
+        self._view.add(answer, after=block or self._view.turn(question))
         answer.turn = writer.turn
         siblings = self.conversation.siblings(writer.turn)
         answer.branch = answer.branches = max(len(siblings), 1)

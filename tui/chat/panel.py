@@ -165,13 +165,8 @@ class LivePanel(Widget):
         now = self._status(lanes=True)
         if now is None:
             return
-        self._data = PanelData(
-            status=now,
-            flow=self._flow(now),
-            rates=tuple(self._rates),
-            outlook=self._data.outlook,
-            hide=self._data.hide,
-        )
+        flow = self._flow(now)
+        self._data = replace(self._data, status=now, flow=flow, rates=tuple(self._rates))
         self._draw()
 
     def _flow(self, now: Status) -> Flow | None:
@@ -224,13 +219,8 @@ class LivePanel(Widget):
             finally:
                 self._advising = False
             if found is not None and model is self._model:
-                self._data = PanelData(
-                    status=self._status(lanes=self.is_open) or self._data.status,
-                    flow=self._data.flow,
-                    rates=self._data.rates,
-                    outlook=found,
-                    hide=self._data.hide,
-                )
+                status = self._status(lanes=self.is_open) or self._data.status
+                self._data = replace(self._data, status=status, outlook=found)
                 self._draw()
 
         self.run_worker(ask(), group="advise", exit_on_error=False)

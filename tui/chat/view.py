@@ -8,7 +8,6 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,10 +20,9 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from localrt.tui.chat.answer import Answer
-from localrt.tui.chat.blocks import GUTTER, Block, Kind, Notice, UserTurn
+from localrt.tui.chat.blocks import GUTTER, Block, Kind, Notice
 from localrt.tui.chat.layout import BlockColumn, LinePainter
 from localrt.tui.chat.styles import COMPONENTS, Styles, styles_of
-from localrt.tui.conversation.attachments import Fold
 
 __all__ = ["ConversationView"]
 
@@ -60,19 +58,6 @@ class ConversationView(ScrollView, can_focus=False):
         return self._column.blocks
 
     # -- content ---------------------------------------------------------------------------------
-
-    def add_user(self, text: str, *, waiting: bool = False, folds: Iterable[Fold] = ()) -> UserTurn:
-        """A message of the person; the view goes to it."""
-        turn = UserTurn(text, waiting=waiting, folds=tuple(folds))
-        self.add(turn)
-        self.follow()
-        return turn
-
-    def add_answer(self, text: str = "", *, after: Block | None = None) -> Answer:
-        """An answer, empty while it is still to come; below ``after`` or at the end."""
-        answer = Answer(text)
-        self.add(answer, after=after)
-        return answer
 
     def add_notice(self, text: str, kind: Kind = "info", *, after: Block | None = None) -> None:
         """A line of the app, at the end unless a place is given."""

@@ -88,7 +88,7 @@ class SettingsScreen(ModalScreen[None]):
     def _fill(self) -> None:
         options = self.query_one(OptionList)
         keep = options.highlighted
-        config = self._preferences.path
+        config = self._preferences.path or "config.toml"
         key_help = f'In {config}, below [keys], an action\'s name = "ctrl+l" changes it.'
         self._rows = [
             "App",
@@ -181,7 +181,7 @@ class SettingsScreen(ModalScreen[None]):
         return _Row("Save as a preset", "…", help, change)
 
     def _preset_row(self, preset: Preset) -> _Row:
-        name = preset.name
+        name, file = preset.name, self._presets.path or "presets.toml"
         choices = [
             ("use", "Use it in this conversation"),
             ("save", "Replace it by what this conversation has"),
@@ -202,7 +202,7 @@ class SettingsScreen(ModalScreen[None]):
         return _Row(
             clean(name),
             clean(preset.summary),
-            f"Enter uses, replaces or deletes it. It lies in {self._presets.path}.",
+            f"Enter uses, replaces or deletes it. It lies in {file}.",
             lambda: ask(self, Choose(name, choices), chosen),
         )
 
