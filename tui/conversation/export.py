@@ -28,7 +28,8 @@ class Exporter:
     """``/export``: asks before it replaces a file that it did not write."""
 
     def __init__(self) -> None:
-        self._may_replace: set[Path] = set()  # written before, or asked about
+        self._asked: Path | None = None
+        self._written: set[Path] = set()
 
     def export(self, conversation: OpenConversation, argument: str) -> Path:
         """Write the shown branch to a file: Markdown, or JSON by its name.
@@ -39,13 +40,14 @@ class Exporter:
         path = Path(argument).expanduser() if argument else _default_path(conversation.title)
         if path.is_dir():
             path = path / _default_path(conversation.title)
-        if path.exists() and path not in self._may_replace:
-            self._may_replace.add(path)
+        if path.exists() and path != self._asked and path not in self._written:
+            self._asked = path
             raise StorageError(f"{path} exists: enter the same command again to replace it")
         json_file = path.suffix.lower() == ".json"
         text = as_json(conversation) if json_file else as_markdown(conversation)
         write_text(path, text, mode=0o600)
-        self._may_replace.add(path)
+        self._asked = None
+        self._written.add(path)
         return path
 
 
