@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from localrt import Outlook, Status
 from localrt.answering.status import ModelInfo
 from localrt.engine.options import read_options
 from localrt.engine.types import Chunk, FinishReason, Metrics
@@ -67,6 +68,9 @@ class FakeChat:
 
     def cancel(self) -> None:
         self._cancel.set()
+
+    def park(self) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True
@@ -155,6 +159,15 @@ class FakeModel:
         chat = self.chat(**record.get("options", {}))
         chat.messages = record["messages"]
         return chat
+
+    def status(self, *, lanes: bool | None = None) -> Status | None:
+        return None
+
+    def advise(self) -> Outlook | None:
+        return None
+
+    def unload(self) -> None:
+        self.close()
 
     def count(self, messages: Sequence[dict[str, str]]) -> int:
         return sum(len(m["content"].split()) for m in messages)

@@ -23,6 +23,7 @@ from localrt.tui.chat.panel_lines import (
     strip_lines,
 )
 from tests.tui.conftest import until
+from tests.tui.fakes import FakeModel
 from tests.tui.panel_fakes import BEFORE, STREAMED, VIEW, WatchedModel
 
 
@@ -195,7 +196,7 @@ async def test_a_model_without_a_status_shows_nothing_and_breaks_nothing() -> No
     app = Bare()
     async with app.run_test(size=(100, 30)) as pilot:
         app.panel.show(True)
-        app.panel.take(object())  # type: ignore[arg-type]
+        app.panel.take(FakeModel())  # type: ignore[arg-type]
         app.panel.begin()
         app.panel.end()
         await pilot.pause()

@@ -155,9 +155,8 @@ class LivePanel(Widget):
             self._timer.pause()
 
     def _status(self, *, lanes: bool) -> Status | None:
-        status = getattr(self._model, "status", None)
         try:
-            return None if status is None else status(lanes=lanes)
+            return None if self._model is None else self._model.status(lanes=lanes)
         except LocalrtError:  # it is being closed
             return None
 
@@ -205,15 +204,12 @@ class LivePanel(Widget):
         model = self._model
         if model is None or self._running or self._advising or self._data.outlook is not None:
             return
-        advise = getattr(model, "advise", None)
-        if advise is None:
-            return
         self._advising = True
 
         async def ask() -> None:
             found: Outlook | None = None
             try:
-                found = await asyncio.to_thread(advise)
+                found = await asyncio.to_thread(model.advise)
             except LocalrtError:
                 pass
             finally:

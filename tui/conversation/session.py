@@ -68,10 +68,9 @@ class Session:
 
     def leave(self) -> None:
         """Put the KV cache on disk for the next time, and free it; takes a while."""
-        park = getattr(self.chat, "park", None)
         try:
-            if park is not None and self.conversation.saved:
-                park()
+            if self.conversation.saved:
+                self.chat.park()
         except LocalrtError:
             pass  # it is computed again then
         finally:
