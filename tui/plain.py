@@ -324,7 +324,7 @@ class PlainChat:
         if not text:
             raise OptionError("/edit needs the text to send instead of the last message")
         conversation = self.state.conversation
-        before = conversation.before(self._question().id)
+        before = conversation.before(self._question().id) or 0
         self._answer(conversation.add("user", text, after=before))
 
     def _branch(self, argument: str) -> None:

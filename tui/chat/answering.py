@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FRAME_SECONDS", "MessageQueue", "RedrawLimit"]
 
-
-FRAME_SECONDS = 0.05
+FRAME_SECONDS = 0.05  # between two looks at a thread
 _SHARE = 0.01  # of the processor, for drawing: decoding waits for that and as much again
 _CORES = 8  # at most, that are counted: drawing needs no more
 _LONGEST = 0.5  # seconds between two drawings, whatever they cost

@@ -133,10 +133,10 @@ class OpenConversation:
                 break
         return found
 
-    def before(self, number: int) -> int:
-        """The turn above turn ``number``; 0 for the first."""
+    def before(self, number: int) -> int | None:
+        """The turn above turn ``number``, 0 for the first; None if that is not shown."""
         numbers = [0, *(turn.id for turn in self.turns)]
-        return numbers[numbers.index(number) - 1]
+        return numbers[numbers.index(number) - 1] if number in numbers else None
 
     # -- changes ---------------------------------------------------------------------------------
 
