@@ -180,8 +180,11 @@ async def responsiveness(lines: int, result: list[Record]) -> None:
         await several("key to frame", typed, 0.02)
         await several("page up to frame (not seen before)", [press("pageup")] * 150, 0.02)
         await several("page down to frame", [press("pagedown")] * 100, 0.02)
-        wheel = events.MouseScrollUp(None, 20, 10, 0, -1, 0, False, False, False)
-        await several("wheel step to frame", [lambda: send(app, wheel)] * 150, 0.01)
+
+        def wheel() -> None:
+            send(app, events.MouseScrollUp(None, 20, 10, 0, -1, 0, False, False, False))
+
+        await several("wheel step to frame", [wheel] * 150, 0.01)
         jumps = [press(key) for key in ("ctrl+home", "ctrl+end") * 5]
         await several("to the first or last line", jumps, 0.0)
 

@@ -92,11 +92,11 @@ def load_engine(launch: Launch) -> BenchEngine:
     if launch.engine == "llamacpp":
         return _LocalrtEngine(llamacpp_core(launch))
     if launch.engine == "transformers":
-        from localrt.bench.transformers_engine import TransformersEngine
+        from localrt.bench.hf_engines import load_transformers
 
-        return TransformersEngine.load(Path(launch.path), threads=launch.threads)
+        return load_transformers(Path(launch.path), threads=launch.threads)
     if launch.engine in FROM_FOLDER:
-        from localrt.bench.streamer_engines import load_accelerate, load_airllm
+        from localrt.bench.hf_engines import load_accelerate, load_airllm
 
         path, weights = Path(launch.path), Path(launch.weights or launch.path)
         if launch.engine == "airllm":

@@ -25,7 +25,7 @@ def test_accelerate_computes_from_the_disk(arch: str, way: str, tmp_path: Path) 
     import torch
     import transformers
 
-    from localrt.bench.streamer_engines import load_accelerate
+    from localrt.bench.hf_engines import load_accelerate
 
     path = tiny_gguf(tmp_path, arch)
     folder = hf_folder(path, tmp_path / "cache")
@@ -43,7 +43,7 @@ def test_accelerate_computes_from_the_disk(arch: str, way: str, tmp_path: Path) 
 
 
 def test_a_folder_that_cannot_be_loaded_is_one_error(tmp_path: Path) -> None:
-    from localrt.bench.streamer_engines import load_accelerate
+    from localrt.bench.hf_engines import load_accelerate
 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(LocalrtError, match=r"accelerate cannot load m\.gguf"):
@@ -60,7 +60,7 @@ def test_airllm_computes_from_the_disk(tmp_path: Path) -> None:
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from localrt.bench.streamer_engines import load_airllm
+from localrt.bench.hf_engines import load_airllm
 engine = load_airllm(Path({str(path)!r}), Path({str(folder)!r}))
 metrics = engine.generate({TOKENS}, 3, lambda: None)
 print("\\n" + json.dumps([metrics.completion_tokens, metrics.decode_tok_s, engine.info["version"]]))

@@ -1,0 +1,258 @@
+"""Hugging Face models as peers, in bf16 on the CPU: transformers, and two that stream layers.
+
+Accelerate and AirLLM read a Hugging Face folder (``hf_folder.py``), transformers also GGUF files,
+each the way it ships. Imported in a child alone: torch and the peers are imported where they are
+used, since a machine may have some of them only.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from localrt.engine.types import Metrics
+from localrt.errors import LocalrtError, MissingExtraError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.tokenizers import load_tokenizer
+from localrt.offload.memory.process import peak_rss
+
+__all__ = ["HuggingFaceEngine", "load_accelerate", "load_airllm", "load_transformers"]
+
+_FAILURES = (ValueError, KeyError, OSError, RuntimeError, TypeError, NotImplementedError)
+
+
+class HuggingFaceEngine:
+    """A causal model with its own KV cache. ``path`` is the model under test.
+
+    ``encode`` gives token ids without special tokens, by default by localrt's tokenizer; ``owner``
+    is whose hooks load the weights.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        path: Path,
+        *,
+        encode: Callable[[str], list[int]] | None = None,
+        owner: object = None,
+        **info: Any,
+    ) -> None:
+        self._model, self._path, self._owner = model, path, owner
+        self._encode = encode
+        self.info: Mapping[str, Any] = {
+            "name": path.name,
+            "architecture": model.config.model_type,
+            "device": "cpu",
+            "format": "bf16",
+            "exactness": "approximate",
+            **info,
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without special tokens."""
+        if self._encode is not None:
+            return self._encode(text)
+        with closing(open_checkpoint(self._path)) as checkpoint:
+            return load_tokenizer(checkpoint).encode(text, add_special=False)
+
+    def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
+        """Exactly ``tokens`` greedy ones: a pass over the prompt, then one token a pass."""
+        import torch
+
+        with torch.inference_mode():
+            started = time.perf_counter()
+            step = torch.tensor([prompt])  # (batch, tokens)
+            output = self._model(step, use_cache=True, logits_to_keep=1)
+            prefilled = first = time.perf_counter()
+            for index in range(tokens):
+                step = output.logits[:, -1].argmax(-1, keepdim=True)  # (batch, 1)
+                token = step.item()
+                if index == 0:
+                    first = time.perf_counter()
+                    on_first()
+                if index + 1 < tokens:
+                    cache = output.past_key_values
+                    output = self._model(
+                        step, past_key_values=cache, use_cache=True, logits_to_keep=1
+                    )
+            ended = time.perf_counter()
+        assert isinstance(token, int)
+        per_token = (ended - first) / (tokens - 1)
+        return Metrics(
+            prompt_tokens=len(prompt),
+            completion_tokens=tokens,
+            ttft_s=first - started,
+            tpot_s=per_token,
+            prefill_tok_s=len(prompt) / (prefilled - started),
+            decode_tok_s=1 / per_token,
+            peak_ram_bytes=peak_rss(),
+            exactness="approximate",
+        )
+
+
+def load_transformers(path: Path, *, threads: int | None = None) -> HuggingFaceEngine:
+    """Load a Hugging Face folder, or a GGUF file through transformers' own conversion.
+
+    Raises:
+        MissingExtraError: transformers, torch or accelerate is not installed.
+        UnsupportedModelError: transformers cannot read this model.
+    """
+    _require("transformers", "transformers", "torch", "accelerate")  # the last for GGUF files
+    import torch
+    import transformers
+
+    _set_up_torch(threads)
+    place, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    with _loading("transformers", path, UnsupportedModelError):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.bfloat16, **options
+        )
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    count = model.num_parameters()
+    return HuggingFaceEngine(model.eval(), path, encode=encode, parameters=count)
+
+
+def load_accelerate(
+    path: Path, weights: Path, *, way: str, threads: int | None = None
+) -> HuggingFaceEngine:
+    """Accelerate with every layer on disk and the rest in RAM, or with all of it on disk.
+
+    ``way`` is "layers on disk" or "disk_offload", Accelerate's function of that name.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        LocalrtError: it cannot load the model.
+    """
+    _require("accelerate", "transformers", "torch", "accelerate")
+    import accelerate
+
+    _set_up_torch(threads)
+    load = _layers_on_disk if way == "layers on disk" else _all_on_disk
+    with _loading("accelerate", path, LocalrtError):
+        model = load(weights)
+    return HuggingFaceEngine(model.eval(), path, version=accelerate.__version__)
+
+
+def _layers_on_disk(weights: Path) -> Any:
+    import torch
+    import transformers
+
+    skeleton = _empty_model(weights)
+    layers = {f"model.layers.{n}": "disk" for n in range(skeleton.config.num_hidden_layers)}
+    children = [name for name, _ in skeleton.model.named_children() if name != "layers"]
+    rest = dict.fromkeys(["lm_head", *(f"model.{name}" for name in children)], "cpu")
+    # Safetensors are read where they lie: the folder that is asked for stays empty.
+    with tempfile.TemporaryDirectory(prefix="localrt-accelerate-") as folder:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            weights,
+            dtype=torch.bfloat16,
+            device_map={**rest, **layers},
+            offload_folder=folder,
+        )
+
+
+def _all_on_disk(weights: Path) -> Any:
+    import accelerate
+    import torch
+
+    model = _empty_model(weights)
+    model.tie_weights()
+    listed = json.loads((weights / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    index = {
+        name: {"safetensors_file": str(weights / file), "weight_name": name, "dtype": "bfloat16"}
+        for name, file in listed["weight_map"].items()
+    }
+    index.setdefault("lm_head.weight", index["model.embed_tokens.weight"])  # tied
+    with tempfile.TemporaryDirectory(prefix="localrt-accelerate-") as folder:
+        (Path(folder) / "index.json").write_text(json.dumps(index), encoding="utf-8")
+        return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+def _empty_model(weights: Path) -> Any:
+    import accelerate
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(weights)
+    with accelerate.init_empty_weights(include_buffers=False):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def load_airllm(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:
+    """AirLLM on the CPU, with its prefetching, as it ships.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        LocalrtError: it cannot load the model.
+    """
+    _require("airllm", "transformers", "torch", "accelerate")
+    try:
+        import airllm
+    except ImportError as error:
+        raise MissingExtraError(f"airllm cannot be imported: {_cause(error)}") from error
+    import torch
+
+    _set_up_torch(threads)
+
+    class Untokenized(airllm.AirLLMBaseModel):  # type: ignore[misc]
+        """The folder has no tokenizer, which AirLLM would insist on."""
+
+        def get_tokenizer(self, hf_token: str | None = None) -> None:
+            return None
+
+    with _loading("airllm", path, LocalrtError):
+        streamer = Untokenized(str(weights), device="cpu", dtype=torch.bfloat16)
+    return HuggingFaceEngine(streamer.model, path, owner=streamer, version=version("airllm"))
+
+
+@contextmanager
+def _loading(peer: str, path: Path, kind: type[LocalrtError]) -> Iterator[None]:
+    """What goes wrong is one line; warnings are not shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except _FAILURES as error:
+            raise kind(f"{peer} cannot load {path.name}: {_cause(error)}") from error
+
+
+def _require(engine: str, *packages: str) -> None:
+    """Say what an engine of the ``bench`` extra lacks.
+
+    Raises:
+        MissingExtraError: a package is not installed.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(
+                f"the {engine} engine needs {package}: pip install 'localrt[bench]'"
+            )
+
+
+def _set_up_torch(threads: int | None) -> None:
+    """Threads of the CPU, and no talk from transformers."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _cause(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
