@@ -7,6 +7,8 @@ alone. It knows no costs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from localrt.speculative.calibration import Calibration
@@ -53,18 +55,7 @@ class MixedTree:
             del here[ROOT]
             if here:
                 true = [i for i, node in enumerate(here.values()) if node in path]
-                calibration.learn(_part(proposed, list(here)), true)
-
-
-def _part(tree: TokenTree, nodes: list[int]) -> TokenTree:
-    """The tree of these nodes, whose parents are among them, as they were proposed."""
-    place = {ROOT: ROOT, **{node: i for i, node in enumerate(nodes)}}
-    return TokenTree.of(
-        tree.tokens[nodes].tolist(),
-        [place[parent] for parent in tree.parents[nodes].tolist()],
-        tree.scores[nodes].tolist(),
-        "",
-    )
+                calibration.learn(proposed.take(np.array(list(here))), true)
 
 
 def _shared(tree: TokenTree) -> TokenTree:
@@ -77,12 +68,10 @@ def _shared(tree: TokenTree) -> TokenTree:
     for node, parent in enumerate(tree.parents.tolist()):
         if parent != ROOT:
             scores[node] += scores[parent]
-    return TokenTree(tree.tokens, tree.parents, tree.depths, scores, tree.origins, tree.sources)
+    return replace(tree, scores=scores)
 
 
 def _calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
     """The same guesses with the chances that are believed."""
     chances = np.maximum(calibration.probabilities(tree), _LEAST)
-    return TokenTree(
-        tree.tokens, tree.parents, tree.depths, np.log(chances), tree.origins, tree.sources
-    )
+    return replace(tree, scores=np.log(chances))

@@ -126,7 +126,7 @@ class TokenTree:
         order = np.lexsort((np.arange(len(self)), self.depths, -self._falling()))
         if deep is not None:
             order = order[deep[order]]
-        return self._take(np.sort(order[: max(budget, 0)]))
+        return self.take(np.sort(order[: max(budget, 0)]))
 
     def _falling(self) -> npt.NDArray[np.float64]:
         """Scores without the last digits' noise: none above its parent's."""
@@ -136,7 +136,7 @@ class TokenTree:
                 scores[node] = scores[parent]
         return scores
 
-    def _take(self, nodes: Ints) -> TokenTree:
+    def take(self, nodes: Ints) -> TokenTree:
         """The tree of these nodes, whose parents are among them."""
         place = np.full(len(self) + 1, ROOT, np.int64)  # the last entry is the root's
         place[nodes] = np.arange(len(nodes))

@@ -27,7 +27,7 @@ COMMANDS = {
     "list": "list the models on this machine",
     "rm": "delete downloaded models",
     "quantize": "write a copy of a model in fewer bits",
-    "draft": "train a draft head, which makes a model's answers come sooner",
+    "draft": "train a draft head, which guesses what a model says next",
     "plan": "say where a model would live, how fast it would run, and what would help",
     "bench": "measure engines side by side on one model",
     "eval": "measure how well a model predicts a text",

@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch", type=int, metavar="N", help="sequences that a step learns from (default: 4)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the head (default: beside localrt's others)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where the head goes (default: where --draft head finds it)",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
