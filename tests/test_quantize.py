@@ -26,7 +26,7 @@ from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
 from localrt.quantizing.calibration import calibration_windows
-from localrt.quantizing.quantize import QuantizeReport, quantize_model
+from localrt.quantizing.quantize import QuantizeReport, Recipe, quantize_model
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.store.synthetic import SyntheticCheckpoint
 
@@ -62,7 +62,9 @@ def run(
     if options.get("method") == "rtn":
         options.setdefault("calibration", None)
     defaults = {"calibration": TEXT, "calibration_tokens": 64 * 16, "threads": 1}
-    return quantize_model(source, out, format, **{**defaults, **options})
+    options = {**defaults, **options}
+    own = {key: options.pop(key) for key in list(options) if key in Recipe.__slots__}
+    return quantize_model(source, out, Recipe(format, **own), **options)
 
 
 def logits(checkpoint: Checkpoint | Path, ops: Any = None) -> np.ndarray:
@@ -269,7 +271,7 @@ def test_a_cancelled_run_keeps_its_layers_and_goes_on(
 def test_embedding_and_head_keep_up_to_eight_and_a_half_bits(tmp_path: Path) -> None:
     def head(published: str, out: str, format_: str = "int4-g32", **options: Any) -> str:
         source = SyntheticCheckpoint(tmp_path, formats={"lm_head": published})
-        report = quantize_model(source, tmp_path / out, format_, **options)
+        report = quantize_model(source, tmp_path / out, Recipe(format_, **options))
         return report.head_format
 
     assert head("q8_0", "1") == "q8_0"
@@ -280,7 +282,7 @@ def test_embedding_and_head_keep_up_to_eight_and_a_half_bits(tmp_path: Path) -> 
 
 def test_a_format_that_a_matrix_has_already_is_not_rounded_again(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path, formats={"proj": "mxfp4"})
-    quantize_model(source, tmp_path / "s", "mxfp4")
+    quantize_model(source, tmp_path / "s", Recipe("mxfp4"))
     with closing(stored(tmp_path / "s")) as store:
         name = "model.layers.0.mlp.up_proj.weight"
         np.testing.assert_array_equal(store.read(name).data, source.read(name).data)
@@ -290,15 +292,16 @@ def test_rows_that_are_no_whole_groups_fall_back_and_are_reported(
     folders: Mapping[str, Path], tmp_path: Path
 ) -> None:
     source = SyntheticCheckpoint(tmp_path, hidden=128, inner=160)
-    report = quantize_model(source, tmp_path / "s", "int4-g128")
+    report = quantize_model(source, tmp_path / "s", Recipe("int4-g128"))
     assert set(report.fallbacks.values()) == {"int4-g32"}
     assert all("down_proj" in name for name in report.fallbacks)
     assert len(report.fallbacks) == 2
     assert report.layer_bits_per_weight > 4.125
-    nf4 = quantize_model(source, tmp_path / "n", "nf4")
+    nf4 = quantize_model(source, tmp_path / "n", Recipe("nf4"))
     assert set(nf4.fallbacks.values()) == {"int4-g32"}
     odd = SyntheticCheckpoint(tmp_path, hidden=64, inner=72, formats={"down_proj": "f32"})
-    assert set(quantize_model(odd, tmp_path / "o", "int8-g32").fallbacks.values()) == {"bf16"}
+    eight = quantize_model(odd, tmp_path / "o", Recipe("int8-g32"))
+    assert set(eight.fallbacks.values()) == {"bf16"}
 
 
 def test_rounding_needs_a_block_of_memory_not_a_model(tmp_path: Path) -> None:
@@ -307,7 +310,7 @@ def test_rounding_needs_a_block_of_memory_not_a_model(tmp_path: Path) -> None:
     )
     tracemalloc.start()
     try:
-        quantize_model(source, tmp_path / "s", "mxfp4")
+        quantize_model(source, tmp_path / "s", Recipe("mxfp4"))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -11,7 +11,7 @@ import pytest
 
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.quant.methods import restore
-from localrt.quantizing.quantize import QuantizeReport, quantize_model
+from localrt.quantizing.quantize import QuantizeReport, Recipe, quantize_model
 from tests.models.tiny import save_tiny
 from tests.test_quantize import TEXT, distance, logits, one_thread
 
@@ -31,7 +31,7 @@ def run(source: Path, out: Path, format: str, method: str) -> QuantizeReport:
     options: dict[str, Any] = {}
     if method != "rtn":
         options = {"calibration": TEXT, "calibration_tokens": 64 * 16}
-    return quantize_model(source, out, format, method=method, threads=1, **options)
+    return quantize_model(source, out, Recipe(format, method=method, **options), threads=1)
 
 
 def values(checkpoint: Checkpoint, name: str) -> np.ndarray:

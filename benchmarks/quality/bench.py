@@ -29,7 +29,7 @@ from benchmarks.quality.texts import Corpus, interleaved
 from localrt.errors import LocalrtError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import default_method
-from localrt.quantizing.quantize import quantize_model
+from localrt.quantizing.quantize import Recipe, quantize_model
 
 __all__ = ["Bench", "Job", "Row", "jobs"]
 
@@ -154,14 +154,14 @@ class Bench:
 
     def _quantize(self, format_: str, method: str | None, store: Path) -> Row:
         """Write the store; what there is to say about it."""
-        report = quantize_model(
-            self.source,
-            store,
+        text = None if method == "rtn" else self._calibration_ids()
+        recipe = Recipe(
             format_,
             method=method,
-            calibration=None if method == "rtn" else self._calibration_ids(),
+            calibration=text,
             calibration_tokens=self._calibration_tokens,
         )
+        report = quantize_model(self.source, store, recipe)
         return {
             "default": method == default_method(CODECS[format_].format, calibrated=True),
             "calibration_tokens": report.calibration_tokens,

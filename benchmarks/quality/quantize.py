@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from benchmarks.common.command import cited_command, find_model, listed, make_pa
 from benchmarks.common.record import save, setting
 from benchmarks.common.timing import by_turns, medians
 from localrt.quant.methods import best_scales
-from localrt.quantizing.quantize import quantize_model
+from localrt.quantizing.quantize import Recipe, quantize_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,10 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = find_model(args.model)
     work: dict[str, Callable[[Path], object]] = {}
     for name in args.formats:
-        work[f"{name}, kernels"] = lambda out, name=name: quantize_model(model, out, name)
-        work[f"{name}, numpy"] = lambda out, name=name: quantize_model(
-            model, out, name, search=best_scales
-        )
+        write = partial(quantize_model, model, recipe=Recipe(name))
+        work[f"{name}, kernels"] = write
+        work[f"{name}, numpy"] = partial(write, search=best_scales)
     if find_spec("llama_cpp") is not None and model.suffix == ".gguf":
         work["q4_0, llama.cpp"] = lambda out: _llamacpp(model, out)
 

@@ -16,7 +16,7 @@ from typing import Any
 import localrt
 from benchmarks.quality.bench import jobs
 from localrt.errors import LocalrtError
-from localrt.quantizing.quantize import quantize_model
+from localrt.quantizing.quantize import Recipe, quantize_model
 
 __all__ = ["measure_speeds"]
 
@@ -64,14 +64,13 @@ def measure_speeds(
         if job.format is not None:
             path = work / f"{source.stem}-{job.format}-{job.method}"
             if not path.exists():
-                quantize_model(
-                    source,
-                    path,
+                recipe = Recipe(
                     job.format,
                     method=job.method,
                     calibration=None if job.method == "rtn" else tokens,
                     calibration_tokens=_LEAST_CALIBRATION,
                 )
+                quantize_model(source, path, recipe)
             candidates.append(_Candidate(job.name, path))
     samples: dict[str, list[float]] = {}
     for run in range(runs + 1):

@@ -21,7 +21,12 @@ from localrt.hub import ResolvedModel
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
-from localrt.quantizing.quantize import CALIBRATION_TOKENS, QuantizeReport, quantize_model
+from localrt.quantizing.quantize import (
+    CALIBRATION_TOKENS,
+    QuantizeReport,
+    Recipe,
+    quantize_model,
+)
 from localrt.quantizing.text import BUILTIN, builtin_text, read_text
 from localrt.settings import Settings
 
@@ -88,12 +93,14 @@ def run(args: argparse.Namespace) -> int:
             report = quantize_model(
                 checkpoint,
                 out,
-                args.format,
-                method=args.method,
-                calibration=_calibration(args, checkpoint, notes),
-                calibration_tokens=args.calibration_tokens or CALIBRATION_TOKENS,
-                seed=args.seed,
-                head_format=args.head_format,
+                Recipe(
+                    args.format,
+                    method=args.method,
+                    calibration=_calibration(args, checkpoint, notes),
+                    calibration_tokens=args.calibration_tokens or CALIBRATION_TOKENS,
+                    seed=args.seed,
+                    head_format=args.head_format,
+                ),
                 name=model.name,
                 revision=model.revision,
                 threads=args.threads,

@@ -24,7 +24,7 @@ from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
 from localrt.models.registry import find_architecture, read_config, require_readable
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.units import list_units
-from localrt.offload.store import StoreWriter, Tiler, fast_tiler
+from localrt.offload.store import StoreWriter, fast_tiler
 from localrt.offload.store.layout import FilePlan, plan_files
 from localrt.offload.store.pack import describe_source, main_format, stored_infos
 from localrt.offload.store.text import text_files
@@ -44,7 +44,7 @@ from localrt.quantizing.layer import LayerQuantizer, folded_rotation
 if TYPE_CHECKING:
     from localrt.quant.ops.torch.calibration import CalibrationOps
 
-__all__ = ["CALIBRATION_TOKENS", "HEAD_BITS", "QuantizeReport", "quantize_model"]
+__all__ = ["CALIBRATION_TOKENS", "HEAD_BITS", "QuantizeReport", "Recipe", "quantize_model"]
 
 CALIBRATION_TOKENS = 16_384
 MOST_CALIBRATION_TOKENS = 65_536
@@ -54,6 +54,27 @@ HEAD_BITS = 8.5
 """Embedding and head stay as published up to so many bits per weight; above, they become int8."""
 _HEAD_FORMAT = CODECS["int8-g32"].format
 _TABLES = (EMBEDDING, HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What becomes of a model's matrices. The same recipe and source give the same bytes.
+
+    Attributes:
+        format: of the layers' matrices: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...
+        method: ``"rtn"``, ``"gptq"`` or ``"mr-gptq"``; None takes what is best for the format.
+        calibration: token ids of a text, for every method but rtn.
+        calibration_tokens: how many of them to use, in windows of 512.
+        seed: which windows.
+        head_format: of embedding and head; None keeps the published one up to ``HEAD_BITS``.
+    """
+
+    format: str
+    method: str | None = None
+    calibration: Sequence[int] | None = None
+    calibration_tokens: int = CALIBRATION_TOKENS
+    seed: int = 0
+    head_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,38 +104,25 @@ class QuantizeReport:
 def quantize_model(
     source: Checkpoint | Path,
     out: Path,
-    format: str,
+    recipe: Recipe,
     *,
-    method: str | None = None,
-    calibration: Sequence[int] | None = None,
-    calibration_tokens: int = CALIBRATION_TOKENS,
-    seed: int = 0,
-    head_format: str | None = None,
     name: str | None = None,
     revision: str | None = None,
     threads: int | None = None,
-    tiler: Tiler | None = None,
     search: ScaleSearch | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> QuantizeReport:
-    """Write ``source`` to the store ``out`` with the layers' matrices in ``format``.
+    """Write ``source`` to the store ``out`` with its matrices as ``recipe`` says.
 
-    The same arguments give the same bytes, and a call that was interrupted is gone on with by the
-    next one.
+    A call that was interrupted is gone on with by the next one.
 
     Args:
         source: an open checkpoint, or where one lies.
         out: the store's folder, which must not exist.
-        format: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...
-        method: ``"rtn"``, ``"gptq"`` or ``"mr-gptq"``; None takes what is best for the format.
-        calibration: token ids of a text, for every method but rtn.
-        calibration_tokens: how many of them to use, in windows of 512.
-        seed: which windows.
-        head_format: of embedding and head; None keeps the published one up to ``HEAD_BITS``.
+        recipe: formats, method and text.
         name, revision: what the manifest calls the source.
         threads: CPU threads of the calibration passes and of the search for scales.
-        tiler: from rows to tiles; None takes the fastest here.
         search: what finds the scales of groups; None takes the fastest here.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes.
         cancel: set it from another thread to stop with ``CancelledError``.
@@ -127,22 +135,21 @@ def quantize_model(
         StorageError: the disk is full or fails.
         CancelledError: ``cancel`` was set.
     """
-    target = quantized_format(format)
-    method = _method(method, target, calibrated=calibration is not None)
+    target = quantized_format(recipe.format)
+    method = _method(recipe.method, target, calibrated=recipe.calibration is not None)
     with ExitStack() as opened:
         if isinstance(source, Path):
             source = opened.enter_context(closing(open_checkpoint(source)))
         require_readable(source)
         config = read_config(source)
         names = find_architecture(source.architecture).names
-        formats = _formats(source.tensors, target, head_format, names)
+        formats = _formats(source.tensors, target, recipe.head_format, names)
         infos = stored_infos(source.tensors, formats)
         units = list_units(infos, config, names)
         windows: list[list[int]] = []
         ops: CalibrationOps | None = None
         if method != "rtn":
-            assert calibration is not None, "checked with the method"
-            windows = _windows(source, config, calibration, calibration_tokens, seed)
+            windows = _windows(source, config, recipe)
             ops = calibration_ops(threads)
         rotated = folded_rotation(config, names, infos) if method == "mr-gptq" else 0
         manifest = describe_source(
@@ -153,9 +160,9 @@ def quantize_model(
             exactness="approximate",
             quantization=Quantization(
                 format=target.name,
-                head_format=head_format,
+                head_format=recipe.head_format,
                 method=method,
-                seed=seed,
+                seed=recipe.seed,
                 calibration=_digest(windows),
                 calibration_tokens=sum(map(len, windows)),
                 compute=ops.compute_format if ops is not None else None,
@@ -169,7 +176,7 @@ def quantize_model(
             infos,
             method=method,
             folded=rotated,
-            tiler=tiler or fast_tiler(),
+            tiler=fast_tiler(),
             search=search or fast_search(threads),
         )
 
@@ -282,13 +289,9 @@ def _default_head(published: Format, target: Format) -> Format:
     return _HEAD_FORMAT if target.name in CODECS else target
 
 
-def _windows(
-    source: Checkpoint,
-    config: DecoderConfig,
-    tokens: Sequence[int],
-    count: int,
-    seed: int,
-) -> list[list[int]]:
+def _windows(source: Checkpoint, config: DecoderConfig, recipe: Recipe) -> list[list[int]]:
+    tokens, count = recipe.calibration, recipe.calibration_tokens
+    assert tokens is not None, "checked with the method"
     length = min(_WINDOW, config.context_length)
     if not length <= count <= MOST_CALIBRATION_TOKENS:
         raise OptionError(
@@ -297,7 +300,7 @@ def _windows(
     if len(tokens) and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
         raise OptionError(f"calibration token ids must be from 0 to {config.vocab_size - 1}")
     return calibration_windows(
-        tokens, length=length, count=count // length, seed=seed, bos=_bos(source)
+        tokens, length=length, count=count // length, seed=recipe.seed, bos=_bos(source)
     )
 
 

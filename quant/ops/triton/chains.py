@@ -3,7 +3,7 @@
 The steps of 32 columns are dealt out to 16 chains. A chain unpacks its steps in registers to exact
 bf16 codes, multiplies them with rows of activations on the tensor cores and adds the group's scale
 times the product to float32 sums of its own; at the end the chains are added in a written order.
-``triton_linear.py`` says why. Where tiles and rows lie is the kernel's business.
+``linear.py`` says why. Where tiles and rows lie is the kernel's business.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -2,7 +2,7 @@
 
 A program computes whole tiles of one expert for a block of the rows that chose it. Experts lie
 anywhere: a ``Plan`` has the addresses of each block's matrices, and where its rows are. Passes of
-up to 64 rows use the sums of ``triton_linear.py``, so that a row's result is bitwise that of any
+up to 64 rows use the sums of ``linear.py``, so that a row's result is bitwise that of any
 other pass; longer ones unpack tiles to bf16 for a block of rows at a time, as wide products need.
 
 It knows addresses and rows; which expert they are of, and who routed, is its caller's business.

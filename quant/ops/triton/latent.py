@@ -1,4 +1,4 @@
-"""Latent attention of 1 to 64 new rows (DeepSeek): as ``triton_attention.py``, over one cached row.
+"""Latent attention of 1 to 64 new rows (DeepSeek): as ``attention.py``, over one cached row.
 
 A cached row is the rotary key that all heads share, and the latent behind it, which is key and
 value at once: it is loaded once for both. Programs take 16 heads of new rows and a fixed run of 128

@@ -1,7 +1,7 @@
 """Products of 1 to 64 rows with weights as they are stored: the kernels that decode lives on.
 
 One kernel serves every number of rows. A program computes whole tiles of 16 weight rows; the steps
-of 32 columns are dealt out to 16 chains, two for each of its warps (``triton_chains.py``).
+of 32 columns are dealt out to 16 chains, two for each of its warps (``chains.py``).
 
 So a row's result is bitwise the same for any number of rows up to 64: which chain adds what, and in
 which order, follows from the columns alone, and the instruction (m16n8k16) computes its columns

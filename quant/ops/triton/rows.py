@@ -1,7 +1,7 @@
 """Chosen rows of a tiled matrix as numbers: an embedding's rows, or all rows for a large product.
 
 Values are scale * code + offset in float32, rounded once; NF4's levels are those of bf16, as in
-``triton_linear.py``. It knows tiles and row numbers.
+``linear.py``. It knows tiles and row numbers.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from localrt.quant.formats.tiled import (
     tile_span,
     tile_tensor,
     untile,
+    whole_tiles,
 )
 from localrt.quant.ops.triton.formats import layout_of
 from localrt.quant.ops.triton.linear import Tiles
@@ -68,7 +70,8 @@ def build_weight(
     rotations: set[int] = set()
     building: _TiledPart | _DensePart | None = None
     left = shape[0]
-    for block in blocks:
+    pieces = (whole_tiles(named) for _, named in groupby(blocks, key=lambda block: block.name))
+    for block in chain.from_iterable(pieces):
         rotations.add(block.hadamard if isinstance(block, TiledTensor) else 0)
         data: object = block.data
         if isinstance(block, TiledTensor) and isinstance(data, Tensor):
@@ -128,33 +131,20 @@ class _TiledPart:
         self._out = torch.empty(tiles * self._tile_bytes, dtype=torch.uint8, device=device)
         self._scales: list[float] = []  # one per tile
         self._rows = 0
-        self._name = first.name
-        self._pending: PackedTensor | None = None  # rows that do not fill a tile
 
     def takes(self, block: PackedTensor | TiledTensor) -> bool:
-        """Whether the block continues this part: its rows must begin a tile or go on within one."""
-        if block.format is not self._format and block.format != self._format:
-            return False
-        if self._pending is not None:
-            return isinstance(block, PackedTensor) and block.name == self._name
-        return self._rows % TILE_ROWS == 0
+        """Whether the block continues this part: its rows must begin a tile."""
+        return block.format == self._format and self._rows % TILE_ROWS == 0
 
     def add(self, block: PackedTensor | TiledTensor) -> None:
-        self._name = block.name
-        if isinstance(block, TiledTensor):
-            self._put(block)
-            return
-        rows = block.data.reshape(-1, self._format.row_bytes(self._columns))
-        if self._pending is not None:
-            rows = np.concatenate([self._pending.data, rows])
-        whole = len(rows) // TILE_ROWS * TILE_ROWS
-        if whole:
-            self._put(self._tile(self._tensor(block, rows[:whole])))
-        self._pending = self._tensor(block, rows[whole:]) if whole < len(rows) else None
+        tiled = block if isinstance(block, TiledTensor) else self._tile(block)
+        start = len(self._scales) * self._tile_bytes
+        data = torch.from_numpy(np.ascontiguousarray(tiled.data))
+        self._out[start : start + len(data)] = data
+        self._scales += [tiled.scale] * (len(data) // self._tile_bytes)
+        self._rows += tiled.shape[0]
 
     def done(self) -> Tiles:
-        if self._pending is not None:
-            self._put(self._tile(self._pending))
         used = len(self._scales) * self._tile_bytes
         data = self._out if used == self._out.numel() else self._out[:used].clone()
         factor = None
@@ -164,17 +154,6 @@ class _TiledPart:
         assert layout is not None, "only known formats are tiled"
         shape = (self._rows, self._columns)
         return Tiles(layout, shape, data, data.view(torch.float16), data.view(torch.int32), factor)
-
-    def _tensor(self, like: PackedTensor, rows: np.ndarray) -> PackedTensor:
-        shape = (len(rows), self._columns)
-        return PackedTensor(like.name, like.format, shape, np.ascontiguousarray(rows), like.scale)
-
-    def _put(self, block: TiledTensor) -> None:
-        start = len(self._scales) * self._tile_bytes
-        data = torch.from_numpy(np.ascontiguousarray(block.data))
-        self._out[start : start + len(data)] = data
-        self._scales += [block.scale] * (len(data) // self._tile_bytes)
-        self._rows += block.shape[0]
 
 
 class _DensePart:
