@@ -179,10 +179,17 @@ MIXTURES: dict[str, Callable[[], Any]] = {
 }
 
 
-def save_tiny(name: str, folder: Path, seed: int = 0) -> Any:
-    """Write a random model as a Hugging Face folder; returns transformers' own, in float32."""
+def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = None) -> Any:
+    """Write a random model as a Hugging Face folder; returns transformers' own, in float32.
+
+    ``layers`` are the first that it keeps.
+    """
     torch.manual_seed(seed)
     config = (CONFIGS | MIXTURES)[name]()
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:layers]
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
 from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.test_architectures import oracle
-from tests.models.tiny import MIXTURES, relative_error, save_tiny, tokens
+from tests.models.tiny import MIXTURES, relative_error, tokens
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_experts_routing import SPECS
 from tests.ops.test_native_steps import LENGTH, TOLERANCE, load
@@ -82,9 +81,9 @@ def test_a_layer_is_torchs(spec: RouterSpec, activation: Any) -> None:
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 @pytest.mark.parametrize("name", sorted(MIXTURES))
-def test_every_mixture(name: str, kv: KVFormat, tmp_path: Path) -> None:
-    theirs = save_tiny(name, tmp_path)
-    ours = load(tmp_path, kv=kv)
+def test_every_mixture(name: str, kv: KVFormat, tiny: Any) -> None:
+    folder, theirs = tiny(name)
+    ours = load(folder, kv=kv)
     ids = tokens(LENGTH)
     expected = oracle(theirs, ids)
     whole = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))

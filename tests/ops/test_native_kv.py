@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from tests.models.test_architectures import oracle
-from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
+from tests.models.tiny import CONFIGS, relative_error, tokens
 from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load
@@ -287,9 +287,9 @@ def test_rows_are_the_same_for_any_rows_threads_and_lengths(isa: str, kv_format:
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(DEEPSEEK_CONFIGS)))
-def test_every_architecture_runs_on_int4(name: str, tmp_path: Path) -> None:
-    theirs = save_tiny(name, tmp_path)
-    ours = load(tmp_path, kv="int4")
+def test_every_architecture_runs_on_int4(name: str, tiny: Any) -> None:
+    folder, theirs = tiny(name)
+    ours = load(folder, kv="int4")
     ids = tokens(40)
     whole = ours.forward(Batch.extend([(ours.cache(40), ids)]))
     expected = oracle(theirs, ids)
@@ -300,9 +300,8 @@ def test_every_architecture_runs_on_int4(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_trimming_leaves_no_trace(kv_format: KVFormat, tmp_path: Path) -> None:
-    save_tiny("qwen2", tmp_path)
-    decoder = load(tmp_path, kv=kv_format)
+def test_trimming_leaves_no_trace(kv_format: KVFormat, tiny: Any) -> None:
+    decoder = load(tiny("qwen2")[0], kv=kv_format)
     ids = tokens(300)
     cache = decoder.cache(600)
     decoder.forward(Batch.extend([(cache, ids[:250])]), rows=[])
@@ -313,7 +312,7 @@ def test_trimming_leaves_no_trace(kv_format: KVFormat, tmp_path: Path) -> None:
     assert np.array_equal(again, fresh[250:])
 
 
-def test_sizes_and_that_growth_holds_no_more_than_it_counts(tmp_path: Path) -> None:
+def test_sizes_and_that_growth_holds_no_more_than_it_counts() -> None:
     assert block_nbytes(2, 128, "bf16") == 256 * 2 * 2 * 256
     assert block_nbytes(2, 128, "int8") == 256 * 2 * 2 * (128 + 4)
     assert block_nbytes(2, 128, "int4") == 256 * 2 * (80 + 16 + 64 + 16)

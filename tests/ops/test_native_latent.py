@@ -24,7 +24,7 @@ from localrt.quant.ops.native.kv_select import move_rows
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.torch.ops import TorchOps
-from localrt.quantizing.quantize import quantize_model
+from localrt.quantizing.quantize import Recipe, quantize_model
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.test_native_matmul import ISAS
 
@@ -87,7 +87,7 @@ def test_every_code_path(folder: Path, isa: str) -> None:
 def test_packed_matrices_are_multiplied_head_by_head(
     folder: Path, format_: str, tmp_path: Path
 ) -> None:
-    store = quantize_model(folder, tmp_path / "store", format_, method="rtn").path
+    store = quantize_model(folder, tmp_path / "store", Recipe(format_, method="rtn")).path
     ids = tokens(40)
     expected = load(store, TorchOps(compute_format="f32"))
     ours = native(store)
@@ -102,10 +102,8 @@ def test_packed_matrices_are_multiplied_head_by_head(
 
 def test_rotated_inputs_are_rotated(folder: Path, tmp_path: Path) -> None:
     """What mr-gptq leaves to the kernels: whole projections, before and behind the heads' own."""
-    options: dict[str, Any] = {"method": "mr-gptq", "calibration": tokens(64 * 40)}
-    store = quantize_model(
-        folder, tmp_path / "store", "mxfp4", calibration_tokens=1024, threads=1, **options
-    ).path
+    recipe = Recipe("mxfp4", "mr-gptq", calibration=tokens(64 * 40), calibration_tokens=1024)
+    store = quantize_model(folder, tmp_path / "store", recipe, threads=1).path
     with closing(open_checkpoint(store)) as checkpoint:
         assert isinstance(checkpoint, StoreCheckpoint)
         attention = next(u for u in checkpoint.manifest.units if u.name == "layers.1.attention")

@@ -17,7 +17,7 @@ from localrt.quant.ops.native.kv import KVFormat
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.test_architectures import oracle
-from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
+from tests.models.tiny import CONFIGS, relative_error, tokens
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -36,9 +36,9 @@ def load(folder: Path, *, threads: int = 2, isa: str = "", kv: KVFormat = "bf16"
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_every_architecture(name: str, kv: KVFormat, tmp_path: Path) -> None:
-    theirs = save_tiny(name, tmp_path)
-    ours = load(tmp_path, kv=kv)
+def test_every_architecture(name: str, kv: KVFormat, tiny: Any) -> None:
+    folder, theirs = tiny(name)
+    ours = load(folder, kv=kv)
     ids = tokens(LENGTH)
     expected = oracle(theirs, ids)
     whole = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
@@ -54,10 +54,9 @@ def test_every_architecture(name: str, kv: KVFormat, tmp_path: Path) -> None:
     assert np.array_equal(steps, whole)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", path)
+@pytest.fixture
+def folder(tiny: Any) -> Path:
+    path: Path = tiny("llama")[0]
     return path
 
 
@@ -72,15 +71,12 @@ def test_every_code_path(folder: Path, isa: str) -> None:
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_long_contexts_are_the_same_for_any_threads_and_chunks(
-    kv: KVFormat, tmp_path: Path
-) -> None:
+def test_long_contexts_are_the_same_for_any_threads_and_chunks(kv: KVFormat, folder: Path) -> None:
     """Beyond one block of keys, where work is split over the cache."""
-    save_tiny("llama", tmp_path)
     ids = tokens(700)
     results = []
     for threads, chunk in ((1, 700), (2, 700), (2, 64), (1, 257)):
-        decoder = load(tmp_path, threads=threads, kv=kv)
+        decoder = load(folder, threads=threads, kv=kv)
         cache = decoder.cache(701)
         for start in range(0, 700, chunk):
             decoder.forward(Batch.extend([(cache, ids[start : start + chunk])]), rows=[])

@@ -85,7 +85,7 @@ def test_rows_are_turned_and_normed(interleaved: bool) -> None:
     "name", ["deepseek-v2-dense", "deepseek-v2-lite-dense", "deepseek-v3-halves"]
 )
 def test_architectures(name: str, tmp_path: Path) -> None:
-    theirs = save_tiny(name, tmp_path)
+    theirs = save_tiny(name, tmp_path, layers=1)
     ids = tokens(7)
     ours = load(tmp_path)
     cache = ours.cache(64)
@@ -97,7 +97,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("deepseek")
-    save_tiny("deepseek-v2-dense", path)
+    save_tiny("deepseek-v2-dense", path, layers=1)
     return path
 
 

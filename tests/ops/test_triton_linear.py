@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,10 @@ KNOWN = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) i
 # What is left: float32 sums in another order; NF4's levels are rounded to bf16.
 TOLERANCE = {name: 3e-3 if name == "nf4" else 2e-5 for name in KNOWN}
 MANY = ("q4_0", "q4_k", "q5_0", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g32m", "int8-g32m")
+
+
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -96,7 +102,7 @@ def test_any_shape(name: str, rows: int, spans: int, batch: int, seed: int) -> N
     assert error(product(x, tensor), expected(x, tensor)) < TOLERANCE[name]
 
 
-@pytest.mark.parametrize("name", ["q4_0", "nvfp4", "q6_k"])
+@pytest.mark.parametrize("name", ["nvfp4", *slow("q4_0", "q6_k")])
 def test_the_cut_and_the_other_rows_change_nothing(name: str) -> None:
     tensor = random_tensor(name, 70, 1024)
     x = inputs(64, 1024)

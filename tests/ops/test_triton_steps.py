@@ -184,7 +184,7 @@ def test_attention(n: int, held: int, heads: int, groups: int, size: int, option
 
 
 def test_a_rows_attention_does_not_depend_on_the_others() -> None:
-    held, n = 250, 12
+    held, n = 253, 6  # new rows in two runs
     q = random(n, 6, 32).bfloat16()
     k, v = random(2, 512, 32).bfloat16(), random(2, 512, 32, seed=1).bfloat16()
     options = {"scale": 0.2, "window": None, "softcap": None, "mask": None, "longest": 512}
