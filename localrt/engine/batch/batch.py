@@ -8,16 +8,16 @@ templates, files, or where the weights lie.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 
+from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence
-from localrt.engine.protocol import Engine
+from localrt.engine.protocol import Check, Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
 from localrt.errors import (
@@ -108,85 +108,58 @@ def generate_batch(
     Raises:
         MemoryBudgetError: the caches of ``limits.size`` sequences do not fit.
     """
-    return _Batch(engine, tokenizer, requests, limits, cancel).run(on_progress)
+    waiting: FairQueue[BatchSequence[int]] = FairQueue()
+    for request in requests:
+        waiting.push(None, BatchSequence(*request, limits.ctx))
 
-
-class _Batch:
-    """Jobs that are all there from the start, with their requests' numbers."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer | None,
-        requests: Sequence[tuple[int, Request]],
-        limits: BatchLimits,
-        cancel: threading.Event,
-    ) -> None:
-        self._engine = engine
-        self._cancel = cancel
-        self._waiting = _InOrder(BatchSequence(*request, limits.ctx) for request in requests)
-        self._schedule: Schedule[int] = Schedule(
-            engine,
-            tokenizer,
-            self._waiting,
-            Terms(
-                most=limits.size or MOST_SEQUENCES,
-                capacity=None if engine.shares_passes else limits.ctx,
-            ),
-            room=lambda: limits.room,
-            check=self._check,
-        )
-        if limits.size is not None and engine.shares_passes:
-            self._check_size(limits.size, limits.room)
-
-    def run(self, on_progress: ProgressCallback | None) -> Generator[tuple[int, Chunk], None, None]:
-        """Pass after pass, until all have finished or all are cancelled."""
-        schedule, waiting = self._schedule, self._waiting
-        total, finished, tokens = len(waiting.sequences), 0, 0
-        with closing(schedule):
-            try:
-                while waiting.sequences or schedule.sequences:
-                    self._check()
-                    for sequence, chunks in schedule.step():
-                        finished += sequence.done
-                        for chunk in chunks:
-                            tokens += len(chunk.token_ids)
-                            yield sequence.owner, chunk
-                    if on_progress is not None:
-                        detail = f"{tokens} tokens"
-                        on_progress(Progress("batch", finished, total, "prompts", detail))
-            except CancelledError:
-                for sequence in [*schedule.sequences, *waiting.sequences]:
-                    yield sequence.owner, sequence.end("cancelled")
-
-    def _check(self) -> None:
-        if self._cancel.is_set():
+    def check() -> None:
+        if cancel.is_set():
             raise CancelledError("the generation was cancelled")
 
-    def _check_size(self, size: int, room: int) -> None:
-        if size > self._engine.pass_rows:
-            raise OptionError(f"batch_size must be at most {self._engine.pass_rows}, is {size}")
-        costs = sorted(map(self._schedule.cost, self._waiting.sequences), reverse=True)[:size]
-        if len(costs) > 1 and sum(costs) > room:
-            fitting = max(1, int(np.count_nonzero(np.cumsum(costs) <= room)))
-            raise MemoryBudgetError(
-                f"{len(costs)} sequences at once need {format_bytes(sum(costs))} for their KV "
-                f"caches and {format_bytes(room)} is available: use a batch size of "
-                f"{fitting}, or a smaller max_tokens"
-            )
+    terms = Terms(
+        most=limits.size or MOST_SEQUENCES,
+        capacity=None if engine.shares_passes else limits.ctx,
+    )
+    schedule = Schedule(engine, tokenizer, waiting, terms, room=lambda: limits.room, check=check)
+    if limits.size is not None and engine.shares_passes:
+        _check_size(limits.size, engine.pass_rows, map(schedule.cost, waiting.items()), limits.room)
+    return _run(schedule, waiting, check, on_progress)
 
 
-class _InOrder:
-    """Jobs that start one after another; see ``Waiting``."""
+def _run(
+    schedule: Schedule[int],
+    waiting: FairQueue[BatchSequence[int]],
+    check: Check,
+    on_progress: ProgressCallback | None,
+) -> Generator[tuple[int, Chunk], None, None]:
+    """Pass after pass, until all have finished or all are cancelled."""
+    total, finished, tokens = len(waiting), 0, 0
+    with closing(schedule):
+        try:
+            while len(waiting) or schedule.sequences:
+                check()
+                for sequence, chunks in schedule.step():
+                    finished += sequence.done
+                    for chunk in chunks:
+                        tokens += len(chunk.token_ids)
+                        yield sequence.owner, chunk
+                if on_progress is not None:
+                    detail = f"{tokens} tokens"
+                    on_progress(Progress("batch", finished, total, "prompts", detail))
+        except CancelledError:
+            for sequence in [*schedule.sequences, *waiting.items()]:
+                yield sequence.owner, sequence.end("cancelled")
 
-    def __init__(self, sequences: Iterable[BatchSequence[int]]) -> None:
-        self.sequences = deque(sequences)
 
-    def first(self) -> BatchSequence[int] | None:
-        return self.sequences[0] if self.sequences else None
-
-    def pop(self) -> BatchSequence[int]:
-        return self.sequences.popleft()
-
-    def put_back(self, sequence: BatchSequence[int]) -> None:
-        self.sequences.appendleft(sequence)
+def _check_size(size: int, pass_rows: int, costs: Iterable[int], room: int) -> None:
+    """Whether ``size`` sequences go into a pass, and caches of these ``costs`` into ``room``."""
+    if size > pass_rows:
+        raise OptionError(f"batch_size must be at most {pass_rows}, is {size}")
+    largest = sorted(costs, reverse=True)[:size]
+    if len(largest) > 1 and sum(largest) > room:
+        fitting = max(1, int(np.count_nonzero(np.cumsum(largest) <= room)))
+        raise MemoryBudgetError(
+            f"{len(largest)} sequences at once need {format_bytes(sum(largest))} for their KV "
+            f"caches and {format_bytes(room)} is available: use a batch size of {fitting}, or a "
+            "smaller max_tokens"
+        )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic
 
+from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.protocol import Check, Engine, EngineSession
@@ -22,23 +23,10 @@ from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 
-__all__ = ["MOST_SEQUENCES", "Schedule", "Terms", "Waiting"]
+__all__ = ["MOST_SEQUENCES", "Schedule", "Terms"]
 
 # More rows of a decode pass gain little: from here on products are bound by arithmetic.
 MOST_SEQUENCES = 64
-
-
-class Waiting(Protocol[Owner]):
-    """The sequences that have not started, or have to start again."""
-
-    def first(self) -> BatchSequence[Owner] | None:
-        """Whose turn it is; None where nobody waits."""
-
-    def pop(self) -> BatchSequence[Owner]:
-        """Take that one out."""
-
-    def put_back(self, seq: BatchSequence[Owner]) -> None:
-        """``seq`` comes before all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +51,7 @@ class Terms:
 class Schedule(Generic[Owner]):
     """Which sequences are on their way, and what the next pass computes. Not thread-safe.
 
+    Those ``waiting`` have not started, or have to start again.
     ``room`` says how many bytes the caches may take in all, ``check`` raises to abandon a pass.
     """
 
@@ -70,7 +59,7 @@ class Schedule(Generic[Owner]):
         self,
         engine: Engine,
         tokenizer: Tokenizer | None,
-        waiting: Waiting[Owner],
+        waiting: FairQueue[BatchSequence[Owner]],
         terms: Terms,
         *,
         room: Callable[[], int],
