@@ -17,22 +17,17 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 
-__all__ = ["HeadStage", "SlicedHead"]
+__all__ = ["HeadStage", "JoinedHead"]
 
 
-class SlicedHead:
-    """The slices in order; ``parts`` are what a pass computes."""
+class JoinedHead:
+    """Joins the slices that are in memory as far as they are neighbours, and remembers it."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        self.stages: list[HeadStage] = []
         self._config = config
         self._parts: list[Part] | None = None
 
-    def add(self, unit: StoredUnit, where: Where, lane: Lane) -> None:
-        """The next slice."""
-        self.stages.append(HeadStage(self, unit, where, lane))
-
-    def make(self, lane: Lane, weight: Any, first_row: int) -> Head:
+    def part(self, lane: Lane, weight: Any, first_row: int) -> Head:
         """The part for the rows of ``weight``."""
         return Head(self._config, lane.norm, weight, first_row)
 
@@ -40,13 +35,12 @@ class SlicedHead:
         """A slice is somewhere else: what was joined would keep its memory."""
         self._parts = None
 
-    @property
-    def parts(self) -> Sequence[Part]:
-        """Streamed slices, and those in memory joined as far as they are neighbours."""
+    def parts(self, stages: Sequence[HeadStage]) -> Sequence[Part]:
+        """What a pass computes of all slices, in order."""
         if self._parts is None:
             parts: list[Part] = []
             run: list[HeadStage] = []
-            for stage in self.stages:
+            for stage in stages:
                 if run and (stage.part is None or stage.lane is not run[0].lane):
                     parts.append(self._joined(run))
                     run = []
@@ -60,7 +54,7 @@ class SlicedHead:
     def _joined(self, run: Sequence[HeadStage]) -> Part:
         lane = run[0].lane
         weight = lane.joined([(stage.unit, stage.memory) for stage in run])
-        part = self.make(lane, weight, run[0].first_row)
+        part = self.part(lane, weight, run[0].first_row)
         nbytes, macs = sum(s.unit.nbytes for s in run), sum(s.macs for s in run)
         return partial(_compute, lane, part, nbytes, macs)
 
@@ -73,23 +67,28 @@ def _compute(lane: Lane, part: Part, nbytes: int, macs: int, state: StreamedStat
 class HeadStage(Stage):
     """One slice: the rows of the vocabulary from ``first_row`` on."""
 
-    def __init__(self, head: SlicedHead, unit: StoredUnit, where: Where, lane: Lane) -> None:
+    def __init__(self, joined: JoinedHead, unit: StoredUnit, where: Where, lane: Lane) -> None:
         (tensor,) = unit.tensors
         self.first_row = tensor.row
-        self._head = head
+        self._joined = joined
 
         def load(weights: WeightLoader) -> Part:
             matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
-            return head.make(lane, matrix, tensor.row)
+            return joined.part(lane, matrix, tensor.row)
 
         super().__init__(unit, where, lane, load)
 
     def put(self, memory: Any) -> None:
         """See ``Stage``."""
         super().put(memory)
-        self._head.changed()
+        self._joined.changed()
 
     def move(self, where: Where) -> int:
         """See ``Stage``."""
-        self._head.changed()
+        self._joined.changed()
         return super().move(where)
+
+    def free(self) -> None:
+        """See ``Stage``."""
+        self._joined.changed()
+        super().free()

@@ -29,7 +29,6 @@ from localrt.offload.pipeline.balance import Balance, Rings
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.setup import Devices, Setup
-from localrt.offload.pipeline.stage import Stage
 from localrt.offload.pipeline.stages import load_resident, make_stages
 from localrt.offload.pipeline.streamed import Pipeline, Streamed
 from localrt.offload.placement import Placement, Where
@@ -91,7 +90,7 @@ def open_pipeline(
             files=files,
             rows=rows,
             verify=Verifier(store.path, enabled=reading.verify, discard=reading.discard),
-            stages=[],
+            stages={},
         )
         streamed = Streamed(config, _open(setup, budget, shortage, kv_tier, on_bytes))
         # Its threads would otherwise keep the memory of a decoder that nobody closed.
@@ -110,6 +109,7 @@ def _open(
     on_bytes: Callable[[int], None] | None,
 ) -> Pipeline:
     held, devices, placement = setup.held, setup.devices, setup.placement
+    held.callback(setup.stages.clear)  # last: they refer to what refers to them
     on_card = frozenset(
         layer for layer, unit in enumerate(setup.layers("attention")) if setup.where(unit).on_gpu
     )
@@ -119,13 +119,14 @@ def _open(
     forget = (lambda: None) if link is None else link.forget
     runners = _expert_runners(setup, cpu, card, experts)
     held.callback(forget)
-    head = make_stages(setup, {False: cpu, True: card}, on_card, runners)
+    head, joined_head = make_stages(setup, {False: cpu, True: card}, on_card, runners)
+    stages = list(setup.stages.values())
     embedding: dict[str, Bytes] = {}
     load_s = load_resident(setup, embedding, on_bytes)
     # Streaming begins last: it would share the disk with what is waited for.
-    cpu.stream([stage.unit for stage in setup.stages if stage.where.read])
+    cpu.stream([stage.unit for stage in stages if stage.where.read])
     if card is not None:
-        card.stream([stage.unit for stage in setup.stages if stage.where.copied])
+        card.stream([stage.unit for stage in stages if stage.where.copied])
     if experts is not None:
         experts.fill()
 
@@ -133,7 +134,7 @@ def _open(
         """The bytes of a unit of the embedding that is in RAM."""
         if name in embedding:
             return embedding[name]
-        ours = (s for s in head.stages if s.name == name and s.lane is cpu)
+        ours = (stage for stage in head if stage.name == name and stage.lane is cpu)
         return next((stage.memory for stage in ours), None)
 
     table = RowTable(setup.store, EMBEDDING, setup.rows, resident, stall_s=setup.reading.stall_s)
@@ -141,7 +142,7 @@ def _open(
     ram_ring, _ = setup.rings()
     slots = placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
     balance = Balance(
-        setup.stages,
+        stages,
         [lane for lane in (cpu, card) if lane is not None],
         Rings(ram_ring, placement.vram_ring, setup.reading.mode.block),
         budget + slots,
@@ -159,8 +160,9 @@ def _open(
     return Pipeline(
         cpu=cpu,
         card=card,
-        layers=setup.stages[: 2 * setup.loader.config.layers],
+        layers=stages[: len(stages) - len(head)],
         head=head,
+        joined_head=joined_head,
         attention_on_card=on_card,
         embedding=table,
         balance=balance,
@@ -207,13 +209,10 @@ def _card_lane(setup: Setup, cpu: Lane, *, attends: bool) -> tuple[Lane | None, 
     if nbytes:
         memory = card.alloc(nbytes)
         held.callback(card.free, memory)
-        by_name: dict[str, Stage] = {}
 
         def in_ram(name: str) -> Bytes | None:
-            if not by_name:
-                by_name.update((stage.name, stage) for stage in setup.stages)
-            stage = by_name[name]
-            return stage.memory if stage.where is Where.LINK else None
+            stage = setup.stages.get(name)
+            return stage.memory if stage is not None and stage.where is Where.LINK else None
 
         link = LinkSource(card, in_ram, cpu.reader, setup.verify)
         copier = UnitReader(
@@ -235,7 +234,7 @@ def _with_norm(setup: Setup, lane: Lane) -> Lane:
     def close() -> None:
         if lane.reader is not None:
             lane.reader.close()
-        for stage in setup.stages:
+        for stage in setup.stages.values():
             if stage.lane is lane:
                 stage.free()
 
@@ -288,8 +287,8 @@ def _expert_runners(
         """Finds the router of a sparse layer where it is resident on ``lane``."""
 
         def find(place: int) -> SparseMlp | None:
-            stage = setup.stages[2 * layers[place] + 1]
-            part = stage.part if stage.lane is lane else None
+            stage = setup.stages.get(f"layers.{layers[place]}.mlp")
+            part = stage.part if stage is not None and stage.lane is lane else None
             return part.layer if isinstance(part, Residual) else None  # type: ignore[return-value]
 
         return find

@@ -43,7 +43,8 @@ class Devices:
 class Setup:
     """What all steps of opening share. ``held`` frees, in reverse, what they make.
 
-    ``stages`` are filled once there are lanes; ``rows`` reads single rows of the embedding.
+    ``stages`` are filled once there are lanes, by name and in the order of a pass. ``rows`` reads
+    single rows of the embedding.
     """
 
     held: ExitStack
@@ -56,7 +57,7 @@ class Setup:
     files: FileReader
     rows: FileReader
     verify: Verifier
-    stages: list[Stage]
+    stages: dict[str, Stage]
 
     def unit(self, name: str) -> StoredUnit:
         """A unit that every such model has."""

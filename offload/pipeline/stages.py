@@ -8,7 +8,7 @@ from functools import partial
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.moe import Experts
 from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.pipeline.head import SlicedHead
+from localrt.offload.pipeline.head import HeadStage, JoinedHead
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.stage import MixtureStage, Stage
@@ -24,14 +24,17 @@ def make_stages(
     lanes: Mapping[bool, Lane | None],
     on_card: frozenset[int],
     runners: Mapping[str, Experts],
-) -> SlicedHead:
-    """Every unit of a pass, in order; returns the head's."""
+) -> tuple[list[HeadStage], JoinedHead]:
+    """A stage for every unit of a pass, in order; returns the head's, and what joins them."""
     loader, config = setup.loader, setup.loader.config
 
     def lane_of(unit: StoredUnit) -> Lane:
         lane = lanes[setup.where(unit).on_gpu]
         assert lane is not None, "a placement on a card needs one"
         return lane
+
+    def add(stage: Stage) -> None:
+        setup.stages[stage.name] = stage
 
     split = len({id(lane.ops) for lane in lanes.values() if lane is not None}) > 1
     caches: dict[bool, int] = {False: 0, True: 0}  # layers of each lane's cache so far
@@ -41,16 +44,16 @@ def make_stages(
         side = layer in on_card
         at, caches[side] = (caches[side] if split else layer), caches[side] + 1
         load = partial(loader.attention, layer, at=at)
-        setup.stages.append(Stage(attention, setup.where(attention), lane_of(attention), load))
+        add(Stage(attention, setup.where(attention), lane_of(attention), load))
         sparse, lane = config.mixture(layer) is not None, lane_of(mlp)
         load = partial(loader.mlp, layer, experts=runners[lane.resource] if sparse else None)
         kind = MixtureStage if sparse else Stage
-        setup.stages.append(kind(mlp, setup.where(mlp), lane, load))
-    head = SlicedHead(config)
-    for unit in setup.head():
-        head.add(unit, setup.where(unit), lane_of(unit))
-    setup.stages.extend(head.stages)
-    return head
+        add(kind(mlp, setup.where(mlp), lane, load))
+    joined = JoinedHead(config)
+    head = [HeadStage(joined, unit, setup.where(unit), lane_of(unit)) for unit in setup.head()]
+    for stage in head:
+        add(stage)
+    return head, joined
 
 
 def load_resident(
@@ -74,7 +77,7 @@ def load_resident(
     def read_stages(
         where: Where, alloc: Callable[[int], Bytes], put: Callable[[Stage, Bytes], None]
     ) -> float:
-        stages = {stage.name: stage for stage in setup.stages if stage.where is where}
+        stages = {stage.name: stage for stage in setup.stages.values() if stage.where is where}
         units = [stage.unit for stage in stages.values()]
         return read(units, alloc, lambda unit, data: put(stages[unit.name], data))
 
@@ -82,7 +85,7 @@ def load_resident(
     if card is not None:
         seconds += read_stages(Where.VRAM, aligned_buffer, partial(_put_on_card, card))
         seconds += read_stages(Where.LINK, card.host_buffer, _put_beside_card)
-        for stage in setup.stages:
+        for stage in setup.stages.values():
             if stage.where is Where.SSD_LINK:
                 data = aligned_buffer(stage.unit.nbytes)
                 setup.files.read_into(stage.unit.file, stage.unit.offset, data)

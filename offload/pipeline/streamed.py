@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakSet
 
 import numpy as np
@@ -21,7 +22,7 @@ from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.pipeline.balance import Balance
-from localrt.offload.pipeline.head import SlicedHead
+from localrt.offload.pipeline.head import HeadStage, JoinedHead
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.split_cache import SplitCache, grown_length
@@ -45,7 +46,8 @@ class Pipeline:
     cpu: Lane
     card: Lane | None
     layers: Sequence[Stage]
-    head: SlicedHead
+    head: Sequence[HeadStage]
+    joined_head: JoinedHead
     attention_on_card: frozenset[int]
     embedding: RowTable
     balance: Balance
@@ -68,8 +70,11 @@ class Streamed(Residency):
         self.pipeline = pipe = pipeline
         self.config = config
         self.ops, self.norm = pipe.cpu.ops, pipe.cpu.norm
-        self.body: Sequence[Part] = [self._embed, *pipe.layers]
-        self.stages = [*pipe.layers, *pipe.head.stages]
+        self.body: Sequence[Part] = [
+            partial(_embed, pipe.embedding, pipe.cpu, config.embedding_scale),
+            *pipe.layers,
+        ]
+        self.stages = [*pipe.layers, *pipe.head]
         self.sparse = pipe.experts
         self.experts = list(pipe.experts.values())
         self.load_s = pipe.load_s  # seconds that reading the resident units took
@@ -102,7 +107,8 @@ class Streamed(Residency):
         """See ``Residency``."""
         assert isinstance(state, StreamedState), "begin makes it"
         state.rows = len(state.wanted)
-        return self.pipeline.head.parts if state.rows else ()
+        pipe = self.pipeline
+        return pipe.joined_head.parts(pipe.head) if state.rows else ()
 
     def end(self, state: PassState, batch: Batch) -> None:
         """See ``Residency``."""
@@ -119,16 +125,9 @@ class Streamed(Residency):
         for lane in self._lanes:  # the CPU's first: a card's copies ask it for what they need
             lane.rewind()
 
-    def _embed(self, state: StreamedState) -> None:
-        """The first part: rows of the table, from RAM where they are."""
-        pipe, scale = self.pipeline, self.config.embedding_scale
-        state.enter(pipe.cpu)
-        with self.ops.scope():
-            state.x = pipe.embedding.embed(self.ops, state.step, state.tokens, scale, state.check)
-
     def _skip_head(self) -> None:
         """The pass reads and copies none of the head, but for what is on its way to the card."""
-        pipe, head = self.pipeline, self.pipeline.head.stages
+        pipe, head = self.pipeline, self.pipeline.head
         pipe.cpu.skip(stage.name for stage in head if stage.where is Where.SSD)
         if pipe.card is not None:  # of what it copies from the CPU's ring it tells the reader
             pipe.card.skip(stage.name for stage in head if stage.where.copied)
@@ -246,3 +245,10 @@ class Streamed(Residency):
     def close(self) -> None:
         """See ``Residency``."""
         self.pipeline.close()
+
+
+def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> None:
+    """The first part: rows of the embedding, from RAM where they are."""
+    state.enter(cpu)
+    with cpu.ops.scope():
+        state.x = table.embed(cpu.ops, state.step, state.tokens, scale, state.check)

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -326,6 +327,21 @@ def test_a_decoder_that_nobody_closes_is_freed(model: Model) -> None:
     del decoder
     gc.collect()
     assert settled(before)
+
+
+def test_a_closed_decoder_leaves_nothing_for_the_collector(model: Model) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with model.placed(passing(model.store)[::2]) as decoder:
+            extend(decoder, decoder.cache(20), TEXT)
+            pipeline = decoder.residency.pipeline
+            parts = [decoder.residency, pipeline.cpu, *decoder.residency.stages]
+            left = [weakref.ref(part) for part in parts]
+        del decoder, pipeline, parts
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 def test_loading_and_closing_a_hundred_times_leaves_nothing(model: Model) -> None:

@@ -312,7 +312,7 @@ def test_a_cancelled_pass_leaves_no_trace(
 
 def test_stages_are_in_the_order_of_a_pass(model: Model) -> None:
     with model.placed(["layers.1.mlp"]) as decoder:
-        stages, heads = decoder.residency.stages, decoder.residency.pipeline.head.stages
+        stages, heads = decoder.residency.stages, decoder.residency.pipeline.head
         names = [stage.name for stage in stages]
         kinds = ["attention", "mlp"]
         assert names[:4] == [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in kinds]
