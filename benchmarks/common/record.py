@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import localrt
+from localrt.files import write_text
 from localrt.machine import hardware
 
 __all__ = ["Record", "load", "pending", "save", "save_row", "setting"]
@@ -50,9 +50,7 @@ def save(path: Path | None, record: Mapping[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def save_row(

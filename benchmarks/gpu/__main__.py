@@ -38,6 +38,7 @@ from benchmarks.gpu.configs import (
     random_model,
 )
 from benchmarks.gpu.timing import RUNS, Result, copy_bandwidth, guarded, timed
+from localrt.files import write_text
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
 
@@ -165,6 +166,7 @@ def main() -> int:
         "triton": version_of("triton"),
         "bitsandbytes": version_of("bitsandbytes"),
     }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     started = time.perf_counter()
     for name in names:
@@ -180,18 +182,10 @@ def main() -> int:
             "seconds": time.perf_counter() - started,
             "results": [asdict(result) for result in results],
         }
-        write(args.out, record)
+        write_text(args.out, json.dumps(record, indent=2) + "\n")
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
-
-
-def write(path: Path, record: dict[str, Any]) -> None:
-    """What there is after a check, whole: the machine may be taken away before the last one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    aside.replace(path)
 
 
 def version_of(package: str) -> str | None:

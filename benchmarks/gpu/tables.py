@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.common.markdown import markdown_table
+
 __all__ = ["gpu_tables"]
 
 Record = Mapping[str, Any]
@@ -24,11 +26,7 @@ def gpu_tables(record: Record) -> str:
     )
     failed = [f"- {result['name']}: {_why(result)}" for result in results if not result["ok"]]
     parts = [head, *(["Failed:", "\n".join(failed)] if failed else [])]
-    parts += [
-        "\n".join(_one_row(results)),
-        "\n".join(_batches(results)),
-        "\n".join(_whole(results)),
-    ]
+    parts += [_one_row(results), _batches(results), _whole(results)]
     return "\n\n".join(parts)
 
 
@@ -49,31 +47,41 @@ def _named(results: Sequence[Record], start: str) -> Iterator[tuple[str, Record]
             yield result["name"].removeprefix(start), result["values"]
 
 
-def _one_row(results: Sequence[Record]) -> Iterator[str]:
-    yield "| one row | µs | GB/s | of a copy's | times cuBLAS in bf16 |"
-    yield "|---|---|---|---|---|"
-    for name, values in _named(results, "one row "):
-        yield (
-            f"| {name} | {values['us']:.1f} | {values['gb_s']:.0f} "
-            f"| {values['share_of_copy']:.0%} | {values['against_cublas_bf16']:.2f}x |"
-        )
+def _one_row(results: Sequence[Record]) -> str:
+    rows = [
+        [
+            name,
+            f"{values['us']:.1f}",
+            f"{values['gb_s']:.0f}",
+            f"{values['share_of_copy']:.0%}",
+            f"{values['against_cublas_bf16']:.2f}x",
+        ]
+        for name, values in _named(results, "one row ")
+    ]
+    headers = ["one row", "µs", "GB/s", "of a copy's", "times cuBLAS in bf16"]
+    return markdown_table(headers, rows)
 
 
-def _batches(results: Sequence[Record]) -> Iterator[str]:
-    yield f"| times cuBLAS in bf16, rows | {' | '.join(map(str, _BATCHES))} |"
-    yield "|---" * (1 + len(_BATCHES)) + "|"
-    for name, values in _named(results, "batches "):
-        cells = [f"{values[f'against_cublas_{rows}']:.2f}x" for rows in _BATCHES]
-        yield f"| {name} | {' | '.join(cells)} |"
+def _batches(results: Sequence[Record]) -> str:
+    rows = [
+        [name, *(f"{values[f'against_cublas_{rows}']:.2f}x" for rows in _BATCHES)]
+        for name, values in _named(results, "batches ")
+    ]
+    return markdown_table(["times cuBLAS in bf16, rows", *map(str, _BATCHES)], rows)
 
 
-def _whole(results: Sequence[Record]) -> Iterator[str]:
-    yield "| resident, shape of Qwen2.5 1.5B | decode tok/s | without CUDA graphs | prefill tok/s |"
-    yield "|---|---|---|---|"
+def _whole(results: Sequence[Record]) -> str:
+    rows = []
     for name, values in _named(results, "resident "):
         graph = values.get("decode_tok_s_graph")
         plain = values.get("decode_tok_s_plain", values.get("decode_tok_s"))
-        yield (
-            f"| {name.removeprefix('1.5B ')} | {f'{graph:.0f}' if graph else ''} | {plain:.0f} "
-            f"| {values['prefill_tok_s']:.0f} |"
+        rows.append(
+            [
+                name.removeprefix("1.5B "),
+                f"{graph:.0f}" if graph else "",
+                f"{plain:.0f}",
+                f"{values['prefill_tok_s']:.0f}",
+            ]
         )
+    headers = ["resident, shape of Qwen2.5 1.5B", "decode tok/s", "without CUDA graphs"]
+    return markdown_table([*headers, "prefill tok/s"], rows)

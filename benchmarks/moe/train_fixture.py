@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from benchmarks.common.command import ROOT, make_parser
 from benchmarks.common.record import save
 from benchmarks.moe.fixture_text import Ids, encode, read_texts, train_tokenizer
+from localrt.files import atomic_write
 
 BALANCE = 0.003  # weight of the load-balance loss: enough that no expert dies
 ROPE_THETA = 10000.0
@@ -110,10 +111,10 @@ class Trainer:
                 losses.clear()
                 print(f"{point} of {self.steps} steps, {run['seconds']:.0f} s", flush=True)
             if time.monotonic() - kept > 240 or last:
-                kept, aside = time.monotonic(), state.with_suffix(".part")
+                kept = time.monotonic()
                 parts = {"model": self.model.state_dict(), "run": run}
-                torch.save({**parts, "optimizer": self.optimizer.state_dict()}, aside)
-                aside.replace(state)
+                with atomic_write(state) as file:
+                    torch.save({**parts, "optimizer": self.optimizer.state_dict()}, file)
 
     def evaluate(self) -> float:
         """Mean loss (nats per token) on the texts kept apart, windows of the training length."""

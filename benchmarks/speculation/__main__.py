@@ -6,7 +6,7 @@
 Rows are saved as they are done, and a row that is there is not measured again unless ``--again``
 names it. Rows under a memory limit need a memory control group (root, or a delegated one). Every
 generation is compared with plain decoding, token by token. ``python -m benchmarks.tables`` makes
-the tables; the curve over K is drawn beside the JSON.
+the tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from benchmarks.common.command import find_model, make_parser
 from benchmarks.common.record import Record, load, pending, save_row, setting
 from benchmarks.speculation import limited
 from benchmarks.speculation import rows as resident
-from benchmarks.speculation.plot import draw_curve
 from benchmarks.speculation.run import Setup
 from benchmarks.speculation.tables import speculation_table
 from localrt.drafts.head import TRAINED
@@ -105,9 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = measure(row, setup)
         print(_summary(made), flush=True)
         record = save_row(args.json, record, made, [row.name for row in ROWS], **where)
-    for done in record["rows"]:
-        if "points" in done:
-            args.json.with_suffix(".svg").write_text(draw_curve(done["points"]), encoding="utf-8")
     if record["rows"]:
         print(speculation_table(record))
     return 0

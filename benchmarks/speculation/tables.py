@@ -12,8 +12,6 @@ __all__ = ["speculation_short", "speculation_table"]
 
 Record = Mapping[str, Any]
 
-_PLOT = "../benchmarks/results/speculation.svg"  # as a page in docs/ sees it
-
 
 def speculation_table(record: Record) -> str:
     """Every row, then the curve over K and llama.cpp's settings."""
@@ -84,7 +82,7 @@ def _curve(row: Record) -> str:
         ]
         for point in row["points"]
     ]
-    return f"{markdown_table(headers, points)}\n\n![The same as a plot]({_PLOT})"
+    return markdown_table(headers, points)
 
 
 def _peers(row: Record) -> str:

@@ -30,15 +30,13 @@ class ChildError(LocalrtError):
         self.kind = kind
 
 
-def child_command(
-    engine: str = "native", module: str = "localrt.bench.child", main: str = "main"
-) -> list[str]:
-    """The command that calls a module's ``main`` with this very localrt, installed or a checkout.
+def child_command(engine: str = "native", module: str = "localrt.bench.child") -> list[str]:
+    """The command that runs ``main`` of ``module`` with this very localrt, installed or a checkout.
 
     An engine that has an environment of its own runs there.
     """
     root = str(Path(__file__).resolve().parents[2])
-    start = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import {main}; {main}()"
+    start = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
     return [str(peer_python(engine) or sys.executable), "-c", start, root]
 
 

@@ -14,7 +14,6 @@ from benchmarks import tables
 from benchmarks.common.record import load, pending, save
 from benchmarks.speculation import __main__ as speculation
 from benchmarks.speculation.llamacpp import generate
-from benchmarks.speculation.plot import draw_curve
 from benchmarks.speculation.prompts import humaneval, repeated_share, repeating, spread
 from benchmarks.speculation.run import Check, Setup, compared, take_turns
 from benchmarks.speculation.tables import speculation_short, speculation_table
@@ -276,7 +275,6 @@ def test_tables_say_what_was_measured() -> None:
     assert "not measured: there is no trained head" in text
     assert "4 tokens: 16.0 tok/s at 4.4 a pass" in text
     assert "| 1 | 1.8 | 0.040 | 33.0 |" in text
-    assert "(../benchmarks/results/speculation.svg)" in text
     assert "4 of 4 generations have the tokens of plain decoding" in text
 
 
@@ -299,13 +297,3 @@ def test_pages_are_filled_from_one_file(tmp_path: Path, monkeypatch: pytest.Monk
     text = tables.filled(page)
     assert "| a | b | 2.50 x |" in text
     assert "| a: b | 2.50 x |" in text
-
-
-def test_the_curve_is_drawn() -> None:
-    points = [
-        {"tree_budget": k, "tokens_per_pass": 1.0 + k, "verify_s": 0.1, "tok_s": 9.0}
-        for k in (1, 2, 512)
-    ]
-    drawn = draw_curve(points)
-    assert drawn.count("<circle") == 9
-    assert drawn.endswith("</svg>")
