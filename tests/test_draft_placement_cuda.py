@@ -145,14 +145,14 @@ def test_a_draft_that_fails_to_load_leaves_the_target_all(
 
     monkeypatch.setattr(draft_loading, "load_draft", full)
     loaded: list[Any] = []
-    from localrt import api
+    from localrt.answering import core
 
     def load(path: Path, options: Any, **more: Any) -> Any:
         loaded.append(options)
         return load_parts(path, replace(options, device="cpu"), **more)
 
-    load_parts = api.load_parts
-    monkeypatch.setattr(api, "load_parts", load)
+    load_parts = core.load_parts
+    monkeypatch.setattr(core, "load_parts", load)
     with localrt.load(folder, device="cuda", draft=str(folder), ctx=64) as model:
         assert "is not used: it needs 1 GB and 0 B" in model.info.notes[-1]
     assert [options.device for options in loaded] == ["cuda"]  # as without a draft
