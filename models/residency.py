@@ -18,9 +18,50 @@ from localrt.models.parts import Head, Part, PassState
 from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
 
-__all__ = ["Check", "Residency", "Resident"]
+__all__ = ["Check", "Residency", "Resident", "WeightMemory"]
 
 Check = Callable[[], None]
+
+
+class WeightMemory:
+    """What can be asked of the memory that weights take; of those that stay in it, nothing.
+
+    ``streams``: they need not all be in memory, and a budget is kept.
+    """
+
+    streams = False
+
+    @property
+    def reclaimable(self) -> int:
+        """Bytes of RAM that weights could give back."""
+        return 0
+
+    def give_back(self, nbytes: int) -> int:
+        """Free at least ``nbytes`` of RAM from now on; the bytes freed, 0 if that cannot be."""
+        return 0
+
+    def take(self, nbytes: int) -> None:
+        """Something else needs ``nbytes`` of the budget from now on; below zero: no longer.
+
+        Raises:
+            MemoryBudgetError: so much cannot be given; nothing changes then.
+        """
+
+    def set_budget(self, nbytes: int, words: str) -> None:
+        """From now on ``nbytes`` of RAM for weights and caches; ``words`` say so to people.
+
+        Raises:
+            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+        """
+
+    def shrink_card(self, nbytes: int, words: str) -> int:
+        """Have ``nbytes`` less of the card's memory; the bytes freed, 0 if none can be."""
+        return 0
+
+    @property
+    def card(self) -> tuple[int, int] | None:
+        """Bytes used of a card that weights are streamed to, and the most that may be."""
+        return None
 
 
 class Residency:
@@ -35,6 +76,7 @@ class Residency:
     config: DecoderConfig
     body: Sequence[Part]
     experts: Sequence[Experts] = ()  # of the sparse layers
+    memory = WeightMemory()
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -66,45 +108,6 @@ class Residency:
     def reserve(self, cache: KVCache, length: int) -> None:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
         cache.reserve(length)
-
-    # -- memory: where weights can be streamed instead of kept -----------------------------------
-
-    @property
-    def streams(self) -> bool:
-        """Whether weights can be streamed at all."""
-        return False
-
-    @property
-    def reclaimable(self) -> int:
-        """Bytes of RAM that weights could give back."""
-        return 0
-
-    def give_back(self, nbytes: int) -> int:
-        """Stream weights of at least ``nbytes`` of RAM from now on; the bytes freed, 0 if none."""
-        return 0
-
-    def take_ram(self, nbytes: int) -> None:
-        """Leave ``nbytes`` of the budget to something else; below zero gives them back.
-
-        Raises:
-            MemoryBudgetError: so much cannot be given; nothing changes then.
-        """
-
-    def set_ram_budget(self, nbytes: int, words: str) -> None:
-        """From now on ``nbytes`` of RAM for weights and caches; ``words`` say so to people.
-
-        Raises:
-            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
-        """
-
-    @property
-    def card_memory(self) -> tuple[int, int] | None:
-        """Bytes used of a card that weights are streamed to, and the most that may be."""
-        return None
-
-    def shrink_card(self, nbytes: int, words: str) -> int:
-        """Have ``nbytes`` less of the card's memory; the bytes freed, 0 if none can be."""
-        return 0
 
     # -- what passes report ----------------------------------------------------------------------
 

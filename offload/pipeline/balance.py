@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
+from localrt.models.residency import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
 from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
@@ -36,12 +38,13 @@ class Rings:
     chunk: int
 
 
-class Balance:
+class Balance(WeightMemory):
     """Keeps weights and caches within ``budget`` bytes of RAM. ``stages`` are a pass's, in order.
 
-    ``fixed`` are bytes of weights in RAM that stay. ``shortage`` says how many bytes of RAM (below
-    zero: how many are spare again) and of the card's memory others need now. ``forget`` ends what
-    copies wait for, before other units are streamed. ``experts`` are a mixture's slots.
+    ``caches`` share the budget. ``fixed`` are bytes of weights in RAM that stay. ``shortage`` says
+    how many bytes of RAM (below zero: how many are spare again) and of the card's memory others
+    need now. ``forget`` ends what copies wait for, before other units are streamed. ``experts`` are
+    a mixture's slots.
     """
 
     def __init__(
@@ -50,17 +53,20 @@ class Balance:
         lanes: Sequence[Lane],
         rings: Rings,
         budget: int,
+        caches: Caches,
         *,
         fixed: int = 0,
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
         forget: Callable[[], None] = lambda: None,
         experts: ExpertMemory | None = None,
     ) -> None:
+        self.streams = True
         self._stages = stages
         self._lanes = lanes
         self._rings = rings
         self._ram_ring = rings.ram
         self._budget = budget
+        self._caches = caches
         self._fixed = fixed
         self._shortage = shortage
         self._forget = forget
@@ -95,7 +101,7 @@ class Balance:
 
     @property
     def reclaimable(self) -> int:
-        """Bytes of RAM that could be given back."""
+        """See ``WeightMemory``."""
         experts = 0 if self._experts is None else self._experts.reclaimable
         if self._ram_ring == 0:
             return experts
@@ -103,55 +109,49 @@ class Balance:
 
     # -- the budget ------------------------------------------------------------------------------
 
-    def set_budget(self, nbytes: int, caches: int, words: str) -> None:
-        """From now on ``nbytes`` of RAM for resident units and caches, which take ``caches`` now.
+    def set_budget(self, nbytes: int, words: str) -> None:
+        """See ``WeightMemory``; called between passes.
 
-        ``words`` say of it what a person would. With more than before, units that were read for
-        every token stay as they pass, as far as there is room.
-
-        Raises:
-            MemoryBudgetError: what cannot be streamed takes more; all is as before then.
+        With more than before, units that were read for every token stay as they pass, as far as
+        there is room.
         """
         before = self._changed
         self._changed = words
         try:
-            self._try_budget(nbytes, caches)
+            self._try_budget(nbytes)
         except MemoryBudgetError:
             self._changed = before
             raise
         read = [stage for stage in self._stages if stage.where is Where.SSD]
         self._given = [*(stage for stage in read if stage not in self._given), *self._given]
-        self._choose_kept(caches)
+        self._choose_kept(self._caches.nbytes)
 
-    def take(self, nbytes: int, caches: int) -> None:
-        """Something else in this process needs ``nbytes`` of the budget; below zero: no longer.
-
-        Raises:
-            MemoryBudgetError: they cannot be given; nothing changes then.
-        """
+    def take(self, nbytes: int) -> None:
+        """See ``WeightMemory``."""
         budget = max(0, self._budget - nbytes)
-        missing = self.ram_nbytes + self._ring_growth + caches > budget
-        self._try_budget(budget, caches)
+        missing = self.ram_nbytes + self._ring_growth + self._caches.nbytes > budget
+        self._try_budget(budget)
         if missing:
             self._why = "what keeps answers in their form needs memory"
 
-    def _try_budget(self, nbytes: int, caches: int) -> None:
+    def _try_budget(self, nbytes: int) -> None:
         before = self._budget, self._why
         self._budget = nbytes
         try:
-            self.make_room(caches)
+            self.make_room(0)
         except MemoryBudgetError:
             self._budget, self._why = before
             raise
 
     # -- before and after a pass -----------------------------------------------------------------
 
-    def make_room(self, caches: int) -> None:
-        """Before a pass whose caches take ``caches`` bytes of RAM: give back what is missing.
+    def make_room(self, growth: int) -> None:
+        """Before a pass that adds ``growth`` bytes of RAM: give back what is missing.
 
         Raises:
             MemoryBudgetError: all that can be streamed would not be enough.
         """
+        caches = self._caches.nbytes + growth
         ram, vram = self._shortage()
         if ram > 0:
             self._withheld += self.give_back(ram)
@@ -185,10 +185,16 @@ class Balance:
         if copied:
             self._schedule()
 
+    @property
+    def card(self) -> tuple[int, int] | None:
+        """See ``WeightMemory``."""
+        cards = [lane.card for lane in self._lanes if lane.card is not None]
+        return (cards[0].used, cards[0].capacity) if cards else None
+
     # -- giving back -----------------------------------------------------------------------------
 
     def give_back(self, nbytes: int) -> int:
-        """Free at least ``nbytes`` of RAM from now on; 0 if that is not possible.
+        """See ``WeightMemory``.
 
         Slots of experts go first: they cost the least, and come back the easiest.
         """
@@ -206,10 +212,7 @@ class Balance:
         return freed
 
     def shrink_card(self, nbytes: int, words: str) -> int:
-        """Have ``nbytes`` less of the card's memory from now on; returns the bytes that are free.
-
-        0 where that is not possible.
-        """
+        """See ``WeightMemory``."""
         freed = self.give_back_card(nbytes)
         if freed:
             self._changed = self._why = words

@@ -19,7 +19,7 @@ from localrt.models.timing import Clock, Mark, Resource
 from localrt.models.weights import WeightLoader
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import later
-from localrt.offload.pipeline.split_cache import split_batch
+from localrt.offload.pipeline.caches import split_batch
 from localrt.offload.reading.unit_memory import UnitMemory, Verifier
 from localrt.offload.reading.unit_reader import Check, UnitReader
 from localrt.offload.ring import Ring

@@ -26,6 +26,7 @@ from localrt.offload.experts.memory import (
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.pipeline.balance import Balance, Rings
+from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.setup import Devices, Setup
@@ -141,11 +142,14 @@ def _open(
     held.callback(table.close)
     ram_ring, _ = setup.rings()
     slots = placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
+    card_ops = None if card is None else card.ops
+    caches = Caches(setup.loader.config.attention, devices.ops, card_ops, on_card)
     balance = Balance(
         stages,
         [lane for lane in (cpu, card) if lane is not None],
         Rings(ram_ring, placement.vram_ring, setup.reading.mode.block),
         budget + slots,
+        caches,
         fixed=sum(data.nbytes for data in embedding.values()),
         shortage=shortage,
         forget=forget,
@@ -163,7 +167,7 @@ def _open(
         layers=stages[: len(stages) - len(head)],
         head=head,
         joined_head=joined_head,
-        attention_on_card=on_card,
+        caches=caches,
         embedding=table,
         balance=balance,
         clock=devices.clock,

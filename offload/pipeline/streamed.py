@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,10 @@ from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.pipeline.balance import Balance
+from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.head import HeadStage, JoinedHead
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.row_table import RowTable
-from localrt.offload.pipeline.split_cache import SplitCache, grown_length
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.trace import Trace
@@ -38,9 +37,8 @@ __all__ = ["Pipeline", "Streamed"]
 class Pipeline:
     """What streams a model's weights. ``opening.py`` makes it, and ``close`` frees all of it.
 
-    ``card`` is None without one; ``attention_on_card`` are the layers whose attention it computes.
-    ``experts`` run the sparse layers, by lane. ``before_pass`` raises where files have changed;
-    ``abandon`` ends what copies wait for.
+    ``card`` is None without one. ``experts`` run the sparse layers, by lane. ``before_pass`` raises
+    where files have changed; ``abandon`` ends what copies wait for.
     """
 
     cpu: Lane
@@ -48,7 +46,7 @@ class Pipeline:
     layers: Sequence[Stage]
     head: Sequence[HeadStage]
     joined_head: JoinedHead
-    attention_on_card: frozenset[int]
+    caches: Caches
     embedding: RowTable
     balance: Balance
     clock: Clock
@@ -64,12 +62,13 @@ class Pipeline:
 class Streamed(Residency):
     """See ``Residency``. Units are given back as caches grow beyond what the budget leaves."""
 
-    streams = True
+    memory: Balance
 
     def __init__(self, config: DecoderConfig, pipeline: Pipeline) -> None:
         self.pipeline = pipe = pipeline
         self.config = config
         self.ops, self.norm = pipe.cpu.ops, pipe.cpu.norm
+        self.memory = pipe.balance
         self.body: Sequence[Part] = [
             partial(_embed, pipe.embedding, pipe.cpu, config.embedding_scale),
             *pipe.layers,
@@ -79,9 +78,6 @@ class Streamed(Residency):
         self.experts = list(pipe.experts.values())
         self.load_s = pipe.load_s  # seconds that reading the resident units took
         self._lanes = [lane for lane in (pipe.cpu, pipe.card) if lane is not None]
-        on_card = pipe.attention_on_card
-        self._host_specs = [s for n, s in enumerate(config.attention) if n not in on_card]
-        self._caches: WeakSet[KVCache] = WeakSet()
         self._passes = self._decode_passes = 0
         self._cpu_before = self._decode_cpu_s = 0.0
 
@@ -95,7 +91,8 @@ class Streamed(Residency):
         pipe.before_pass()
         if any(lane.failed for lane in self._lanes):
             self.abandon()  # read ahead, some time ago: the disk may have come back
-        self._make_room(batch, len(wanted))
+        logits = 4 * self.config.vocab_size * max(0, len(wanted) - 1)
+        self.memory.make_room(pipe.caches.growth(batch) + logits)
         if not len(wanted):
             self._skip_head()
         self._cpu_before = pipe.trace.busy().get("cpu", 0.0)
@@ -117,7 +114,7 @@ class Streamed(Residency):
             self._decode_passes += 1
             busy = self.pipeline.trace.busy().get("cpu", 0.0)
             self._decode_cpu_s += busy - self._cpu_before
-        self.pipeline.balance.settle()
+        self.memory.settle()
 
     def abandon(self) -> None:
         """See ``Residency``: what is on its way is dropped."""
@@ -135,15 +132,8 @@ class Streamed(Residency):
     # -- caches ----------------------------------------------------------------------------------
 
     def cache(self, capacity: int) -> KVCache:
-        """An empty KV cache for one sequence, each layer's where its attention is computed."""
-        specs, card = self.config.attention, self.pipeline.card
-        cache: KVCache
-        if card is None or card.ops is self.ops:
-            cache = self.ops.kv_cache(specs, capacity)
-        else:
-            cache = SplitCache(self.ops, card.ops, specs, self.pipeline.attention_on_card, capacity)
-        self._caches.add(cache)
-        return cache
+        """See ``Residency``: each layer's where its attention is computed."""
+        return self.pipeline.caches.make(capacity)
 
     def reserve(self, cache: KVCache, length: int) -> None:
         """See ``Residency``.
@@ -151,64 +141,9 @@ class Streamed(Residency):
         Raises:
             MemoryBudgetError: as in ``begin``.
         """
-        self._make_room(Batch.extend([(cache, [0] * (length - cache.length))]), 0)
+        batch = Batch.extend([(cache, [0] * (length - cache.length))])
+        self.memory.make_room(self.pipeline.caches.growth(batch))
         cache.reserve(length)
-
-    def _make_room(self, batch: Batch, wanted: int) -> None:
-        """Give units back for what caches and logits of this pass are about to grow by."""
-        growth = sum(
-            max(0, self._grown(span.cache, span.rows) - self._in_ram(span.cache))
-            for span in batch.spans
-        )
-        logits = 4 * self.config.vocab_size * max(0, wanted - 1)
-        self.pipeline.balance.make_room(self._caches_nbytes + growth + logits)
-
-    @property
-    def _caches_nbytes(self) -> int:
-        return sum(map(self._in_ram, self._caches))
-
-    def _grown(self, cache: KVCache, rows: int) -> int:
-        if isinstance(cache, SplitCache):
-            return cache.grown_host_nbytes(rows)
-        if self.ops.kv_nbytes(self._host_specs, cache.length + rows) <= self._in_ram(cache):
-            return 0  # there is room already
-        return self.ops.kv_nbytes(self._host_specs, grown_length(cache, rows))
-
-    def _in_ram(self, cache: KVCache) -> int:
-        """Bytes of a cache in RAM; what a virtual card's attention sees counts as the card's."""
-        if isinstance(cache, SplitCache) or len(self._host_specs) == self.config.layers:
-            return cache.nbytes
-        ops, all_specs = self.ops, self.config.attention
-        return cache.nbytes * ops.kv_nbytes(self._host_specs, 1) // ops.kv_nbytes(all_specs, 1)
-
-    # -- memory ----------------------------------------------------------------------------------
-
-    @property
-    def reclaimable(self) -> int:
-        """See ``Residency``."""
-        return self.pipeline.balance.reclaimable
-
-    def give_back(self, nbytes: int) -> int:
-        """See ``Residency``."""
-        return self.pipeline.balance.give_back(nbytes)
-
-    def set_ram_budget(self, nbytes: int, words: str) -> None:
-        """See ``Residency``; called between passes."""
-        self.pipeline.balance.set_budget(nbytes, self._caches_nbytes, words)
-
-    def take_ram(self, nbytes: int) -> None:
-        """See ``Residency``."""
-        self.pipeline.balance.take(nbytes, self._caches_nbytes)
-
-    @property
-    def card_memory(self) -> tuple[int, int] | None:
-        """See ``Residency``."""
-        card = None if self.pipeline.card is None else self.pipeline.card.card
-        return None if card is None else (card.used, card.capacity)
-
-    def shrink_card(self, nbytes: int, words: str) -> int:
-        """See ``Residency``."""
-        return self.pipeline.balance.shrink_card(nbytes, words)
 
     # -- what passes report ----------------------------------------------------------------------
 
@@ -235,7 +170,7 @@ class Streamed(Residency):
             clock_s=pipe.clock.now(),
             decode_passes=self._decode_passes,
             decode_cpu_s=self._decode_cpu_s,
-            memory_note=pipe.balance.note,
+            memory_note=self.memory.note,
             expert_hits=sum(each.hits_and_uses[0] for each in stages),
             expert_uses=sum(each.hits_and_uses[1] for each in stages),
             expert_prefetches=sum(each.proposals[0] for each in stages),

@@ -224,7 +224,7 @@ def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
         for turn, token in enumerate(tokens(12)):
             if turn % 3 == 1:
                 wanted = 30_000 * turn
-                assert decoder.residency.give_back(wanted) >= wanted
+                assert decoder.residency.memory.give_back(wanted) >= wanted
                 assert sum(stage.where is Where.SSD for stage in decoder.residency.stages) > 1
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
         assert [s.name for s in decoder.residency.stages if s.where is Where.SSD] == [
@@ -269,11 +269,11 @@ def test_a_context_that_cannot_fit_is_refused_and_the_cache_stays(model: Model) 
 def test_what_is_given_back_is_little_more_than_asked(model: Model) -> None:
     with model.placed([], largest=max(u.nbytes for u in model.store.manifest.units)) as decoder:
         smallest = min(stage.unit.nbytes for stage in decoder.residency.stages)
-        freed = decoder.residency.give_back(1)
+        freed = decoder.residency.memory.give_back(1)
         assert freed == smallest
-        assert decoder.residency.give_back(1 << 40) == 0, "more than there is is not begun"
+        assert decoder.residency.memory.give_back(1 << 40) == 0, "more than there is is not begun"
     with model.placed([]) as decoder:
-        assert decoder.residency.give_back(1) == 0, "nothing can be streamed without a ring"
+        assert decoder.residency.memory.give_back(1) == 0, "nothing can be streamed without a ring"
 
 
 # -- a pass that ends early ------------------------------------------------------------------------

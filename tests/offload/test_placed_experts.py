@@ -145,13 +145,13 @@ def test_memory_is_given_back_and_taken_again(model: Model) -> None:
     with model.placed(experts(store, 0.4)) as placed, model.placed([]) as whole:
         want = answers(whole)
         answers(placed)
-        before = placed.residency.reclaimable
+        before = placed.residency.memory.reclaimable
         size = max(u.nbytes for u in store.manifest.units if ".expert." in u.name)
-        assert placed.residency.give_back(3 * size) >= 3 * size
-        assert placed.residency.reclaimable <= before - 3 * size
+        assert placed.residency.memory.give_back(3 * size) >= 3 * size
+        assert placed.residency.memory.reclaimable <= before - 3 * size
         for ours, expected in zip(answers(placed), want, strict=True):
             np.testing.assert_array_equal(ours, expected)
-        assert placed.residency.reclaimable == before  # there was room for it again
+        assert placed.residency.memory.reclaimable == before  # there was room for it again
 
 
 def test_a_budget_below_one_expert_says_the_least(model: Model) -> None:

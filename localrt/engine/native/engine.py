@@ -123,7 +123,7 @@ class NativeEngine(Engine):
     @property
     def card_memory(self) -> tuple[int, int] | None:
         """Bytes used of a card that weights are streamed to, and the most that may be."""
-        return self._residency.card_memory
+        return self._residency.memory.card
 
     @property
     def mixture(self) -> Mixture | None:
@@ -253,7 +253,7 @@ class NativeEngine(Engine):
 
     def reclaimable(self) -> int:
         """Bytes of weights in RAM that would be streamed where caches need their room."""
-        return self._residency.reclaimable
+        return self._residency.memory.reclaimable
 
     def set_ram_budget(self, nbytes: int) -> None:
         """Have the process take ``nbytes`` of RAM at most from the next pass on, if streamed.
@@ -269,7 +269,7 @@ class NativeEngine(Engine):
             elsewhere += self._taken
             words = f"the budget is {format_bytes(nbytes)} of RAM now"
             try:
-                self._residency.set_ram_budget(nbytes - elsewhere, words)
+                self._residency.memory.set_budget(nbytes - elsewhere, words)
             except MemoryBudgetError as error:
                 raise MemoryBudgetError(
                     f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
@@ -284,8 +284,8 @@ class NativeEngine(Engine):
         """
         with self._turn:
             self._loaded()
-            if self._residency.streams:
-                self._residency.take_ram(nbytes)
+            if self._residency.memory.streams:
+                self._residency.memory.take(nbytes)
                 self._taken += nbytes
 
     def set_vram_budget(self, nbytes: int) -> None:
@@ -297,10 +297,10 @@ class NativeEngine(Engine):
         with self._turn:
             self._loaded()
             less = self._vram - nbytes
-            if not self._residency.streams or less <= 0:
+            if not self._residency.memory.streams or less <= 0:
                 return
             words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-            if self._residency.shrink_card(less, words) < less:
+            if self._residency.memory.shrink_card(less, words) < less:
                 raise MemoryBudgetError(
                     f"the card cannot give back {format_bytes(less)}: load the model again with "
                     f"gpu_memory={nbytes}"

@@ -16,8 +16,8 @@ from localrt.models.decoder import Decoder
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.cards.cuda import CudaAccelerator
 from localrt.offload.experts.assignment import ExpertCosts, Rate
+from localrt.offload.pipeline.caches import SplitCache
 from localrt.offload.pipeline.lane import Lane
-from localrt.offload.pipeline.split_cache import SplitCache
 from localrt.offload.placement import Where
 from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch
@@ -162,8 +162,8 @@ def test_memory_given_back_is_streamed(model: Model) -> None:
         cache = decoder.cache(10)
         first = extend(decoder, cache, [3])
         used = decoder.residency.pipeline.card.card.used
-        assert decoder.residency.give_back(1) > 0
-        assert decoder.residency.pipeline.balance.give_back_card(1) > 0
+        assert decoder.residency.memory.give_back(1) > 0
+        assert decoder.residency.memory.give_back_card(1) > 0
         assert decoder.residency.pipeline.card.card.used < used
         cache.trim(0)
         assert np.array_equal(extend(decoder, cache, [3]), first)

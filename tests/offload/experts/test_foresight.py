@@ -103,7 +103,7 @@ def test_buffers_for_guesses_are_the_memory_of_slots(model: Model) -> None:
         decode(placed, 10)
         assert memory.nbytes == before
         assert pool.cache.capacity == slots - placed.residency.sparse["cpu"].foresight.most
-        freed = placed.residency.give_back(2 * memory.slot_nbytes)
+        freed = placed.residency.memory.give_back(2 * memory.slot_nbytes)
         assert freed >= 2 * memory.slot_nbytes
         decode(placed, 10)
         placed.residency.sparse["cpu"].foresight.force(None)

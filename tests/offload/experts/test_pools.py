@@ -69,10 +69,10 @@ def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> 
         placed.residency.sparse["cpu"].foresight.force(PrefetchSources(gates=True))
         assert_same(answers(placed), want)
         placed.residency.sparse["cpu"].foresight.force(None)
-        before = placed.residency.reclaimable
-        assert placed.residency.give_back(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
+        before = placed.residency.memory.reclaimable
+        assert placed.residency.memory.give_back(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
         assert_same(answers(placed), want)
-        assert placed.residency.reclaimable == before  # there was room for it again
+        assert placed.residency.memory.reclaimable == before  # there was room for it again
 
 
 @needs_kernels

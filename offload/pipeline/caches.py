@@ -1,16 +1,20 @@
-"""Keys and values of one sequence on two devices: each layer's where its attention is computed."""
+"""A pipeline's KV caches: each layer's where its attention is computed, and what RAM they take.
+
+Where a card has memory and ``Ops`` of its own, a sequence's keys and values are on two devices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from weakref import WeakSet
 
 import numpy as np
 
 from localrt.quant.ops.kv import BlockCache, Bytes
 from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
 
-__all__ = ["SplitCache", "grown_length", "split_batch"]
+__all__ = ["Caches", "SplitCache", "split_batch"]
 
 
 class SplitCache:
@@ -54,7 +58,7 @@ class SplitCache:
 
     def grown_host_nbytes(self, rows: int) -> int:
         """Bytes in RAM with ``rows`` more, at most."""
-        length = grown_length(self.on(self._host_ops), rows)
+        length = _grown_length(self.on(self._host_ops), rows)
         return self._host_ops.kv_nbytes(self._host_specs, length)
 
     def reserve(self, length: int) -> None:
@@ -104,7 +108,55 @@ class SplitCache:
             part.select(first, rows)
 
 
-def grown_length(cache: KVCache, rows: int) -> int:
+class Caches:
+    """Those that have been made and are still in use. ``on_card`` names the card's layers."""
+
+    def __init__(
+        self, specs: Sequence[AttentionSpec], host: Ops, card: Ops | None, on_card: frozenset[int]
+    ) -> None:
+        self._specs = specs
+        self._host, self._card, self._on_card = host, card, on_card
+        self._host_specs = [spec for n, spec in enumerate(specs) if n not in on_card]
+        self._made: WeakSet[KVCache] = WeakSet()
+
+    def make(self, capacity: int) -> KVCache:
+        """An empty cache for one sequence."""
+        cache: KVCache
+        if self._card is None or self._card is self._host:
+            cache = self._host.kv_cache(self._specs, capacity)
+        else:
+            cache = SplitCache(self._host, self._card, self._specs, self._on_card, capacity)
+        self._made.add(cache)
+        return cache
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that they take now."""
+        return sum(map(self._in_ram, self._made))
+
+    def growth(self, batch: Batch) -> int:
+        """Bytes of RAM that a pass is about to add, at most."""
+        return sum(
+            max(0, self._grown(span.cache, span.rows) - self._in_ram(span.cache))
+            for span in batch.spans
+        )
+
+    def _grown(self, cache: KVCache, rows: int) -> int:
+        if isinstance(cache, SplitCache):
+            return cache.grown_host_nbytes(rows)
+        if self._host.kv_nbytes(self._host_specs, cache.length + rows) <= self._in_ram(cache):
+            return 0  # there is room already
+        return self._host.kv_nbytes(self._host_specs, _grown_length(cache, rows))
+
+    def _in_ram(self, cache: KVCache) -> int:
+        """Bytes of a cache in RAM; what a virtual card's attention sees counts as the card's."""
+        if isinstance(cache, SplitCache) or len(self._host_specs) == len(self._specs):
+            return cache.nbytes
+        here, all_layers = (self._host.kv_nbytes(s, 1) for s in (self._host_specs, self._specs))
+        return cache.nbytes * here // all_layers
+
+
+def _grown_length(cache: KVCache, rows: int) -> int:
     """Tokens that a cache has room for, at most, after a pass of ``rows`` more."""
     if getattr(cache, "grows_in_place", False):
         return cache.length + rows
