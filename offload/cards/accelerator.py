@@ -1,7 +1,7 @@
 """A card as the pipeline sees it: memory of a fixed size, copies, kernels, and marks to wait for.
 
-Two implementations: a CUDA card (``cuda_accelerator.py``) and a virtual one
-(``virtual_accelerator.py``), which computes on the CPU and takes its time from what a card would
+Two implementations: a CUDA card (``cuda.py``) and a virtual one
+(``virtual.py``), which computes on the CPU and takes its time from what a card would
 need. The pipeline above does not know which it drives.
 """
 
