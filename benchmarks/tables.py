@@ -4,7 +4,8 @@
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, in README.md or any page of
 docs/. NAME is that of a results file (``offload``, ``bench-smollm2``: a JSON of ``localrt bench``),
-or one of several tables of a file (``quality-full``); ``app`` is made from several files.
+or one of several tables of a file (``quality-full``); ``app`` and ``headline`` are made from
+several files.
 ``--check`` changes nothing and fails when a table is not what its results say.
 """
 
@@ -62,6 +63,45 @@ def bench_table(record: dict[str, Any]) -> str:
     )
 
 
+def headline_table() -> str:
+    """What the README shows: two models in memory, one within three limits, a long chat resumed."""
+    rows: list[list[str]] = []
+
+    def row(what: str, ours: float, theirs: float) -> None:
+        ratio = f"{ours / theirs:.1f}x"
+        rows.append([what, f"{format_rate(ours)} tok/s", f"{format_rate(theirs)} tok/s", ratio])
+
+    for name, model in (("smollm2", "SmolLM2-135M Q4_1"), ("qwen1.5b", "Qwen2.5-1.5B Q4_K_M")):
+        results = _read(f"bench-{name}")["results"]
+        for key, what in (("prefill_tok_s", "prompt of 512"), ("decode_tok_s", "decode")):
+            ours, theirs = (
+                max(result[key] for result in results if result["engine"] == engine)
+                for engine in ("native", "llamacpp")
+            )
+            row(f"{model}, {what}", ours, theirs)
+    limited = _read("offload")
+    best = {
+        (result["engine"], each["memory_limit"]): result["decode_tok_s"]
+        for each in limited["rows"]
+        for result in each["results"]
+        if each.get("memory_limit") and result["best"]
+    }
+    for limit in (1_000_000_000, 700_000_000, 500_000_000):
+        what = f"Qwen2.5-1.5B Q4_K_M within {format_bytes(limit)}, decode"
+        row(what, best["native", limit], best["llamacpp", limit])
+    resumed = _read("resume")["results"][0]
+    rows.append(
+        [
+            f"first token of a chat of {resumed['tokens']:,} tokens",
+            f"{format_seconds(resumed['resume_s'])} (from the disk)",
+            f"{format_seconds(resumed['prefill_s'])} (localrt, read again)",
+            f"{resumed['faster']:.0f}x",
+        ]
+    )
+    table = markdown_table(["", "localrt", "llama.cpp, best settings", "ratio"], rows)
+    return f"{table}\n\nMedians on {machine_of(limited)}. {versions_of(limited)}."
+
+
 # Of a file's tables, the one with its name, and others.
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": bench_table,
@@ -93,12 +133,19 @@ def filled(text: str) -> str:
 def _table(name: str) -> str:
     if name == "app":
         return app_table(RESULTS)
+    if name == "headline":
+        return headline_table()
     kind = name.partition("-")[0]
     path = RESULTS / f"{kind if name in _TABLES else name}.json"
     if not path.exists():
         return f"Not measured yet: run python -m benchmarks.{kind}."
     make = _TABLES.get(name) or _TABLES[kind]
-    return make(json.loads(path.read_text(encoding="utf-8")))
+    return make(_read(path.stem))
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
 def pages() -> Iterator[Path]:
