@@ -16,14 +16,21 @@ _ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
 
 def exists(name: str) -> bool:
     """From the root, or from one of the rooms, as the docs shorten them."""
-    places = (ROOT, *(ROOT / room for room in _ROOMS), ROOT / "quant/csrc", ROOT / "offload/planner")
+    places = (
+        ROOT,
+        *(ROOT / room for room in _ROOMS),
+        ROOT / "quant/csrc",
+        ROOT / "offload/planner",
+    )
     return any((place / name).exists() for place in places)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_pages_that_are_named_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    ours = [name for name in _PATH.findall(text) if "/" in name.rstrip("/") and name[0] not in "/~."]
+    ours = [
+        name for name in _PATH.findall(text) if "/" in name.rstrip("/") and name[0] not in "/~."
+    ]
     assert [name for name in ours if not exists(name)] == []
     links = re.findall(r"\]\(([\w./-]+?)(?:#[\w-]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
