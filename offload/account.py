@@ -24,16 +24,18 @@ __all__ = [
     "CUDA_CONTEXT_NBYTES",
     "FIRST_CONTEXT",
     "GROWTH_NBYTES",
-    "KV_BUFFER_NBYTES",
     "LOADING_NBYTES",
+    "MEASURING_NBYTES",
     "PREFILL_ROWS",
     "SERVER_NBYTES",
     "SMALLEST_CONTEXT",
+    "SOLVER_NBYTES",
     "SPARE_VRAM_NBYTES",
     "UNKNOWN_MODEL_NBYTES",
     "Account",
     "Budgets",
     "MemoryPart",
+    "RamForecast",
     "Tier",
     "activation_nbytes",
     "check_fits",
@@ -43,11 +45,15 @@ __all__ = [
     "draft_nbytes",
     "fitting_rows",
     "growing_ring_nbytes",
+    "kv_buffer_nbytes",
+    "kv_tail_nbytes",
     "logits_nbytes",
     "longest_context",
     "placed_account",
+    "placed_forecast",
     "process_nbytes",
     "resident_account",
+    "resident_forecast",
     "shorter_contexts",
     "unstreamable_nbytes",
     "weight_nbytes",
@@ -57,7 +63,7 @@ __all__ = [
 
 _PROCESS_NBYTES = 58 << 20  # interpreter, numpy, libraries, the kernels' threads
 _VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash tables
-GROWTH_NBYTES = 10 << 20
+GROWTH_NBYTES = 6 << 20
 """What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
 
 LOADING_NBYTES = 2 << 20
@@ -65,6 +71,12 @@ LOADING_NBYTES = 2 << 20
 
 SERVER_NBYTES = 8 << 20
 """A server's requests, threads and what is not sent yet."""
+
+MEASURING_NBYTES = 68 << 20
+"""The process that measures this machine, beside the memory that it measures with."""
+
+SOLVER_NBYTES = 92 << 20
+"""The process that solves a placement's integer programme."""
 
 UNKNOWN_MODEL_NBYTES = 200 << 20
 """Process and conversation, beside a model of which nothing but its size is known."""
@@ -75,9 +87,6 @@ CUDA_CONTEXT_NBYTES = 400 << 20
 SPARE_VRAM_NBYTES = 300 << 20
 """Of a real card: what driver, other programs and the allocator's rounding may still take."""
 
-KV_BUFFER_NBYTES = 8 << 20
-"""What keys and values on the SSD are read through."""
-
 PREFILL_ROWS = 512
 """Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""
 
@@ -87,9 +96,10 @@ FIRST_CONTEXT = 512
 SMALLEST_CONTEXT = 512
 """Of a context that was not asked for."""
 
-_KERNEL_SCRATCH_NBYTES = 5 << 20  # what the native kernels allocate for themselves
+_KERNEL_SCRATCH_NBYTES = 3 << 20  # what the native kernels allocate for themselves
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
+_KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
 _CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
 _CONTEXT_STEP = 256
@@ -260,6 +270,22 @@ def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:
     return min(most, _FEWEST_ROWS)
 
 
+def kv_buffer_nbytes(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:
+    """What keys and values on the SSD are read through."""
+    return _KV_BUFFERS * max(map(_whole_pages, shape.kv_nbytes(kv_format, ctx)))
+
+
+def kv_tail_nbytes(shape: ModelShape, kv_format: KvFormat, layers: int) -> int:
+    """What ``layers`` whose keys and values live on the SSD keep of a sequence in RAM: the blocks
+    that are being written.
+    """
+    return layers * 2 * max(map(_whole_pages, shape.kv_nbytes(kv_format, 1)))
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
 # -- models --------------------------------------------------------------------------------------
 
 
@@ -289,15 +315,27 @@ def resident_account(checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, ct
 
 
 def placed_account(
-    shape: ModelShape, budgets: Budgets, placement: Placement, *, kv: Sequence[int], rows: int
+    shape: ModelShape,
+    budgets: Budgets,
+    placement: Placement,
+    *,
+    ctx: int,
+    kv_format: KvFormat,
+    sequences: int,
+    rows: int,
 ) -> Account:
-    """A model under a placement; ``kv`` are bytes per layer, ``rows`` the most of a pass."""
+    """A model under a placement, with caches of ``sequences`` for ``ctx`` tokens each; ``rows`` are
+    the most of a pass.
+    """
     weights = dict.fromkeys(Where, 0)
     for unit in shape.units:
         weights[placement.where[unit.name]] += unit.nbytes
     caches = {"ram": 0, "vram": 0, "ssd": 0}
-    for place, size in zip(placement.kv, kv, strict=True):
-        caches[place] += size
+    for place, size in zip(placement.kv, shape.kv_nbytes(kv_format, ctx), strict=True):
+        caches[place] += sequences * size
+    on_ssd = placement.kv.count("ssd")
+    caches["ram"] += sequences * kv_tail_nbytes(shape, kv_format, on_ssd)
+    buffer = kv_buffer_nbytes(shape, kv_format, ctx) if on_ssd else 0
     activations = activation_nbytes(shape.pass_sizes, rows)
     parts: list[tuple[Tier, str, int]] = [
         ("ram", "process", budgets.process_bytes(shape.vocab)),
@@ -306,7 +344,7 @@ def placed_account(
         ("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
         ("ram", "keys and values", caches["ram"]),
         ("ram", "ring for reads", placement.ram_ring),
-        ("ram", "buffer for keys and values", KV_BUFFER_NBYTES if caches["ssd"] else 0),
+        ("ram", "buffer for keys and values", buffer),
         ("ssd", "weights", weights[Where.SSD] + weights[Where.SSD_LINK]),
         ("ssd", "keys and values", caches["ssd"]),
     ]
@@ -338,6 +376,55 @@ def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
     if largest > placement.ram_ring > 0:
         stays += growing_ring_nbytes(largest) - placement.ram_ring
     return stays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RamForecast:
+    """What the process of a loaded model will take of RAM, by what it is made to do.
+
+    ``process`` is what it takes beside the model, ``weights`` what stays in memory, rings included.
+    Of a streamed model ``room`` bounds weights and caches together: it gives weights back as caches
+    grow.
+    """
+
+    process: int
+    weights: int
+    sizes: PassSizes
+    room: int | None = None
+
+    def nbytes(self, *, kv: int, rows: int, logit_rows: int) -> int:
+        """With caches of ``kv`` bytes after passes of at most ``rows`` rows, ``logit_rows`` of them
+        with logits.
+        """
+        held = self.weights + kv + logits_nbytes(self.sizes.vocab, max(0, logit_rows - 1))
+        if self.room is not None:
+            held = min(held, self.room)
+        return self.process + held + activation_nbytes(self.sizes, rows)
+
+
+def resident_forecast(
+    checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, *, rss: int
+) -> RamForecast:
+    """Of a model that is loaded whole, into a process that takes ``rss`` bytes before."""
+    native = ops.name == "native"
+    beside = _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES if native else _TORCH_SCRATCH_NBYTES
+    return RamForecast(
+        process=rss + beside,
+        weights=weight_nbytes(checkpoint, ops) if ops.free_memory() is None else 0,
+        sizes=PassSizes.of_config(config),
+    )
+
+
+def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForecast:
+    """Of a model that was placed within ``budget`` bytes, whose account is ``memory``."""
+    streamed = ("weights", "keys and values", "activations")
+    fixed = memory.total() - sum(memory.nbytes(what) for what in streamed)
+    return RamForecast(
+        process=fixed,
+        weights=memory.nbytes("weights"),
+        sizes=shape.pass_sizes,
+        room=budget - fixed - memory.nbytes("activations"),
+    )
 
 
 # -- drafts --------------------------------------------------------------------------------------

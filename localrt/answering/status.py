@@ -46,10 +46,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use, and the most that may be; None where nothing bounds them."""
+    """Bytes in use, and the most that may be; None where nothing bounds them.
+
+    ``forecast`` is what loading has expected of caches and passes as they have been so far: the
+    peak, not what is used now. None where nobody knows.
+    """
 
     used: int
     budget: int | None = None
+    forecast: int | None = None
 
     @property
     def share(self) -> float | None:

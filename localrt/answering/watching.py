@@ -100,7 +100,7 @@ class Watch:
             simulated=engine.simulated,
             streamed=engine.info.streamed,
             generating=running > 0,
-            ram=MemoryUse(current_rss(), self._ram_budget()),
+            ram=MemoryUse(current_rss(), self._ram_budget(), engine.ram_forecast()),
             vram=self._vram(kv),
             kv=kv,
             weight_bytes=engine.info.weight_bytes,

@@ -268,6 +268,12 @@ class Engine(ABC):
         """Bytes free on the device's own memory; None where caches lie in RAM."""
         return None
 
+    def ram_forecast(self) -> int | None:
+        """What the process takes of RAM at the most, as loading expected it of the caches and
+        passes that there have been; None where another library takes the memory.
+        """
+        return None
+
     def reclaimable(self) -> int:
         """Bytes of weights in RAM that would be streamed where caches need their room."""
         return 0

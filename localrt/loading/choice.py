@@ -7,7 +7,7 @@ neither files nor threads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from localrt.offload.account import FIRST_CONTEXT, longest_context, unstreamable_nbytes
 
@@ -21,14 +21,10 @@ __all__ = ["ContextChoice", "choose_context", "first_plan"]
 
 @dataclass(frozen=True, slots=True)
 class ContextChoice:
-    """A context in tokens, whether some of its cache must live on the SSD, and in what buffers.
-
-    ``buffers`` are bytes of RAM.
-    """
+    """A context in tokens, and whether some of its cache must live on the SSD."""
 
     ctx: int
     kv_on_ssd: bool = False
-    buffers: int = 0
 
 
 def choose_context(
@@ -56,11 +52,11 @@ def choose_context(
             "was trained for: answers may degrade"
         )
 
-    def request(tokens: int, limits: Budgets, on_ssd: bool = False) -> PlanRequest:
+    def request(tokens: int, on_ssd: bool = False) -> PlanRequest:
         return PlanRequest(
             shape=shape,
             machine=machine,
-            budgets=limits,
+            budgets=budgets,
             ctx=tokens,
             kv_format=kv_format,  # type: ignore[arg-type]
             kv_on_ssd=on_ssd,
@@ -68,19 +64,16 @@ def choose_context(
 
     wanted = ctx or shape.context_length
     if ctx is None:
-        wanted = longest_context(wanted, lambda tokens: fits(request(tokens, budgets)))
-    if fits(request(wanted, budgets)):
+        wanted = longest_context(wanted, lambda tokens: fits(request(tokens)))
+    if fits(request(wanted)):
         if wanted < (ctx or shape.context_length):
             notes.append(
                 f"the context is {wanted} tokens, not the model's {shape.context_length}, to fit "
                 "in memory"
             )
         return ContextChoice(wanted)
-    # A layer that computes and the one that is loaded meanwhile.
-    buffers = 2 * max(shape.kv_nbytes(kv_format, wanted))  # type: ignore[arg-type]
-    less = budgets.less(buffers)
-    if ctx is not None and machine.gpu is None and fits(request(wanted, less, on_ssd=True)):
-        return ContextChoice(wanted, kv_on_ssd=True, buffers=buffers)
+    if ctx is not None and machine.gpu is None and fits(request(wanted, on_ssd=True)):
+        return ContextChoice(wanted, kv_on_ssd=True)
     make_plan(shape, machine, budgets, ctx=wanted, kv_format=kv_format)  # type: ignore[arg-type]
     return ContextChoice(wanted)  # for rules that disagree: the plan was possible
 
@@ -93,11 +86,13 @@ def first_plan(
     kv_format: str,
     *,
     rows: int = 1,
+    solver: Literal["auto", "greedy"] = "auto",
 ) -> Plan:
     """For a short context, such that the whole one's caches will fit; or for all of it at once
     where some of its keys and values live on the SSD.
 
     ``rows`` are those of the passes to place for: more than one where guesses are verified.
+    ``solver`` is ``make_plan``'s.
 
     Raises:
         MemoryBudgetError: the whole context does not fit.
@@ -113,6 +108,7 @@ def first_plan(
             ctx=ctx,
             kv_format=kv_format,  # type: ignore[arg-type]
             kv_on_ssd=True,
+            solver=solver,
         )
     first = min(ctx, FIRST_CONTEXT)
     while True:
@@ -123,6 +119,7 @@ def first_plan(
             ctx=first,
             rows=rows,
             kv_format=kv_format,  # type: ignore[arg-type]
+            solver=solver,
         )
         if first >= ctx or _can_grow(plan, ctx):
             # What is forecast from now on are plain passes.

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localrt.errors import CancelledError, OptionError
-from localrt.offload.account import check_fits, longest_context, resident_account, weight_nbytes
+from localrt.offload.account import (
+    check_fits,
+    longest_context,
+    placed_forecast,
+    resident_account,
+    resident_forecast,
+    weight_nbytes,
+)
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
 from localrt.progress import Progress, ProgressCallback
@@ -48,6 +55,7 @@ def load_native(
     from localrt.engine.native.engine import NativeEngine
     from localrt.engine.protocol import EngineInfo
     from localrt.models.registry import load_decoder, read_config
+    from localrt.models.tokenizers.free_memory import return_free_memory
     from localrt.quant.ops.choose import make_ops
 
     config = read_config(checkpoint, context=options.ctx)
@@ -91,21 +99,25 @@ def load_native(
             cancel=cancel,
             count_bytes=lambda total: _byte_counter(total, progress, cancel),
         )
+        plan = placed.plan
         engine = NativeEngine(
             placed.decoder,
             engine_info(placed.decoder.config, streamed=True),
-            pass_rows=placed.plan.placement.prefill_rows,
+            pass_rows=plan.placement.prefill_rows,
             forecaster=placed.forecaster,
             ssd_bytes_s=placed.ssd_bytes_s,
-            plan=placed.plan,
+            plan=plan,
+            ram=placed_forecast(plan.memory, plan.request.shape, plan.request.budgets.ram),
         )
         return engine, placed.ctx
     ctx = _fit_context(checkpoint, config, ops, options, notes)
     if options.ctx != ctx:
         config = read_config(checkpoint, context=ctx)
     total = sum(info.nbytes for info in infos)
+    forecast = resident_forecast(checkpoint, config, ops, rss=current_rss())
     decoder = load_decoder(checkpoint, ops, config, on_bytes=_byte_counter(total, progress, cancel))
-    return NativeEngine(decoder, engine_info(config)), ctx
+    return_free_memory()  # of what was read
+    return NativeEngine(decoder, engine_info(config), ram=forecast), ctx
 
 
 def _must_stream(

@@ -64,8 +64,10 @@ def load_parts(
     try:
         notes: list[str] = []
         name = _choose_engine(checkpoint, options, notes)
-        # Before the weights: what building a large vocabulary leaves behind is used again for them.
+        # Before the weights: what building a vocabulary leaves behind is used again for them, and
+        # what the template's language takes is counted.
         tokenizer, problem = _load_tokenizer(checkpoint)
+        template: MessageTemplate | None = load_template(checkpoint)
         if name == "native":
             from localrt.loading.native import load_native
 
@@ -83,7 +85,6 @@ def load_parts(
             problem = ""
         if problem:
             notes.append(problem)
-        template: MessageTemplate | None = load_template(checkpoint)
         if template is None:
             template = PlainTemplate()
             if tokenizer is not None:

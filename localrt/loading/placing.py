@@ -19,7 +19,7 @@ from localrt.loading.choice import (
     choose_context,
     first_plan,
 )
-from localrt.offload.account import GROWTH_NBYTES, LOADING_NBYTES
+from localrt.offload.account import GROWTH_NBYTES, LOADING_NBYTES, SOLVER_NBYTES
 from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.trace import Trace
@@ -118,12 +118,18 @@ def open_placed(
     stores = settings.data_dir / "stores"
     store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
-    disk, machine = machine_profile(
-        store.path, settings, formats={unit.format for unit in shape.units}
-    )
-    machine = card.on(machine)
+    # What measures and solves runs beside this process, within the same budget.
+    room = ram_budget(options.ram) - current_rss()
+    formats = {unit.format for unit in shape.units}
+    disk, machine = machine_profile(store.path, settings, formats=formats, room=room)
     plan = first_plan(
-        shape, machine, budgets(choice.buffers), choice, kv_format, rows=options.pass_rows
+        shape,
+        card.on(machine),
+        budgets(),
+        choice,
+        kv_format,
+        rows=options.pass_rows,
+        solver="auto" if room >= SOLVER_NBYTES else "greedy",
     )
     notes += plan.notes
     # Experts come later, beside the first passes.

@@ -12,49 +12,67 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localrt.files import write_text
+from localrt.machine import hardware
+from localrt.offload.account import MEASURING_NBYTES
+from localrt.offload.planner.known_machine import known_machine
+from localrt.offload.planner.machine import MachineProfile, typical_machine
+from localrt.offload.planner.measure import WORKING_SET, measure_machine
+from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.settings import Settings
-
-if TYPE_CHECKING:
-    from localrt.offload.planner.machine import MachineProfile
-    from localrt.offload.reading.disk_speed import DiskProfile
+from localrt.version import __version__
 
 __all__ = ["machine_profile", "main"]
 
 _TIMEOUT_S = 120.0
+_LEAST_WORKING_SET = 8 << 20
 
 
 def machine_profile(
-    folder: Path, settings: Settings, *, formats: Iterable[str] = (), remeasure: bool = False
+    folder: Path,
+    settings: Settings,
+    *,
+    formats: Iterable[str] = (),
+    remeasure: bool = False,
+    room: int | None = None,
 ) -> tuple[DiskProfile, MachineProfile]:
     """The disk that ``folder`` lies on, and the machine; ``formats`` are those to know kernels for.
+
+    Measuring takes ``room`` bytes of RAM at most. With too little, what was not measured before is
+    assumed.
 
     Raises:
         MissingExtraError: the kernels are not compiled.
         OSError: the disk cannot be read.
     """
     wanted = sorted(set(formats))
-    done = not remeasure
-    if remeasure or not _is_known(folder, settings, wanted):
-        done = _measure_aside(folder, settings, wanted, remeasure) or done
-    return _measured(folder, settings, wanted, remeasure=not done)
+    memory = WORKING_SET if room is None else min(room - MEASURING_NBYTES, WORKING_SET)
+    if remeasure or not _is_known(folder, settings, wanted, memory):
+        if memory < _LEAST_WORKING_SET:
+            known = known_machine(settings.cache_dir, folder)
+            disk = _known_disk(folder, settings.cache_dir) or DiskProfile.assumed()
+            return disk, known or typical_machine()
+        done = _measure_aside(folder, settings, wanted, remeasure, memory)
+        remeasure = remeasure and not done
+    return _measured(folder, settings, wanted, remeasure=remeasure, working_set=memory)
 
 
 def main(arguments: list[str]) -> None:
     """The process that measures: folder, cache folder, formats, and whether to measure again."""
-    folder, cache, formats, remeasure = json.loads(arguments[0])
-    _measured(Path(folder), Path(cache), formats, remeasure=remeasure)
+    folder, cache, formats, remeasure, memory = json.loads(arguments[0])
+    _measured(Path(folder), Path(cache), formats, remeasure=remeasure, working_set=memory)
 
 
 def _measured(
-    folder: Path, where: Settings | Path, formats: list[str], *, remeasure: bool = False
+    folder: Path,
+    where: Settings | Path,
+    formats: list[str],
+    *,
+    remeasure: bool = False,
+    working_set: int = WORKING_SET,
 ) -> tuple[DiskProfile, MachineProfile]:
-    from localrt.machine import hardware
-    from localrt.offload.planner.measure import measure_machine
-    from localrt.version import __version__
-
     cache = where if isinstance(where, Path) else where.cache_dir
     cpu = hardware.probe().cpu
     machine = measure_machine(
@@ -64,22 +82,26 @@ def _measured(
         identity=[cpu.name, *cpu.features, str(cpu.usable_cores), __version__],
         formats=formats,
         remeasure=remeasure,
+        working_set=working_set,
     )
     return _disk(folder, cache), machine
 
 
-def _is_known(folder: Path, settings: Settings, formats: list[str]) -> bool:
+def _is_known(folder: Path, settings: Settings, formats: list[str], memory: int) -> bool:
     """Whether nothing would be measured; a guess, for the measuring itself decides."""
     known, disks = _read(settings.cache_dir / "machine.json"), _read(_disk_path(settings.cache_dir))
     device = str(folder.stat().st_dev)
     return (
         device in disks
         and device in known.get("disks", {})
-        and (set(formats) <= set(known.get("kernels", {})))
+        and set(formats) <= set(known.get("kernels", {}))
+        and known.get("working_set", WORKING_SET) >= memory
     )
 
 
-def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasure: bool) -> bool:
+def _measure_aside(
+    folder: Path, settings: Settings, formats: list[str], remeasure: bool, memory: int
+) -> bool:
     """Whether it was done."""
     if getattr(sys, "frozen", False):
         return False  # a packaged app has no interpreter: it would start itself again
@@ -88,7 +110,7 @@ def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasu
         "import sys; sys.path.insert(0, sys.argv[1]); "
         "from localrt.machine.measuring import main; main(sys.argv[2:])"
     )
-    job = json.dumps([str(folder), str(settings.cache_dir), formats, remeasure])
+    job = json.dumps([str(folder), str(settings.cache_dir), formats, remeasure, memory])
     try:
         done = subprocess.run(
             [sys.executable, "-c", start, root, job],
@@ -105,20 +127,22 @@ def _measure_aside(folder: Path, settings: Settings, formats: list[str], remeasu
 
 def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
     """How the disk of ``folder`` is read best, by the files that lie in it."""
-    from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
-
+    if not remeasure and (found := _known_disk(folder, cache)) is not None:
+        return found
     path, device = _disk_path(cache), str(folder.stat().st_dev)
-    known = _read(path)
-    if device in known and not remeasure:
-        try:
-            return DiskProfile.from_dict(known[device])
-        except (KeyError, TypeError, ValueError):
-            pass
-    profile = measure_disk(_large_files(folder))
+    profile, known = measure_disk(_large_files(folder)), _read(path)
     with suppress(OSError):  # a cache that cannot be written is measured again
         cache.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({**known, device: profile.to_dict()}), sync=False)
     return profile
+
+
+def _known_disk(folder: Path, cache: Path) -> DiskProfile | None:
+    """As it was measured before."""
+    known = _read(_disk_path(cache))
+    with suppress(KeyError, TypeError, ValueError):
+        return DiskProfile.from_dict(known[str(folder.stat().st_dev)])
+    return None
 
 
 def _large_files(folder: Path) -> list[Path]:

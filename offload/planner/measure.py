@@ -20,16 +20,19 @@ from localrt.files import write_text
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
+from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.native.abi import find_library, layout_of
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
 
-__all__ = ["DEFAULT_FORMATS", "DiskRate", "measure_kernel", "measure_machine"]
+__all__ = ["DEFAULT_FORMATS", "WORKING_SET", "DiskRate", "measure_kernel", "measure_machine"]
 
 DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")
+WORKING_SET = 96 << 20
+"""Bytes beyond any cache, so that weights come from memory."""
+
 _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
-_WORKING_SET = 96 << 20  # beyond any cache, so that weights come from memory
 _BUDGET_S = 0.12  # of one rate
 _VERSION = 1
 _UNKNOWN_DISK = (1e9, 0.0)
@@ -54,12 +57,14 @@ def measure_machine(
     gpu: GpuProfile | None = None,
     link_bytes_s: float | None = None,
     remeasure: bool = False,
+    working_set: int = WORKING_SET,
 ) -> MachineProfile:
     """The machine that reads weights from ``folder``; what ``cache`` knows is not measured again.
 
     ``identity`` names the processor, its features, its cores and localrt's version: with the kernel
     library it makes the fingerprint. ``disk_speed`` is asked once for each disk; with None the disk
-    is not measured, and the profile's figure means nothing until it is replaced.
+    is not measured, and the profile's figure means nothing until it is replaced. ``working_set`` is
+    the memory to measure with: rates of a smaller one are measured again where there is more.
 
     Raises:
         MissingExtraError: the kernels are not compiled.
@@ -70,13 +75,15 @@ def measure_machine(
     fingerprint = [str(_VERSION), *identity, ops.isa, str(count), _library()]
     path = cache / "machine.json"
     known = {} if remeasure else _load(path, fingerprint)
+    if known.get("working_set", WORKING_SET) < working_set:
+        known = {"disks": known["disks"]}
     kernels: dict[str, Any] = known.setdefault("kernels", {})
     wanted = {name for name in (*DEFAULT_FORMATS, *formats) if _measurable(name)}
     before = json.dumps(known)
     for name in sorted(wanted - kernels.keys()):
-        kernels[name] = measure_kernel(ops, name)
+        kernels[name] = measure_kernel(ops, name, working_set)
     if "ram_bytes_s" not in known:
-        known["ram_bytes_s"] = _measure_memory(ops)
+        known["ram_bytes_s"] = _measure_memory(ops, working_set)
         known["call_s"] = _measure_call(ops)
         known["attention"] = _measure_attention(ops)
     disks: dict[str, Any] = known.setdefault("disks", {})
@@ -85,6 +92,7 @@ def measure_machine(
         rate = disk_speed(folder)
         disks[device] = [rate.read_bytes_s, float(getattr(rate, "cpu_s_per_byte", 0.0))]
     if json.dumps(known) != before:
+        known["working_set"] = min(known.get("working_set", working_set), working_set)
         _save(path, {**known, "fingerprint": fingerprint})
     ssd, ssd_cpu = disks.get(device, _UNKNOWN_DISK)
     measured = ("ssd_bytes_s", "ram_bytes_s", "kernels")
@@ -103,16 +111,18 @@ def measure_machine(
     )
 
 
-def measure_kernel(ops: NativeOps, format: str) -> list[float]:
+def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) -> list[float]:
     """Seconds per weight at each of the numbers of rows, from memory; about half a second."""
     rows, columns = _SHAPE
     nbytes = rows * FORMATS[format].row_bytes(columns)
     rng = np.random.default_rng(0)
     # Any two of these bytes are a sane float16: only NaN and denormals could change the speed.
     block = rng.integers(0x20, 0x40, nbytes, dtype=np.uint8)
+    copies = aligned_buffer(max(2, working_set // nbytes) * nbytes).reshape(-1, nbytes)
+    copies[:] = block
     weights = [
-        ops.weight(_SHAPE, [TiledTensor("w", FORMATS[format], _SHAPE, block.copy(), 1.0)])
-        for _ in range(max(2, _WORKING_SET // nbytes))
+        ops.weight(_SHAPE, [TiledTensor("w", FORMATS[format], _SHAPE, data, 1.0)])
+        for data in copies
     ]
     seconds = []
     for count in _ROWS:
@@ -137,9 +147,10 @@ def _best(call: Callable[[int], object]) -> float:
     return float(np.quantile(samples, 0.25))
 
 
-def _measure_memory(ops: NativeOps) -> float:
-    data = np.ones(_WORKING_SET, np.uint8)
-    return float(_WORKING_SET / _best(lambda _: ops.read_all(data)))
+def _measure_memory(ops: NativeOps, working_set: int) -> float:
+    data = aligned_buffer(working_set)
+    data[:] = 1
+    return float(working_set / _best(lambda _: ops.read_all(data)))
 
 
 def _measure_call(ops: NativeOps) -> float:

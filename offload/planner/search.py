@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from localrt.formatting import format_bytes
 from localrt.offload.account import (
-    KV_BUFFER_NBYTES,
     activation_nbytes,
     fitting_rows,
+    kv_buffer_nbytes,
+    kv_tail_nbytes,
     placed_account,
 )
 from localrt.offload.placement import Placement
@@ -28,7 +29,7 @@ def fits(request: PlanRequest) -> bool:
         return True
     if not request.kv_on_ssd or request.uses_gpu:
         return False
-    return can_place(request.costs(), replace(rooms, kv_ssd=frozenset(range(request.shape.layers))))
+    return can_place(request.costs(), _with_kv_on_ssd(request, rooms, request.shape.layers))
 
 
 def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> float:
@@ -77,21 +78,24 @@ def _search(
     low, high = 0, request.shape.layers
     while high - low > 1:
         middle = (low + high) // 2
-        enough = can_place(request.costs(), _with_kv_on_ssd(rooms, middle))
+        enough = can_place(request.costs(), _with_kv_on_ssd(request, rooms, middle))
         low, high = (low, middle) if enough else (middle, high)
     notes.append(f"keys and values of {high} layers live on the SSD: they do not fit in RAM")
     return best_candidate(
         request.costs(),
-        _with_kv_on_ssd(rooms, high),
+        _with_kv_on_ssd(request, rooms, high),
         prefill_rows=prefill_rows,
         exact=exact,
         notes=notes,
     )
 
 
-def _with_kv_on_ssd(rooms: Rooms, layers: int) -> Rooms:
-    """Keys and values of the first layers on the SSD, and the buffer that they are read through."""
-    return replace(rooms, ram=rooms.ram - KV_BUFFER_NBYTES, kv_ssd=frozenset(range(layers)))
+def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
+    """Keys and values of the first layers on the SSD; what they take of RAM nevertheless."""
+    shape, kv_format = request.shape, request.kv_format
+    buffers = kv_buffer_nbytes(shape, kv_format, request.ctx)
+    tails = request.sequences * kv_tail_nbytes(shape, kv_format, layers)
+    return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=frozenset(range(layers)))
 
 
 def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
@@ -167,7 +171,9 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
             request.shape,
             request.budgets,
             placement,
-            kv=_kv_nbytes(request),
+            ctx=request.ctx,
+            kv_format=request.kv_format,
+            sequences=request.sequences,
             rows=max(placement.prefill_rows, request.rows, request.sequences),
         ),
         simulation=steady,

@@ -46,6 +46,11 @@ class DiskProfile:
     read_bytes_s: float
     cpu_s_per_byte: float
 
+    @classmethod
+    def assumed(cls) -> DiskProfile:
+        """Of a disk that nothing is known of."""
+        return cls(ReadMode(), _ASSUMED_BYTES_S, 0.0)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
@@ -68,7 +73,7 @@ def measure_disk(paths: Sequence[Path], *, sample: int = 48 * _MB, rounds: int =
     """
     ranges = _ranges(paths)
     if not any(size for _, _, size in ranges):
-        return DiskProfile(ReadMode(), _ASSUMED_BYTES_S, 0.0)
+        return DiskProfile.assumed()
     results: dict[ReadMode, list[tuple[float, float]]] = {mode: [] for mode in _CANDIDATES}
     started = time.perf_counter()
     for number in range(rounds + 1):

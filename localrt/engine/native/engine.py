@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from localrt.engine.native.ram_meter import RamMeter
 from localrt.engine.native.rates import RecentRates
 from localrt.engine.native.session import NativeSession
 from localrt.engine.protocol import (
@@ -40,6 +41,7 @@ from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
+    from localrt.offload.account import RamForecast
     from localrt.offload.planner import Plan
 
 __all__ = ["NativeEngine", "NativeSession"]
@@ -57,7 +59,7 @@ class NativeEngine(Engine):
 
     ``pass_rows`` is the most rows of a prefill pass. Of a decoder that streams, ``plan`` is what it
     was placed by, and ``forecaster`` says what was planned for a rate of the disk, at first
-    ``ssd_bytes_s``.
+    ``ssd_bytes_s``. ``ram`` forecasts the memory of the process.
     """
 
     shares_passes = True
@@ -71,8 +73,10 @@ class NativeEngine(Engine):
         forecaster: Forecaster | None = None,
         ssd_bytes_s: float = 0.0,
         plan: Plan | None = None,
+        ram: RamForecast | None = None,
     ) -> None:
         self.plan = plan
+        self._ram = RamMeter(ram)
         self._decoder: Decoder | None = decoder
         self._residency = decoder.residency
         self.pass_rows = pass_rows
@@ -89,7 +93,7 @@ class NativeEngine(Engine):
 
     def session(self, capacity: int) -> NativeSession:
         """A new, empty session."""
-        return NativeSession(self, self._loaded().cache(capacity))
+        return NativeSession(self, self.cache(capacity))
 
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
@@ -215,7 +219,7 @@ class NativeEngine(Engine):
 
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache, for whoever makes passes of his own."""
-        return self._loaded().cache(capacity)
+        return self._ram.holds(self._loaded().cache(capacity))
 
     @cached_property
     def attention_key(self) -> str:
@@ -250,6 +254,10 @@ class NativeEngine(Engine):
     def free_memory(self) -> int | None:
         """Bytes free on the device's own memory; None where caches lie in RAM."""
         return self._loaded().ops.free_memory()
+
+    def ram_forecast(self) -> int | None:
+        """See ``Engine``."""
+        return self._ram.forecast()
 
     def reclaimable(self) -> int:
         """Bytes of weights in RAM that would be streamed where caches need their room."""
@@ -379,7 +387,7 @@ class NativeEngine(Engine):
         Pieces (n, vocab) in order, n at most 64: all rows at once would be large. Each piece is the
         caller's own.
         """
-        cache = self._loaded().cache(len(tokens))
+        cache = self.cache(len(tokens))
         for start in range(0, first, self.pass_rows):
             chunk = tokens[start : min(start + self.pass_rows, first)]
             self.forward(cache, chunk, check, want_logits=False)
@@ -392,10 +400,13 @@ class NativeEngine(Engine):
 
     def _pass(self, batch: Batch, *, features: Logits | None = None, **options: Any) -> Logits:
         decoder = self._loaded()
+        logits: Logits
         if features is not None:  # what is recorded as a graph gives logits only
-            return decoder.forward(batch, features=features, **options)
-        assert self._forward is not None, "there is one as long as there is a decoder"
-        logits: Logits = self._forward(batch, **options)
+            logits = decoder.forward(batch, features=features, **options)
+        else:
+            assert self._forward is not None, "there is one as long as there is a decoder"
+            logits = self._forward(batch, **options)
+        self._ram.passed(len(batch.tokens), len(logits))
         return logits
 
     def _loaded(self) -> Decoder:

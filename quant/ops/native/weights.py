@@ -136,7 +136,7 @@ class _Building:
         self._tiler = tiler
         self._first = first
         self._row_bytes = first.format.row_bytes(first.shape[1])
-        # Room for all rows that may follow: what is never written takes no memory.
+        # Room for all rows that may follow; what was not needed goes back in ``done``.
         self._out = np.empty(padded_rows(max(most_rows, 0)) * self._row_bytes, np.uint8)
         self._rows = 0
 
@@ -150,9 +150,9 @@ class _Building:
 
     def done(self) -> TiledTensor:
         first = self._first
-        data = self._out[: padded_rows(self._rows) * self._row_bytes]
+        self._out.resize(padded_rows(self._rows) * self._row_bytes, refcheck=False)
         shape = (self._rows, first.shape[1])
-        return TiledTensor(first.name, first.format, shape, data, first.scale)
+        return TiledTensor(first.name, first.format, shape, self._out, first.scale)
 
 
 def _require_known(name: str, format_: Format, cols: int) -> None:

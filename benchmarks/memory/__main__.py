@@ -1,0 +1,77 @@
+"""Memory of real processes against their budgets and forecasts, over a matrix of cells.
+
+    python -m benchmarks.memory [--only WORDS ...] [--again WORDS ...] [--json FILE]
+
+A run that was stopped goes on where it was: only cells without results are measured, and those
+that ``--again`` names. It exits 1 if something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import localrt
+from benchmarks.memory.cells import CELLS, Cell
+from benchmarks.memory.measuring import measure, problems
+from localrt.files import write_text
+from localrt.machine import hardware
+from tests.real_models import find_real_model
+
+_RESULTS = Path(__file__).resolve().parents[1] / "results" / "memory.json"
+_MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
+
+
+def main() -> int:
+    """Measure what is missing, cell by cell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[], help="cells with these words in the name")
+    parser.add_argument("--again", nargs="*", default=[], help="measure these again")
+    parser.add_argument("--json", type=Path, default=_RESULTS)
+    args = parser.parse_args()
+    found = {name: find_real_model(name) for name in _MODELS}
+    paths = {name: path for name, path in found.items() if path is not None}
+    record: dict[str, Any] = {"cells": {}}
+    if args.json.exists():
+        record = json.loads(args.json.read_text(encoding="utf-8"))
+    cells = record["cells"]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as home:
+        for cell in CELLS:
+            if cell.model not in paths or not _named(cell, args.only, True):
+                continue
+            if cell.name not in cells or _named(cell, args.again, False):
+                result = measure(cell, paths, Path(home))
+                cells[cell.name] = {**result, "problems": problems(result)}
+                record = {
+                    "machine": hardware.probe().to_dict(),
+                    "versions": {"localrt": localrt.__version__},
+                    "command": "python -m benchmarks.memory",
+                    "cells": {each.name: cells[each.name] for each in CELLS if each.name in cells},
+                }
+                write_text(args.json, json.dumps(record, indent=1) + "\n")
+            wrong += bool(cells[cell.name]["problems"])
+            print(_line(cell.name, cells[cell.name]), flush=True)
+    return 1 if wrong else 0
+
+
+def _named(cell: Cell, words: list[str], default: bool) -> bool:
+    return any(word in cell.name for word in words) if words else default
+
+
+def _line(name: str, result: dict[str, Any]) -> str:
+    sizes = [
+        "-" if result.get(key) is None else f"{result[key] / 1e6:.1f}"
+        for key in ("budget", "forecast", "peak", "tree_peak")
+    ]
+    budget, forecast, peak, tree = sizes
+    text = f"{name}: budget {budget}, forecast {forecast}, peak {peak}, with helpers {tree} MB"
+    return "\n".join([text, *(f"    {problem}" for problem in result["problems"])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

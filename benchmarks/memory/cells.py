@@ -1,0 +1,101 @@
+"""The matrix: models, formats, budgets, contexts, drafts, ways to run. It measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["CELLS", "TESTED", "Cell"]
+
+_PROCESS = 70_000_000  # what a budget has beside its share of the weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """``ram`` is a share of the model's file beside the process, ``"least"`` what the refusal of
+    a smaller budget says that would do, None no budget.
+
+    ``way`` is ``"generate"`` (``turns`` of prompt and answer tokens), ``"fill"`` (a prompt of half
+    the context, an answer to its end), ``"text"`` (as much text as the context holds), ``"chat"``,
+    ``"json"`` (an answer under a schema), ``"run"`` (the command) or ``"serve"`` (several clients).
+    ``cold``: nothing was measured on this machine before.
+    """
+
+    model: str
+    way: str = "generate"
+    ram: float | str | None = None
+    ctx: int | None = None
+    format: str | None = None
+    kv_format: str | None = None
+    draft: str = "auto"
+    turns: tuple[tuple[int, int], ...] = ((20, 16), (300, 64), (20, 400))
+    cold: bool = False
+
+    @property
+    def name(self) -> str:
+        """All that is not usual."""
+        ram = f"ram {self.ram:g}" if isinstance(self.ram, float) else f"ram {self.ram or 'free'}"
+        words = [self.model, self.way, ram]
+        words += [f"ctx {self.ctx}"] if self.ctx else []
+        words += [f"kv {self.kv_format}"] if self.kv_format else []
+        words += [self.format] if self.format else []
+        words += [f"draft {self.draft}"] if self.draft != "auto" else []
+        return ", ".join([*words, "first run"] if self.cold else words)
+
+    def budget(self, file_nbytes: int) -> int | None:
+        """Bytes, where they are a share of the file."""
+        return round(_PROCESS + self.ram * file_nbytes) if isinstance(self.ram, float) else None
+
+
+def _cells() -> Iterator[Cell]:
+    for model, shares in (
+        ("smollm2", (None, 1.5, 1.0, 0.7, 0.4, 0.25, "least")),
+        ("qwen0.5b", (None, 1.3, 0.9, 0.5, 0.2, "least")),
+        ("qwen1.5b", (None, 0.7, 0.3, "least")),
+    ):
+        for ram in shares:
+            for ctx in (1024, 4096) if ram == "least" else (2048,):
+                yield Cell(model=model, ram=ram, ctx=ctx)
+                yield Cell(model=model, ram=ram, ctx=ctx, way="fill")
+            yield Cell(model=model, ram=ram, way="chat")
+        for ram in (0.5, "least"):
+            yield Cell(model=model, ram=ram, ctx=2048, way="text")
+            yield Cell(model=model, ram=ram, ctx=2048, draft="off")
+            yield Cell(model=model, ram=ram, ctx=2048, kv_format="int8", way="fill")
+        yield Cell(model=model, ram=0.5, ctx=2048, kv_format="int4", way="fill")
+        for ram in (None, 1.5, 0.5, "least"):
+            yield Cell(model=model, ram=ram, ctx=2048, way="serve")
+        yield Cell(model=model, ram=0.5, ctx=2048, way="json")
+        for ram in (0.1, 0.25, 0.5, 1.0, 2.5):
+            yield Cell(model=model, ram=ram, ctx=1024, way="run")
+            yield Cell(model=model, ram=ram, ctx=1024, way="run", cold=True)
+    for ram in (None, 1.6, 1.0, 0.5):
+        yield Cell(model="qwen1.5b", ram=ram, ctx=2048, draft="qwen0.5b")
+    for format_ in ("bf16", "f32"):
+        yield Cell(model="smollm2", ctx=2048, format=format_)
+
+
+CELLS = tuple(_cells())
+"""All of them."""
+
+TESTED = tuple(
+    cell
+    for cell in CELLS
+    if cell.model == "smollm2"
+    and (cell.way, cell.ram, cell.ctx, cell.cold, cell.kv_format, cell.draft, cell.format)
+    in {
+        ("generate", None, 2048, False, None, "auto", None),
+        ("generate", 1.5, 2048, False, None, "auto", None),
+        ("generate", 0.4, 2048, False, None, "auto", None),
+        ("fill", 0.7, 2048, False, None, "auto", None),
+        ("fill", "least", 1024, False, None, "auto", None),
+        ("fill", "least", 2048, False, "int8", "auto", None),
+        ("chat", 0.25, None, False, None, "auto", None),
+        ("text", "least", 2048, False, None, "auto", None),
+        ("json", 0.5, 2048, False, None, "auto", None),
+        ("serve", 0.5, 2048, False, None, "auto", None),
+        ("run", 0.25, 1024, True, None, "auto", None),
+        ("run", 1.0, 1024, True, None, "auto", None),
+    }
+)
+"""Those that are tests."""

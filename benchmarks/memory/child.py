@@ -1,0 +1,128 @@
+"""One cell's process: load, answer, say what the process took. Run with the job as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import localrt
+from localrt import Model
+from localrt.offload.memory.process import peak_rss
+
+_TEXT = (
+    "The lighthouse keeper wrote every evening what the sea had brought: a crate of oranges, a"
+    " broken oar, two letters that nobody had sent. "
+)
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    """What happened, in plain values."""
+    forecasts: list[int | None] = []
+    result: dict[str, Any] = {"outcome": "answered"}
+    try:
+        with localrt.load(job["path"], threads=2, **job["load"]) as model:
+            result["ctx"], result["notes"] = model.info.ctx, list(model.info.notes)
+            result["loaded_peak"] = peak_rss()
+            try:
+                _WAYS[job["way"]](model, job)
+            except localrt.LocalrtError as error:
+                result.update(outcome="failed", text=f"{type(error).__name__}: {error}")
+            forecasts.append(model.status().ram.forecast)
+            result["peak"] = peak_rss()
+    except localrt.MemoryBudgetError as error:
+        result.update(outcome="refused", text=str(error), peak=peak_rss())
+    result["forecast"] = forecasts[0] if forecasts else None
+    return result
+
+
+def _generate(model: Model, job: dict[str, Any]) -> None:
+    for prompt, tokens in job["turns"]:
+        _answer(model, prompt, tokens)
+
+
+def _fill(model: Model, job: dict[str, Any]) -> None:
+    """To the last token of the context."""
+    half = model.info.ctx // 2
+    _answer(model, half, model.info.ctx - half)
+
+
+def _answer(model: Model, prompt: int, tokens: int) -> None:
+    ids = [100 + number * 37 % 4000 for number in range(prompt)]
+    model.generate(token_ids=ids, max_tokens=tokens, ignore_eos=True, temperature=0.0)
+
+
+def _text(model: Model, job: dict[str, Any]) -> None:
+    """The longest prompt that the context holds, as text."""
+    each = len(model.tokenize(_TEXT * 8)) / 8
+    room = model.info.ctx - 64
+    model.generate(_TEXT * int(room / each), max_tokens=8, ignore_eos=True)
+
+
+def _chat(model: Model, job: dict[str, Any]) -> None:
+    chat = model.chat(system="Be brief.")
+    for question in ("Why is the sky blue?", "And the sea?", _TEXT, "Say it again, word by word."):
+        chat.send(question, max_tokens=80)
+
+
+def _json(model: Model, job: dict[str, Any]) -> None:
+    model.generate("Describe somebody.", json_schema=_SCHEMA, max_tokens=48)
+
+
+def _serve(model: Model, job: dict[str, Any]) -> None:
+    """Six requests, four at a time."""
+    from localrt.serve import ServeOptions, open_socket
+    from localrt.serve.server import Server, create_app
+
+    options = ServeOptions(port=0, drain_s=1.0)
+    bound = open_socket(options)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1/chat/completions"
+    server = Server(create_app(model, options), options)
+    problems: list[OSError] = []
+
+    def ask(number: int) -> None:
+        question = f"{number}: {_TEXT * 4}"
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 40}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            answer.read()
+
+    def clients() -> None:
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(ask, range(6)))
+        except OSError as error:
+            problems.append(error)
+        finally:
+            server.should_exit = True
+
+    thread = threading.Thread(target=clients)
+    server.ready = thread.start
+    server.run(sockets=[bound])
+    thread.join()
+    bound.close()
+    if problems:
+        raise localrt.LocalrtError(f"a client failed: {problems[0]}")
+
+
+_WAYS: dict[str, Callable[[Model, dict[str, Any]], None]] = {
+    "generate": _generate,
+    "fill": _fill,
+    "text": _text,
+    "chat": _chat,
+    "json": _json,
+    "serve": _serve,
+}
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
