@@ -49,6 +49,7 @@ __all__ = [
     "kv_tail_nbytes",
     "logits_nbytes",
     "longest_context",
+    "pass_logits_nbytes",
     "placed_account",
     "placed_forecast",
     "process_nbytes",
@@ -248,6 +249,13 @@ def logits_nbytes(vocab: int, rows: int) -> int:
     return 4 * vocab * rows
 
 
+def pass_logits_nbytes(vocab: int, rows: int) -> int:
+    """Logits of a pass beside what its activations count: of all rows but one, and a slice of the
+    head's before it is put beside the others.
+    """
+    return 2 * logits_nbytes(vocab, max(0, rows - 1))
+
+
 def activation_nbytes(sizes: PassSizes, rows: int) -> int:
     """Hidden states, queries, codes and the widest MLP of ``rows`` rows; logits of one.
 
@@ -384,13 +392,14 @@ class RamForecast:
 
     ``process`` is what it takes beside the model, ``weights`` what stays in memory, rings included.
     Of a streamed model ``room`` bounds weights and caches together: it gives weights back as caches
-    grow.
+    grow. ``budget`` is that of one that cannot: its passes have as many rows as fit.
     """
 
     process: int
     weights: int
     sizes: PassSizes
     room: int | None = None
+    budget: int | None = None
 
     def nbytes(self, *, kv: int, rows: int, logit_rows: int) -> int:
         """With caches of ``kv`` bytes after passes of at most ``rows`` rows, ``logit_rows`` of them
@@ -401,17 +410,39 @@ class RamForecast:
             held = min(held, self.room)
         return self.process + held + activation_nbytes(self.sizes, rows)
 
+    def spare(self, kv: int) -> int | None:
+        """Bytes that the budget leaves beside caches of ``kv`` bytes, for passes and more caches.
+
+        None where that is seen to before each pass.
+        """
+        if self.budget is None:
+            return None
+        return max(0, self.budget - self.nbytes(kv=kv, rows=0, logit_rows=0))
+
+    def logit_rows(self, kv: int) -> int | None:
+        """Rows with logits that a pass may have beside caches of ``kv`` bytes; None as in
+        ``spare``.
+        """
+        spare = self.spare(kv)
+        if spare is None:
+            return None
+        row = activation_nbytes(self.sizes, 1) - activation_nbytes(self.sizes, 0)
+        return spare // (row + logits_nbytes(self.sizes.vocab, 1))
+
 
 def resident_forecast(
-    checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, *, rss: int
+    checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, *, rss: int, budget: int
 ) -> RamForecast:
-    """Of a model that is loaded whole, into a process that takes ``rss`` bytes before."""
+    """Of a model that is loaded whole, into a process that takes ``rss`` bytes before, of
+    ``budget``.
+    """
     native = ops.name == "native"
     beside = _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES if native else _TORCH_SCRATCH_NBYTES
     return RamForecast(
         process=rss + beside,
         weights=weight_nbytes(checkpoint, ops) if ops.free_memory() is None else 0,
         sizes=PassSizes.of_config(config),
+        budget=budget if native else None,
     )
 
 

@@ -117,8 +117,7 @@ class Core:
         self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
         self.parking = Parking(parts.engine, prompts, self.budgets)
         self._requests = RequestBuilder(parts, drafts)
-        # Where weights are streamed, an idle cache is memory that they would need.
-        keep = 1 if parts.engine.info.streamed else 4
+        keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
         self._watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
         self._chats: WeakSet[KvChatCache] = WeakSet()

@@ -102,6 +102,11 @@ class EngineSession(ABC):
     takes_trees: bool = False
 
     @property
+    def tree_rows(self) -> int | None:
+        """The most rows of a tree's pass that memory has room for; None: as many as wanted."""
+        return None
+
+    @property
     @abstractmethod
     def tokens(self) -> Sequence[int]:
         """What the cache holds. ``len(session.tokens)`` is the next position."""
@@ -267,6 +272,10 @@ class Engine(ABC):
     def free_memory(self) -> int | None:
         """Bytes free on the device's own memory; None where caches lie in RAM."""
         return None
+
+    def idle_sessions(self, capacity: int) -> int:
+        """Sessions of ``capacity`` tokens that are worth keeping while nobody uses them."""
+        return 4
 
     def ram_forecast(self) -> int | None:
         """What the process takes of RAM at the most, as loading expected it of the caches and

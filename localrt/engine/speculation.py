@@ -235,6 +235,8 @@ class Stepper:
         session = self._session
         # A tree's rows, and what each of its tokens is worth: no more than may still be emitted.
         room = session.capacity - len(session.tokens) - 1
+        rows = session.tree_rows
+        room = room if rows is None else max(0, min(room, rows - 1))
         self._plan = None
         guess = left > 1 and not self._cramped
         tree = self._draft(room, left - 1, check) if guess else TokenTree.empty()

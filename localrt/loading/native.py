@@ -114,7 +114,9 @@ def load_native(
     if options.ctx != ctx:
         config = read_config(checkpoint, context=ctx)
     total = sum(info.nbytes for info in infos)
-    forecast = resident_forecast(checkpoint, config, ops, rss=current_rss())
+    forecast = resident_forecast(
+        checkpoint, config, ops, rss=current_rss(), budget=ram_budget(options.ram)
+    )
     decoder = load_decoder(checkpoint, ops, config, on_bytes=_byte_counter(total, progress, cancel))
     return_free_memory()  # of what was read
     return NativeEngine(decoder, engine_info(config), ram=forecast), ctx

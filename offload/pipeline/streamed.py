@@ -18,6 +18,7 @@ from localrt.models.config import DecoderConfig
 from localrt.models.parts import Part, PassState
 from localrt.models.residency import Check, Residency
 from localrt.models.timing import Clock, PipelineCounts, Task
+from localrt.offload.account import pass_logits_nbytes
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.pipeline.balance import Balance
@@ -91,7 +92,7 @@ class Streamed(Residency):
         pipe.before_pass()
         if any(lane.failed for lane in self._lanes):
             self.abandon()  # read ahead, some time ago: the disk may have come back
-        logits = 4 * self.config.vocab_size * max(0, len(wanted) - 1)
+        logits = pass_logits_nbytes(self.config.vocab_size, len(wanted))
         self.memory.make_room(pipe.caches.growth(batch) + logits)
         if not len(wanted):
             self._skip_head()

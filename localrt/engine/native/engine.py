@@ -255,6 +255,17 @@ class NativeEngine(Engine):
         """Bytes free on the device's own memory; None where caches lie in RAM."""
         return self._loaded().ops.free_memory()
 
+    def logit_rows(self) -> int | None:
+        """Rows with logits that a pass may have within the budget; None: as many as wanted."""
+        return self._ram.logit_rows
+
+    def idle_sessions(self, capacity: int) -> int:
+        """See ``Engine``."""
+        if self.info.streamed:
+            return 1
+        most = super().idle_sessions(capacity)
+        return 1 + self._ram.idle_caches(self.kv_nbytes(capacity), most - 1)
+
     def ram_forecast(self) -> int | None:
         """See ``Engine``."""
         return self._ram.forecast()

@@ -32,6 +32,18 @@ class RamMeter:
         self._rows = max(self._rows, rows)
         self._logit_rows = max(self._logit_rows, logit_rows)
 
+    @property
+    def logit_rows(self) -> int | None:
+        """Rows with logits that fit beside the caches there are; None: as many as wanted."""
+        if self._forecast is None:
+            return None
+        return self._forecast.logit_rows(sum(cache.nbytes for cache in self._caches))
+
+    def idle_caches(self, nbytes: int, most: int) -> int:
+        """Of caches of ``nbytes``, how many may wait beside one that works, ``most`` at most."""
+        spare = None if self._forecast is None else self._forecast.spare(nbytes)
+        return most if spare is None else min(most, spare // max(1, nbytes))
+
     def forecast(self) -> int | None:
         """The process's peak, by the account, after the passes so far."""
         if self._forecast is None:

@@ -89,6 +89,11 @@ class NativeSession(EngineSession):
         return self._features
 
     @property
+    def tree_rows(self) -> int | None:
+        """See ``EngineSession``."""
+        return self._engine.logit_rows()
+
+    @property
     def tokens(self) -> Sequence[int]:
         """What the cache holds."""
         return self._tokens
