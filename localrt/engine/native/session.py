@@ -62,6 +62,9 @@ class Passes(Protocol):
     def reserve(self, cache: KVCache, length: int) -> None:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
 
+    def logit_rows(self) -> int | None:
+        """Rows with logits that a pass may have; None: as many as wanted."""
+
     def counts(self) -> PipelineCounts | None:
         """See ``EngineSession``."""
 
