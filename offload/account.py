@@ -25,6 +25,7 @@ __all__ = [
     "FIRST_CONTEXT",
     "GROWTH_NBYTES",
     "LOADING_NBYTES",
+    "MARGIN_NBYTES",
     "MEASURING_NBYTES",
     "PREFILL_ROWS",
     "SERVER_NBYTES",
@@ -66,6 +67,9 @@ _PROCESS_NBYTES = 58 << 20  # interpreter, numpy, libraries, the kernels' thread
 _VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash tables
 GROWTH_NBYTES = 6 << 20
 """What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
+
+MARGIN_NBYTES = 3 << 20
+"""Left free of a budget: pages that two parts share, memory that comes back later than asked."""
 
 LOADING_NBYTES = 2 << 20
 """What loading itself leaves behind: a refusal before it has to leave room for that."""
@@ -310,7 +314,7 @@ def resident_account(checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, ct
     """
     if ops.name == "native":
         activations = activation_nbytes(PassSizes.of_config(config), PREFILL_ROWS)
-        scratch = activations + _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES
+        scratch = activations + _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES + MARGIN_NBYTES
     else:
         scratch = _TORCH_SCRATCH_NBYTES
     return Account.of(
@@ -442,7 +446,7 @@ def resident_forecast(
         process=rss + beside,
         weights=weight_nbytes(checkpoint, ops) if ops.free_memory() is None else 0,
         sizes=PassSizes.of_config(config),
-        budget=budget if native else None,
+        budget=budget - MARGIN_NBYTES if native else None,
     )
 
 
@@ -451,7 +455,7 @@ def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForec
     streamed = ("weights", "keys and values", "activations")
     fixed = memory.total() - sum(memory.nbytes(what) for what in streamed)
     return RamForecast(
-        process=fixed,
+        process=fixed - MARGIN_NBYTES,
         weights=memory.nbytes("weights"),
         sizes=shape.pass_sizes,
         room=budget - fixed - memory.nbytes("activations"),

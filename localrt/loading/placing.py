@@ -19,7 +19,7 @@ from localrt.loading.choice import (
     choose_context,
     first_plan,
 )
-from localrt.offload.account import GROWTH_NBYTES, LOADING_NBYTES, SOLVER_NBYTES
+from localrt.offload.account import GROWTH_NBYTES, LOADING_NBYTES, MARGIN_NBYTES, SOLVER_NBYTES
 from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.trace import Trace
@@ -105,7 +105,7 @@ def open_placed(
     def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
             ram=ram_budget(options.ram),
-            process=current_rss() + GROWTH_NBYTES + to_come,
+            process=current_rss() + GROWTH_NBYTES + MARGIN_NBYTES + to_come,
             vram=card.capacity,
             cuda_context=0,  # it is there already, and counted
         )
