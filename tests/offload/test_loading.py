@@ -263,7 +263,7 @@ def test_a_real_model_streams_within_its_budget(tmp_path: Path) -> None:
     prompts = [[1, 4093, 198, 1780, 3575, 1187, 346, 11542, 30, 2], list(range(100, 500))]
     whole = place.run(prompts, ctx=1024, tokens=16)
     least = place.least(ctx=1024)
-    ram = least + 25
+    ram = least + 60  # room for the process that measures
     small = place.run(prompts, ctx=1024, tokens=16, ram=f"{ram}MB", measure=True)
     for ours, theirs in zip(small["answers"], whole["answers"], strict=True):
         assert ours["tokens"] == theirs["tokens"]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-import localrt.offload.planner.measure
-import localrt.offload.reading.disk_speed
+from localrt.machine import measuring
 from localrt.machine.measuring import machine_profile
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.reading.disk_speed import DiskProfile
@@ -39,8 +38,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
         disk_speed(folder)
         return typical_machine()
 
-    monkeypatch.setattr(localrt.offload.reading.disk_speed, "measure_disk", measure_disk)
-    monkeypatch.setattr(localrt.offload.planner.measure, "measure_machine", measure_machine)
+    monkeypatch.setattr(measuring, "measure_disk", measure_disk)
+    monkeypatch.setattr(measuring, "measure_machine", measure_machine)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no processes here")
@@ -101,3 +100,13 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     (tmp_path / "file").touch()
     settings = Settings.from_environment({"LOCALRT_CACHE": str(tmp_path / "file" / "cache")})
     assert machine_profile(store(tmp_path / "store"), settings)[0] == PROFILE
+
+
+def test_without_room_to_measure_the_machine_is_assumed(
+    settings: Settings, measured: list[list[Path]], tmp_path: Path
+) -> None:
+    disk, machine = machine_profile(store(tmp_path / "s"), settings, room=40 << 20)
+    assert not measured
+    assert disk == DiskProfile.assumed()
+    assert machine == typical_machine()
+    assert machine_profile(tmp_path / "s", settings, room=1 << 30)[0] == PROFILE
