@@ -21,6 +21,7 @@ from localrt.offload.account import (
     CUDA_CONTEXT_NBYTES,
     FIRST_CONTEXT,
     GROWTH_NBYTES,
+    MARGIN_NBYTES,
     draft_nbytes,
     longest_context,
     resident_account,
@@ -140,7 +141,7 @@ def _place(
             machine=card.on(machine),
             budgets=Budgets(
                 ram=ram_budget(options.ram),
-                process=current_rss() + GROWTH_NBYTES,
+                process=current_rss() + GROWTH_NBYTES + MARGIN_NBYTES,
                 vram=card.capacity,
                 cuda_context=0,
             ),
