@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from localrt.errors import OptionError
 
-__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "parse_size", "table"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_rate",
+    "format_seconds",
+    "one_line",
+    "parse_size",
+    "table",
+]
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -79,6 +87,13 @@ def format_seconds(seconds: float | None) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
+
+
+def one_line(text: object, limit: int = 200) -> str:
+    """Foreign text as a piece of one line: printable, folded, cut at ``limit`` characters."""
+    line = " ".join(str(text).split())
+    line = "".join(each for each in line if each.isprintable())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str = "") -> str:

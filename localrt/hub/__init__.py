@@ -1,7 +1,9 @@
 """From the name of a model to its files on this machine, downloading them where they are missing.
 
 The cache is the hub's own, so that models are shared with other tools. This package knows files
-and names; it does not open a model. Importing it is cheap: only a download imports huggingface_hub.
+and names; it does not open a model. Importing it is cheap: ``repository``,
+``transfer``, ``searching`` and ``package_index`` import huggingface_hub, and are imported by those
+who ask the hub, when they do.
 """
 
 from localrt.hub.demo import DEMO_NAME

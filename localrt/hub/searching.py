@@ -8,11 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub import get_session
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
+    build_hf_headers,
+    hf_raise_for_status,
+)
+
 from localrt.errors import HubError, OfflineError
+from localrt.formatting import one_line
 from localrt.hub.files import gguf_variants, safetensors_model_files, variant_name
 from localrt.hub.names import HubRef
-from localrt.hub.remote import hub_errors, list_repo
-from localrt.hub.text import one_line
+from localrt.hub.repository import hub_errors, list_repo
 from localrt.settings import Settings
 
 __all__ = ["FoundModel", "Variant", "list_variants", "search_models"]
@@ -79,12 +85,6 @@ def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[Fo
 
 def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
     """One request without a retry, of ten seconds at most: a person waits for it."""
-    from huggingface_hub import get_session
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
-        build_hf_headers,
-        hf_raise_for_status,
-    )
-
     response = get_session().get(
         f"{settings.hub_endpoint}/api/models",
         params={"search": words, "sort": "downloads", "direction": -1, "limit": limit},

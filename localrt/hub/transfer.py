@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,10 +18,19 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from filelock import Timeout
+from huggingface_hub import get_session, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
+    WeakFileLock,
+    build_hf_headers,
+    hf_raise_for_status,
+)
+
 from localrt.errors import CancelledError, HubError, OfflineError, StorageError
 from localrt.formatting import format_bytes
 from localrt.hub.cache import CachedRepo
-from localrt.hub.remote import RemoteFile, RemoteRepo, http_error_type, hub_errors
+from localrt.hub.repository import HTTP_ERROR, RemoteFile, RemoteRepo, hub_errors
 from localrt.progress import Progress, ProgressCallback
 from localrt.settings import Settings
 
@@ -113,8 +123,6 @@ def download(
 
 def check_space(folder: Path, needed: int) -> None:
     """Raise ``StorageError`` when the disk of ``folder`` has fewer than ``needed`` bytes free."""
-    import shutil
-
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -167,16 +175,13 @@ def _fetch(
     cancel: Event | None,
 ) -> None:
     """Grow ``partial`` to its full size, over as many connections as it takes."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    http_error = http_error_type()
     failures = 0
     while (have := _size(partial)) != file.size or not partial.exists():
         check_cancelled(cancel)
         lost: Exception | None = None
         try:
             _stream(remote, file, partial, have, settings, meter, cancel)
-        except http_error as error:
+        except HTTP_ERROR as error:
             if isinstance(error, HfHubHTTPError) and not _is_transient(error.response.status_code):
                 raise
             lost = error
@@ -203,12 +208,6 @@ def _stream(
     cancel: Event | None,
 ) -> None:
     """One request: append from byte ``have`` on, or start over if the server must send it all."""
-    from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
-        build_hf_headers,
-        hf_raise_for_status,
-    )
-
     url = hf_hub_url(remote.repo, file.name, revision=remote.commit, endpoint=settings.hub_endpoint)
     headers: dict[str, Any] = build_hf_headers(token=settings.read_hub_token() or False)
     headers["Accept-Encoding"] = "identity"  # a range counts the file's own bytes
@@ -252,9 +251,6 @@ def _size(path: Path) -> int:
 @contextmanager
 def _locked(path: Path, cancel: Event | None) -> Iterator[None]:
     """Hold the lock that all tools of the hub respect; waiting for it can be cancelled."""
-    from filelock import Timeout
-    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         while True:

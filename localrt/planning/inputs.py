@@ -22,8 +22,6 @@ from localrt.formatting import parse_size
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
 from localrt.hub.names import looks_like_path, parse_hub_ref
-from localrt.hub.remote import list_repo
-from localrt.hub.transfer import download
 from localrt.machine import hardware
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import open_checkpoint
@@ -147,6 +145,9 @@ def _cached_config(settings: Settings, repo: str) -> Path | None:
 
 def _download_config(settings: Settings, repo: str, revision: str | None) -> Path | None:
     """The config of a repository that has one: a few kilobytes, no weights."""
+    from localrt.hub.repository import list_repo  # these two import huggingface_hub
+    from localrt.hub.transfer import download
+
     remote = list_repo(repo, revision, settings)
     if _CONFIG not in remote.files:
         return None

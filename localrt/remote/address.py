@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from localrt.errors import OptionError
+from localrt.formatting import one_line
 
-__all__ = ["Address", "read_address", "shown"]
+__all__ = ["Address", "read_address"]
 
 _PORTS = {"http": 80, "https": 443}
 _CALLS = ("/chat/completions", "/completions", "/models")
@@ -71,10 +72,12 @@ def read_address(url: str, key: str | None = None) -> Address:
         host = parts.hostname or ""
         host = host if ":" in host else host.encode("idna").decode()
     except ValueError as error:  # UnicodeError is one
-        raise OptionError(f"the endpoint {shown(url)!r} is not a URL: {shown(error)}") from error
+        raise OptionError(
+            f"the endpoint {one_line(url)!r} is not a URL: {one_line(error)}"
+        ) from error
     if parts.scheme not in _PORTS or not host:
         raise OptionError(
-            f"the endpoint must be a URL such as http://localhost:8000/v1, is {shown(url)!r}"
+            f"the endpoint must be a URL such as http://localhost:8000/v1, is {one_line(url)!r}"
         )
     if parts.username is not None or parts.password is not None:
         raise OptionError("the endpoint must not contain a name or a password: give an API key")
@@ -82,7 +85,7 @@ def read_address(url: str, key: str | None = None) -> Address:
         raise OptionError("the endpoint must end with its path, such as /v1: leave out ? and #")
     path = parts.path.rstrip("/")
     if not (path.isascii() and path.isprintable()) or " " in path or " " in host:
-        raise OptionError(f"the endpoint {shown(url)!r} has characters that no URL has")
+        raise OptionError(f"the endpoint {one_line(url)!r} has characters that no URL has")
     for call in _CALLS:
         path = path.removesuffix(call)
     return Address(
@@ -92,13 +95,6 @@ def read_address(url: str, key: str | None = None) -> Address:
         path or "/v1",
         _checked_key(key),
     )
-
-
-def shown(text: object, limit: int = 200) -> str:
-    """Foreign text as a piece of one line: printable, folded, cut at ``limit`` characters."""
-    line = " ".join(str(text).split())
-    line = "".join(each for each in line if each.isprintable())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
 def _checked_key(key: str | None) -> str | None:

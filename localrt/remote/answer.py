@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from localrt.engine.types import FinishReason, Metrics, ToolCall
 from localrt.errors import ContextOverflowError, LocalrtError
-from localrt.remote.address import Address, shown
+from localrt.formatting import one_line
+from localrt.remote.address import Address
 from localrt.remote.http import Head
 from localrt.text.thinking import CLOSE, OPEN
 
@@ -280,13 +281,13 @@ def _told(body: bytes) -> tuple[str, str]:
         return "", ""
     error = found.get("error", found)
     if isinstance(error, str):
-        return shown(error), ""
+        return one_line(error), ""
     if not isinstance(error, Mapping):
         return "", ""
     message = next(
         (text for name in ("message", "detail") if isinstance(text := error.get(name), str)), ""
     )
-    return shown(message).rstrip("."), str(error.get("code") or "")
+    return one_line(message).rstrip("."), str(error.get("code") or "")
 
 
 def _when(head: Head) -> str:

@@ -19,7 +19,8 @@ import httpx2
 
 from localrt.closing import Closing
 from localrt.errors import LocalrtError
-from localrt.remote.address import Address, shown
+from localrt.formatting import one_line
+from localrt.remote.address import Address
 
 __all__ = ["Exchange", "Head"]
 
@@ -162,7 +163,7 @@ class Exchange(Closing):
             target = _joined(url, location)
             if target is None:
                 raise LocalrtError(
-                    f"{address.origin} sends requests on to {shown(location)!r}, where "
+                    f"{address.origin} sends requests on to {one_line(location)!r}, where "
                     "nothing was sent: give that address if you trust it"
                 )
             url = target
@@ -212,13 +213,14 @@ def _explained(address: Address, error: Exception, answered: bool) -> str:
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, ssl.SSLCertVerificationError):
         return (
-            f"the certificate of {address.host} is not trusted ({shown(cause.verify_message, 80)}):"
-            " for an authority of your own set SSL_CERT_FILE to its certificate"
+            f"the certificate of {address.host} is not trusted "
+            f"({one_line(cause.verify_message, 80)}): for an authority of your own "
+            "set SSL_CERT_FILE to its certificate"
         )
     if isinstance(cause, ssl.SSLError):
         if cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE"):
             return f"{origin} does not speak TLS: is it http://{address.place}?"
-        return f"no TLS connection to {origin}: {shown(cause.reason or cause, 80)}"
+        return f"no TLS connection to {origin}: {one_line(cause.reason or cause, 80)}"
     if isinstance(cause, socket.gaierror):
         return f"there is no host {address.host!r} that the network knows: check the address"
     if isinstance(error, httpx2.TimeoutException):
@@ -232,5 +234,5 @@ def _explained(address: Address, error: Exception, answered: bool) -> str:
     if isinstance(error, httpx2.ProtocolError):
         return f"{origin} does not speak HTTP: is the address right?"
     if isinstance(cause, OSError):
-        return f"{origin} cannot be reached: {shown(cause.strerror or cause, 80)}"
-    return f"{origin} cannot be asked: {type(error).__name__}: {shown(error, 80)}"
+        return f"{origin} cannot be reached: {one_line(cause.strerror or cause, 80)}"
+    return f"{origin} cannot be asked: {type(error).__name__}: {one_line(error, 80)}"

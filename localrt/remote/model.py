@@ -19,8 +19,9 @@ from localrt.closing import Closing
 from localrt.engine.options import Options, read_options
 from localrt.engine.types import Chunk, Message
 from localrt.errors import CancelledError, LocalrtError, OptionError
+from localrt.formatting import one_line
 from localrt.progress import Progress, ProgressCallback
-from localrt.remote.address import Address, read_address, shown
+from localrt.remote.address import Address, read_address
 from localrt.remote.answer import ListedModel, Reader, events, listed_models, refusal
 from localrt.remote.http import Exchange
 from localrt.text.thinking import split_thinking
@@ -93,7 +94,7 @@ def _chosen(
     notes: list[str] = []
     if address.key is not None and not address.is_private:
         notes.append(f"The API key goes to {address.place} unencrypted: use https")
-    names = ", ".join(shown(each.name, 80) for each in listed[:8])
+    names = ", ".join(one_line(each.name, 80) for each in listed[:8])
     if name is None and not listed:
         raise LocalrtError(f"{address.origin} lists no models: give the name of one")
     if name is None:
@@ -102,7 +103,7 @@ def _chosen(
         return listed[0], tuple(notes)
     found = next((each for each in listed if each.name == name), None)
     if found is None and listed:
-        notes.append(f"{address.place} does not list {shown(name, 80)}; it has {names}")
+        notes.append(f"{address.place} does not list {one_line(name, 80)}; it has {names}")
     return found or ListedModel(name, 0), tuple(notes)
 
 
@@ -309,7 +310,7 @@ def _body(
     try:
         return json.dumps(fields, allow_nan=False).encode("ascii")
     except (TypeError, ValueError) as error:
-        raise OptionError(f"messages, tools and options must be JSON: {shown(error)}") from error
+        raise OptionError(f"messages, tools and options must be JSON: {one_line(error)}") from error
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,15 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from localrt.api import Model
 from localrt.errors import LocalrtError
 from localrt.serve import endpoints
 from localrt.serve.errors import ApiError, api_error
 from localrt.serve.guard import Guard, LogLine
 from localrt.serve.options import ServeOptions
 from localrt.serve.service import Service
-
-if TYPE_CHECKING:
-    from localrt.api import Model
 
 __all__ = ["create_app"]
 

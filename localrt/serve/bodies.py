@@ -11,6 +11,7 @@ import re
 from functools import cache
 from typing import Any
 
+import fastjsonschema
 from starlette.requests import ClientDisconnect, Request
 
 from localrt.serve import schemas
@@ -87,8 +88,6 @@ def check_fields(kind: str, value: Any) -> dict[str, Any]:
     Raises:
         ApiError: 400, with the first field that is not what it should be.
     """
-    import fastjsonschema
-
     try:
         _validator(kind)(value)
     except fastjsonschema.JsonSchemaValueException as error:
@@ -104,8 +103,6 @@ def check_fields(kind: str, value: Any) -> dict[str, Any]:
 
 @cache
 def _validator(kind: str) -> Any:
-    import fastjsonschema
-
     return fastjsonschema.compile(getattr(schemas, kind), use_default=False, use_formats=False)
 
 

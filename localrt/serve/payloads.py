@@ -9,13 +9,11 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localrt.engine.types import Chunk, Metrics, TokenLogprob
+from localrt.models.tokenizers import Tokenizer
 from localrt.version import __version__
-
-if TYPE_CHECKING:
-    from localrt.models.tokenizers import Tokenizer
 
 __all__ = [
     "Envelope",

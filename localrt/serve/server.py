@@ -15,18 +15,15 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
 
+from localrt.api import Model
 from localrt.errors import LocalrtError
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
 from localrt.serve.options import ServeOptions
-
-if TYPE_CHECKING:
-    from localrt.api import Model
 
 __all__ = ["Server", "open_socket", "serve"]
 

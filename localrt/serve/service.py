@@ -10,17 +10,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from localrt.api import Model
+from localrt.engine.options import read_options
 from localrt.errors import OptionError
+from localrt.live import LiveModel
 from localrt.offload.account import SERVER_NBYTES
+from localrt.offload.memory.process import current_rss
 from localrt.serve.errors import ApiError
 from localrt.serve.metrics import Labels, Metrics, render
 from localrt.serve.options import ServeOptions
-
-if TYPE_CHECKING:
-    from localrt.api import Model
-    from localrt.live import LiveModel
 
 __all__ = ["Service"]
 
@@ -129,8 +129,6 @@ class Service:
         Raises:
             OptionError: it does not.
         """
-        from localrt.engine.options import read_options
-
         read_options(options)
         vocab = self.model.info.vocab_size
         wrong = next((token for token in options.get("logit_bias", ()) if token >= vocab), None)
@@ -152,8 +150,6 @@ class Service:
         return "\n".join(lines) + "\n"
 
     def _gauges(self) -> Iterator[tuple[str, str, str, float]]:
-        from localrt.offload.memory.process import current_rss
-
         if self._live is None:
             return
         stats = self._live.stats()

