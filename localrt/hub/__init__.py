@@ -2,8 +2,8 @@
 
 The cache is the hub's own, so that models are shared with other tools. This package knows files
 and names; it does not open a model. Importing it is cheap: ``repository``,
-``transfer``, ``searching`` and ``package_index`` import huggingface_hub, and are imported by those
-who ask the hub, when they do.
+``transfer`` and ``package_index`` import huggingface_hub, and are imported by those who ask the
+hub, when they do.
 """
 
 from localrt.hub.demo import DEMO_NAME

@@ -1,7 +1,7 @@
 """What the hub says: the files of a repository with their sizes and checksums, and its refusals.
 
 Every failure of huggingface_hub or of its HTTP client becomes one of localrt's errors here. That
-library takes a fifth of a second to import: so this module, like ``transfer`` and ``searching``, is
+library takes a fifth of a second to import: so this module, like ``transfer``, is
 imported by those who ask the hub, when they do.
 """
 

@@ -1,6 +1,7 @@
 """What the hub has to offer: models by words, and the files of one that localrt can run.
 
-Each call is one request; nothing is downloaded. Knows names and sizes, not models.
+Each call is one request; nothing is downloaded. Knows names and sizes, not models. The library
+names the types of answers, so huggingface_hub is imported only when the hub is asked.
 """
 
 from __future__ import annotations
@@ -8,17 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from huggingface_hub import get_session
-from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
-    build_hf_headers,
-    hf_raise_for_status,
-)
-
 from localrt.errors import HubError, OfflineError
 from localrt.formatting import one_line
 from localrt.hub.files import gguf_variants, safetensors_model_files, variant_name
 from localrt.hub.names import HubRef
-from localrt.hub.repository import hub_errors, list_repo
 from localrt.settings import Settings
 
 __all__ = ["FoundModel", "Variant", "list_variants", "search_models"]
@@ -62,6 +56,8 @@ def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[Fo
         OfflineError: offline mode is on, or the hub cannot be reached.
         HubError: it refused, or does not answer like a hub.
     """
+    from localrt.hub.repository import hub_errors
+
     _check_online(settings)
     with hub_errors("the search", settings):
         entries = _ask(words.strip(), settings, 2 * limit)  # those of other kinds are left out
@@ -85,6 +81,12 @@ def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[Fo
 
 def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
     """One request without a retry, of ten seconds at most: a person waits for it."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
+        build_hf_headers,
+        hf_raise_for_status,
+    )
+
     response = get_session().get(
         f"{settings.hub_endpoint}/api/models",
         params={"search": words, "sort": "downloads", "direction": -1, "limit": limit},
@@ -109,6 +111,8 @@ def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
     Raises:
         HubError: and its kinds, as for a download.
     """
+    from localrt.hub.repository import list_repo
+
     _check_online(settings)
     remote = list_repo(repo, None, settings)
     found = []
