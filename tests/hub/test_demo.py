@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from localrt.errors import CancelledError, HubError, ModelNotFoundError, OfflineError, OptionError
-from localrt.hub import demo, list_models, remove_model, resolve
+from localrt.hub import demo, list_models, package_index, remove_model, resolve
 from localrt.progress import Progress
 from localrt.settings import Settings
 from tests.hub.server import FakeHub
