@@ -112,7 +112,7 @@ def test_a_format_that_is_rounded_says_that_the_text_was_not_used(
     text = tmp_path / "own.txt"
     text.write_text("Tides rise and fall. " * 100)
     assert quantize(model, "--format", "int8-g32", "--calibration", text) == 0
-    assert f"int8-g32 is rounded, without a look at {text}" in capsys.readouterr().err
+    assert f"int8-g32 is rounded to nearest: {text} is not used" in capsys.readouterr().err
 
 
 def test_without_any_text_it_rounds_and_says_so(
@@ -122,7 +122,7 @@ def test_without_any_text_it_rounds_and_says_so(
     assert quantize(model, "--format", "int4-g32") == 0
     captured = capsys.readouterr()
     assert "int4-g32 (rtn)" in captured.out
-    assert "method rtn, for want of calibration text" in captured.err
+    assert "method rtn is used, because there is no calibration text" in captured.err
 
 
 def test_a_model_without_a_tokenizer_is_rounded(
@@ -155,7 +155,7 @@ def test_bad_usage_is_status_2(
     line = refused(capsys, 2, model, "--format", "nf4", "--calibration", short)
     assert "the calibration text has 10 tokens: at least 512 are needed" in line
     asked = ("--format", "nf4", "--method", "rtn", "--calibration", short)
-    assert "method rtn looks at no text" in refused(capsys, 2, model, *asked)
+    assert "method rtn uses no text" in refused(capsys, 2, model, *asked)
     line = refused(capsys, 2, model, "--format", "nf4", "--out", model)
     assert "exists already" in line
 

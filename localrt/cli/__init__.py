@@ -21,18 +21,18 @@ __all__ = ["COMMANDS", "build_parser", "main"]
 
 COMMANDS = {
     "chat": "chat in the terminal",
-    "run": "answer one prompt, or a file of prompts, on stdout",
-    "serve": "answer other programs, over OpenAI's HTTP protocol",
+    "run": "answer a prompt, or a file of prompts, on stdout",
+    "serve": "serve a model to other programs, over OpenAI's HTTP protocol",
     "pull": "download a model",
     "list": "list the models on this machine",
     "rm": "delete downloaded models",
-    "quantize": "write a copy of a model in fewer bits",
-    "draft": "train a draft head, which guesses what a model says next",
-    "plan": "say where a model would live, how fast it would run, and what would help",
+    "quantize": "write a smaller copy of a model, with fewer bits per weight",
+    "draft": "train a draft head: a small model that guesses a model's next tokens",
+    "plan": "show where a model's weights would go, how fast it would run, and what would help",
     "bench": "measure engines side by side on one model",
     "eval": "measure how well a model predicts a text",
-    "doctor": "show what this machine has, what is installed and what is missing",
-    "completion": "print a script that completes localrt's commands in a shell",
+    "doctor": "show this machine, what is installed and what is missing",
+    "completion": "print a shell script that completes localrt's commands",
 }
 
 _USAGE = 2

@@ -42,24 +42,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated: native, llamacpp, transformers, accelerate, airllm "
         "(default: native,llamacpp)",
     )
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="default: 512")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="runs behind each median (default: 5)"
+        "--prompt-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="length of the prompt (default: 512)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="length of the answer (default: 128)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=5,
+        metavar="N",
+        help="runs of each engine; medians are shown (default: 5)",
     )
     parser.add_argument(
         "--memory-limit", metavar="SIZE", help="hard limit for each engine's process, like 1GB"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of every engine")
-    parser.add_argument("--ctx", type=int, metavar="TOKENS", help="context of every engine")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads for every engine")
+    parser.add_argument("--ctx", type=int, metavar="TOKENS", help="context length for every engine")
     native = parser.add_argument_group("the native engine")
-    native.add_argument("--format", choices=("bf16", "f32"), help="format to compute in")
+    native.add_argument("--format", choices=("bf16", "f32"), help="unpack weights to this format")
     native.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
     native.add_argument("--gpu-memory", metavar="SIZE", help="most GPU memory to use, like 8GB")
     native.add_argument("--device", help="cpu, cuda, auto, or a virtual card")
     native.add_argument("--kv-format", metavar="F", help="format of the KV cache")
     native.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write its pipeline's tasks for Perfetto"
+        "--trace", type=Path, metavar="FILE", help="write the pipeline's tasks for Perfetto"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -120,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where: Settings) -> int:
     """Print what a named card would do; no engine runs."""
-    _notify("no GPU here: planning for a named card, running nothing")
+    _notify("no GPU here: this is a plan for a known card, and nothing runs")
     if args.trace is not None:
-        raise OptionError("--trace records a run, and without a GPU --gpu-memory runs nothing")
+        raise OptionError("--trace records a run, but without a GPU --gpu-memory only plans")
     run = simulate_card(options, where)
     machine = hardware.probe()
     if args.json:
@@ -150,8 +166,8 @@ def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
             _notify(f"wrote {len(result.trace)} tasks to {path}: open it at ui.perfetto.dev")
             return
     raise LocalrtError(
-        f"{path} was not written: there are no tasks where a model runs without the offloading "
-        "pipeline; give a --ram, --gpu-memory or --memory-limit that it does not fit"
+        f"{path} was not written: only a model that does not fit has a pipeline to trace; "
+        "give a smaller --ram, --gpu-memory or --memory-limit"
     )
 
 

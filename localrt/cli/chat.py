@@ -34,21 +34,28 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"default: {DEMO_MODEL}")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"hub id, folder or .gguf file (default: {DEMO_MODEL})",
+    )
     parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer this on stdout and exit")
+    parser.add_argument(
+        "-p", "--prompt", metavar="TEXT", help="answer this prompt on stdout and exit"
+    )
     parser.add_argument(
         "-c",
         "--continue",
         dest="resume",
         action="store_true",
-        help="go on with the last conversation",
+        help="continue the last conversation",
     )
-    parser.add_argument("--load", metavar="PATH", type=Path, help="go on with a saved chat")
+    parser.add_argument("--load", metavar="PATH", type=Path, help="continue a saved chat")
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="no screen: a prompt and streamed text, for screen readers and simple terminals",
+        help="plain text without a screen, for screen readers and simple terminals",
     )
     parser.set_defaults(json=False, stats=False)
     add_endpoint_arguments(parser)
@@ -60,10 +67,12 @@ def run(args: argparse.Namespace) -> int:
     """Open the app; without a terminal for it, chat or answer plainly."""
     choose_model(args)
     if args.resume and args.load is not None:
-        raise OptionError("--continue and --load exclude one another: give one of them")
+        raise OptionError("give either --continue or --load, not both")
     if args.prompt is not None or not (args.plain or sys.stdin.isatty()):
         if args.resume:
-            raise OptionError("one plain answer goes without --continue: localrt run has its own")
+            raise OptionError(
+                "--continue is for the app: for a single answer use localrt run --continue"
+            )
         return answer(args, read_prompt(args.prompt), None)
     options = sampling_options(args)
     read_options(options)

@@ -16,7 +16,7 @@ __all__ = ["SHELLS", "add_arguments", "run"]
 SHELLS = ("bash", "zsh", "fish")
 
 _EPILOG = """\
-to install:
+To install:
   bash  localrt completion bash > ~/.local/share/bash-completion/completions/localrt
   zsh   localrt completion zsh > ~/.zfunc/_localrt   (with fpath+=~/.zfunc before compinit)
   fish  localrt completion fish > ~/.config/fish/completions/localrt.fish
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("shell", choices=SHELLS, help="the shell to complete in")
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
 def run(args: argparse.Namespace) -> int:

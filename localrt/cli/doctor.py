@@ -57,7 +57,7 @@ class _Folder:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
-        "--quick", action="store_true", help="measure nothing and ask no driver: answer at once"
+        "--quick", action="store_true", help="answer at once: measure nothing, ask no driver"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -150,8 +150,8 @@ def _advice(
     torch = versions["torch"]
     if isa is None:
         yield (
-            "the CPU kernels were not built, and torch is several times slower in their place: "
-            "install a C++ compiler (apt install g++), then localrt again"
+            "the CPU kernels were not built, and torch, which is used instead, is several times "
+            "slower: install a C++ compiler (apt install g++), then localrt again"
         )
         if torch is None:
             yield "without them the native engine needs torch: pip install 'torch>=2.11'"

@@ -24,9 +24,9 @@ from localrt.settings import Settings
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
-The model writes text itself (--generate), from pieces of --text and in conversations that it
-invents; the head learns to guess it. Then: localrt run TARGET --draft DIR (--draft head finds one
-in the default folder). Torch is needed: pip install 'localrt[quantize]'.
+The model first writes text itself (--generate): continuations of --text, and conversations that it
+invents. The head learns to guess that text. To use it: localrt run TARGET --draft DIR (--draft head
+finds it in the default folder). Training needs torch: pip install 'localrt[quantize]'.
 """
 
 _PLAIN_LINE_S = 60.0  # between lines where the output is no terminal
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("action", choices=("train",), help="what to do")
+    parser.add_argument("action", choices=("train",), help="train a head")
     parser.add_argument(
         "model", metavar="TARGET", help="smollm2, org/name of the hub, a folder or a .gguf file"
     )
@@ -44,38 +44,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=Path,
         metavar="PATH",
-        help="a UTF-8 text, or a folder of them, like what the model will read and write",
+        help="a UTF-8 text, or a folder of texts, that resembles what the model will read "
+        "and write",
     )
     parser.add_argument(
         "--generate",
         type=int,
         metavar="N",
-        help="tokens that the model writes (default: 500000); 0 learns from --text as it is",
+        help="tokens for the model to write (default: 500000); 0 learns from --text alone",
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="tokens to learn from (default: all, three times)"
     )
-    parser.add_argument("--depth", type=int, metavar="N", help="blocks, from 1 to 5 (default: 1)")
     parser.add_argument(
-        "--vocab", type=int, metavar="N", help="tokens that can be guessed (default: 8192)"
+        "--depth", type=int, metavar="N", help="blocks of the head, 1 to 5 (default: 1)"
     )
     parser.add_argument(
-        "--length", type=int, metavar="N", help="tokens of a sequence (default: 384)"
+        "--vocab", type=int, metavar="N", help="tokens that the head can guess (default: 8192)"
     )
     parser.add_argument(
-        "--batch", type=int, metavar="N", help="sequences that a step learns from (default: 4)"
+        "--length", type=int, metavar="N", help="tokens per sequence (default: 384)"
     )
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step (default: 4)")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where the head goes (default: where --draft head finds it)",
+        help="folder for the head (default: where --draft head finds it)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of all random choices (default: 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="for all random choices (default: 0)")
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     parser.add_argument(
-        "--keep-work", action="store_true", help="keep the text and its hidden states afterwards"
+        "--keep-work", action="store_true", help="keep the text and its hidden states"
     )
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -113,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
 def _summary(name: str, report: TrainingReport, seconds: float) -> str:
     agreed = ", ".join(f"{100 * share:.0f} %" for share in report.agreed)
     return (
-        f"a draft head of {name} is here: {report.path}\n"
+        f"draft head for {name}: {report.path}\n"
         f"{format_bytes(report.nbytes)}, after {format_count(report.tokens)} tokens in "
         f"{format_seconds(seconds)}\n"
-        f"its best guess is the model's own for {agreed} of the tokens 1, 2, 3 ahead"
+        f"its best guess is right for {agreed} of the tokens 1, 2, 3 ahead"
     )

@@ -20,23 +20,30 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser)
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text")
     parser.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between windows (default: --ctx)"
+        "--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text file"
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="tokens from one window to the next (default: --ctx)",
     )
     parser.add_argument(
         "--limit-tokens", type=int, metavar="N", help="use the first N tokens of the text"
     )
     parser.add_argument(
-        "--against", metavar="MODEL", help="a reference: KL divergence and top-1 agreement"
+        "--against", metavar="MODEL", help="compare with this model: KL divergence, top-1 agreement"
     )
     parser.add_argument(
         "--against-engine",
         choices=("auto", "native", "llamacpp"),
-        help="the reference's engine; without --against, the reference is MODEL itself",
+        help="compare with this engine (without --against: with MODEL itself)",
     )
     parser.add_argument(
-        "--against-format", choices=("bf16", "f32"), help="the reference's format to compute in"
+        "--against-format",
+        choices=("bf16", "f32"),
+        help="compare with weights unpacked to this format",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_load_arguments(parser)

@@ -84,7 +84,7 @@ def choose_model(args: argparse.Namespace) -> None:
     """
     if args.endpoint is None:
         if args.api_key is not None:
-            raise OptionError("--api-key goes with --endpoint URL")
+            raise OptionError("--api-key needs --endpoint URL")
         args.model = DEMO_MODEL if args.model is None else args.model
         return
     from localrt.remote.address import read_address
@@ -93,7 +93,7 @@ def choose_model(args: argparse.Namespace) -> None:
     given = [name for name, value in load_options(args).items() if value not in (None, "auto")]
     if given:
         flag = "--" + given[0].replace("_", "-")
-        raise OptionError(f"{flag} is about models on this machine: leave it out with --endpoint")
+        raise OptionError(f"{flag} is for models on this machine: leave it out with --endpoint")
 
 
 def connect_endpoint(

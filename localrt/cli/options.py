@@ -42,7 +42,11 @@ _LOADING = (
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """MODEL, by default the demo model."""
     parser.add_argument(
-        "model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=f"default: {DEMO_MODEL}"
+        "model",
+        nargs="?",
+        default=DEMO_MODEL,
+        metavar="MODEL",
+        help=f"hub id, folder or .gguf file (default: {DEMO_MODEL})",
     )
 
 
@@ -55,32 +59,39 @@ def add_hub_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of a model that runs elsewhere, behind OpenAI's protocol."""
+    """Flags for a model behind a server with OpenAI's protocol."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--endpoint",
         metavar="URL",
-        help="use a model of this server (vLLM, localrt serve, any of OpenAI's protocol); MODEL is "
-        "its name there, by default the first that the server lists",
+        help="use a model of this server (localrt serve, vLLM, or any with OpenAI's protocol); "
+        "MODEL is its name there (default: the first one that the server lists)",
     )
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"for the server; better in ${ENDPOINT_KEY}, '' sends none"
+        "--api-key",
+        metavar="KEY",
+        help=f"key for the server; better set it in ${ENDPOINT_KEY}; '' sends none",
     )
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``localrt.load``."""
     group = parser.add_argument_group("model")
-    group.add_argument("--engine", choices=("auto", "native", "llamacpp"), default="auto")
-    group.add_argument("--format", choices=("bf16", "f32"), help="format to compute in")
-    group.add_argument("--device", help="cpu, cuda or auto", default="auto")
+    group.add_argument(
+        "--engine",
+        choices=("auto", "native", "llamacpp"),
+        default="auto",
+        help="auto uses llamacpp for models that native cannot run",
+    )
+    group.add_argument("--format", choices=("bf16", "f32"), help="unpack weights to this format")
+    group.add_argument("--device", default="auto", help="cpu, cuda, virtual:CARD or auto (default)")
     group.add_argument("--gpu-memory", metavar="SIZE", help="most GPU memory to use, like 8GB")
     group.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
     group.add_argument("--ctx", type=int, metavar="TOKENS", help="context length")
     group.add_argument(
         "--kv-format",
         choices=("bf16", "int8", "int4"),
-        help="int8 halves the KV cache, int4 takes a third (CPU kernels)",
+        help="format of the KV cache: int8 takes half the memory, int4 a third (CPU kernels)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     add_hub_arguments(group)
@@ -89,41 +100,68 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of a generation; those left out follow the model's own defaults."""
     group = parser.add_argument_group("generation")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--min-p", type=float, metavar="P")
-    group.add_argument("--typical-p", type=float, metavar="P")
-    group.add_argument("--repetition-penalty", type=float, metavar="X")
-    group.add_argument("--frequency-penalty", type=float, metavar="X")
-    group.add_argument("--presence-penalty", type=float, metavar="X")
-    group.add_argument("--seed", type=int, metavar="N", help="same seed, same text")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the answer here; may be repeated"
+        "--temperature", type=float, metavar="T", help="0 always takes the likeliest token"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="only the likeliest tokens, up to probability P"
+    )
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="no token below P times the likeliest one"
+    )
+    group.add_argument("--typical-p", type=float, metavar="P", help="locally typical sampling")
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="above 1: fewer repeated tokens"
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="tokens get less likely each time they occur",
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help="tokens get less likely once they occurred",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the answer at this text; may be repeated",
     )
     group.add_argument(
         "--draft",
         metavar="MODEL|DIR|head|ngram|auto|off",
-        help="what guesses ahead: a smaller model of the same vocabulary, a trained head, or "
-        "repeated text",
+        help="what guesses the next tokens: a smaller model with the same vocabulary, a trained "
+        "head, or repeated text (ngram); auto is the default",
     )
-    group.add_argument("--tree-budget", type=int, metavar="K", help="guesses in a pass, not tuned")
+    group.add_argument(
+        "--tree-budget", type=int, metavar="K", help="guesses per pass (default: tuned)"
+    )
     group.add_argument(
         "--overflow",
         choices=("error", "drop_oldest"),
-        help="when a conversation outgrows the context",
+        help="what to do when a conversation is longer than the context",
     )
 
 
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that bind the answer to a form."""
-    group = parser.add_argument_group("form of the answer", "needs the extra structured")
+    """Flags that constrain the form of the answer."""
+    group = parser.add_argument_group(
+        "form of the answer", "needs pip install 'localrt[structured]'"
+    )
     either = group.add_mutually_exclusive_group()
     either.add_argument(
-        "--json-schema", metavar="FILE|TEXT", help="JSON that follows this schema; true is any JSON"
+        "--json-schema", metavar="FILE|TEXT", help="JSON that follows this schema (true: any JSON)"
     )
-    either.add_argument("--regex", metavar="R", help="text that matches this expression as a whole")
+    either.add_argument(
+        "--regex", metavar="R", help="text that matches this whole regular expression"
+    )
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:

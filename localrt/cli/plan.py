@@ -35,31 +35,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="hub id, folder, .gguf file, or a config.json (its folder) without weights",
+        help="hub id, folder, .gguf file, or a config.json (or its folder) without weights",
     )
     parser.add_argument("--ctx", type=int, metavar="TOKENS", help="context length (default: 4096)")
-    parser.add_argument("--format", metavar="F", help="plan as if packed in this format")
-    parser.add_argument("--kv-format", choices=("bf16", "int8", "int4"), default="bf16")
+    parser.add_argument("--format", metavar="F", help="plan as if the weights had this format")
+    parser.add_argument(
+        "--kv-format",
+        choices=("bf16", "int8", "int4"),
+        default="bf16",
+        help="format of the KV cache (default: bf16)",
+    )
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)"
     )
     parser.add_argument(
-        "--kv-on-ssd", action="store_true", help="let keys and values that do not fit be read"
+        "--kv-on-ssd",
+        action="store_true",
+        help="keep keys and values that do not fit in RAM on the SSD",
     )
     group = parser.add_argument_group("speculation")
-    group.add_argument("--draft", metavar="MODEL", help="a smaller model that guesses ahead")
+    group.add_argument(
+        "--draft", metavar="MODEL", help="a smaller model that guesses the next tokens"
+    )
     group.add_argument(
         "--acceptance",
         type=float,
         metavar="SHARE",
-        help="of the draft's first choices that come true (default: as measured, or 0.7)",
+        help="share of the draft's first choices that are right, from 0 to 1 (default: as "
+        "measured, or 0.7)",
     )
-    group = parser.add_argument_group("hardware", "this machine's where nothing is given")
+    group = parser.add_argument_group("hardware", "default: this machine's")
     group.add_argument("--ram", metavar="SIZE", help="RAM to use, like 32GB")
     group.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory to use, like 8GB")
-    group.add_argument("--gpu", metavar="CARD", help="a card by name, or virtual:8GB@12GB/s,...")
-    group.add_argument("--link", metavar="RATE", help="copies to the GPU, like 12GB/s")
-    group.add_argument("--ssd", metavar="RATE", help="reads from the disk, like 3.5GB/s")
+    group.add_argument(
+        "--gpu", metavar="CARD", help='a card by name, like "RTX 4060", or virtual:8GB@12GB/s,...'
+    )
+    group.add_argument("--link", metavar="RATE", help="speed of copies to the GPU, like 12GB/s")
+    group.add_argument("--ssd", metavar="RATE", help="speed of the disk, like 3.5GB/s")
     group.add_argument("--remeasure", action="store_true", help="measure this machine again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a timeline as SVG")
@@ -108,7 +120,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.acceptance is not None and not 0.0 <= args.acceptance <= 1.0:
         raise OptionError(f"--acceptance must be from 0 to 1, is {args.acceptance}")
     if args.draft is None and args.acceptance is not None:
-        raise OptionError("--acceptance is that of a draft: name one with --draft")
+        raise OptionError("--acceptance needs a draft: name one with --draft")
     if args.draft is not None and args.batch > 1:
         raise OptionError("--draft plans for one sequence: leave --batch out")
 

@@ -1,6 +1,6 @@
 """``localrt quantize MODEL --format F``: a smaller copy of a model, as a store.
 
-What was interrupted is gone on with by the same command.
+The same command continues what was interrupted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from localrt.settings import Settings
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
-formats  int4-g32 and so on: int4 or int8 in groups of g32, g64 or g128 (g32m: with minima);
+formats  int4 or int8 in groups of g32, g64 or g128, like int4-g32 (g32m: with minima);
          int5-g32, int6-g32, nf4, mxfp4, nvfp4; bf16 and f16
-methods  rtn rounds; gptq and mr-gptq make up for the error by what the layers see of a text
-         (torch is needed: pip install 'localrt[quantize]')
+methods  rtn rounds to nearest; gptq and mr-gptq reduce the error with the help of a calibration
+         text (they need torch: pip install 'localrt[quantize]')
 
-Norms and biases stay exact. Embedding and head keep the published format up to 8.5 bits per weight
-and become int8-g32 above, unless --head-format says otherwise.
+Norms and biases stay exact. Embedding and head keep their published format up to 8.5 bits per
+weight and become int8-g32 above that, unless you give --head-format.
 """
 
 
@@ -58,20 +58,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         type=Path,
         metavar="PATH",
-        help="a UTF-8 text, or a folder of them, like what the model will read "
+        help="a UTF-8 text, or a folder of texts, that resembles what the model will read "
         "(default: Python's language reference)",
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, metavar="N", help="how much of it (default: 16384)"
+        "--calibration-tokens", type=int, metavar="N", help="tokens of it to use (default: 16384)"
     )
     parser.add_argument("--head-format", metavar="F", help="format of embedding and head")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the store (default: beside localrt's others)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the result (default: in localrt's data folder)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="which parts of the text (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="chooses the parts of the text (default: 0)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of calibration")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads for calibration")
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -81,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     quantized_format(args.format)  # before anything is downloaded
     if args.method == "rtn" and args.calibration is not None:
         raise OptionError(
-            "method rtn looks at no text: leave out --calibration, or take gptq or mr-gptq"
+            "method rtn uses no text: leave out --calibration, or choose gptq or mr-gptq"
         )
     settings = Settings.from_environment()
     notes: list[str] = []
@@ -115,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     for note in notes:
         print(f"localrt: {note}", file=sys.stderr)
     print(
-        f"{model.name} is here in {report.format} ({report.method}): {report.path}\n"
+        f"{model.name} in {report.format} ({report.method}): {report.path}\n"
         f"{format_bytes(report.nbytes)}, {report.layer_bits_per_weight:.2f} bits per weight in the "
         f"layers, {report.bits_per_weight:.2f} in all, after {format_seconds(seconds)}"
     )
@@ -139,7 +146,7 @@ def _calibration(
     method = args.method or default_method(quantized_format(args.format), calibrated=True)
     if method == "rtn":
         if args.calibration is not None:
-            notes.append(f"{args.format} is rounded, without a look at {args.calibration}")
+            notes.append(f"{args.format} is rounded to nearest: {args.calibration} is not used")
         return None
     text = read_text(args.calibration) if args.calibration is not None else None
     try:
@@ -149,7 +156,7 @@ def _calibration(
     except TokenizerError as error:
         if args.method is not None or args.calibration is not None:
             raise OptionError(f"method {method} needs calibration text: {error}") from error
-        notes.append(f"method rtn, for want of calibration text: {error}")
+        notes.append(f"method rtn is used, because there is no calibration text: {error}")
         return None
     if args.calibration is None:
         notes.append(f"calibrated on {BUILTIN}: --calibration takes a text of your own")
@@ -163,6 +170,7 @@ def _fallback_notes(report: QuantizeReport) -> list[str]:
         names = [name for name, got in report.fallbacks.items() if got == format_]
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         notes.append(
-            f"{names[0]}{others} became {format_}: rows are no whole groups of {report.format}"
+            f"{names[0]}{others} became {format_}: "
+            f"their rows do not divide into groups of {report.format}"
         )
     return notes

@@ -38,23 +38,33 @@ __all__ = ["add_arguments", "answer", "read_prompt", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"default: {DEMO_MODEL}")
     parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="text on stdin is added below it"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"hub id, folder or .gguf file (default: {DEMO_MODEL})",
+    )
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the prompt; text on stdin is added below it"
     )
     parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
-        "-c", "--continue", dest="resume", action="store_true", help="go on with the last run"
+        "-c", "--continue", dest="resume", action="store_true", help="continue the last run"
     )
     parser.add_argument(
         "--batch",
         metavar="FILE",
-        help="answer every line of FILE (- is stdin): text, or JSON with prompt or messages",
+        help="answer every line of FILE (-: stdin): text, or JSON with prompt or messages",
     )
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="prompts at a time; default: what memory holds"
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="prompts at a time (default: as many as memory holds)",
     )
-    parser.add_argument("--raw", action="store_true", help="complete the text: no chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="complete the text, without a chat template"
+    )
     parser.add_argument("--json", action="store_true", help="print text and metrics as JSON")
     parser.add_argument("--stats", action="store_true", help="print timings on stderr")
     add_endpoint_arguments(parser)
@@ -68,13 +78,13 @@ def run(args: argparse.Namespace) -> int:
     choose_model(args)
     constraint_options(args)  # what is wrong with them is said before a model is loaded
     if args.raw and (args.resume or args.system):
-        raise OptionError("--raw completes a text: it goes without --continue and --system")
+        raise OptionError("--raw completes a text: leave out --continue and --system")
     if args.endpoint is not None and (args.raw or args.batch is not None):
-        raise OptionError("--raw and --batch are for models on this machine: not with --endpoint")
+        raise OptionError("--raw and --batch need a model on this machine: leave out --endpoint")
     if args.batch is not None:
         return run_batch(args)
     if args.batch_size is not None:
-        raise OptionError("--batch-size goes with --batch FILE")
+        raise OptionError("--batch-size needs --batch FILE")
     return answer(args, read_prompt(args.prompt), last_run_path())
 
 
@@ -136,7 +146,7 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
 
 
 def _stats(m: Metrics) -> str:
-    cached = f", {m.cached_tokens} kept" if m.cached_tokens else ""
+    cached = f", {m.cached_tokens} reused" if m.cached_tokens else ""
     clock = " (simulated)" if m.simulated else ""
     lines = [
         f"prompt {m.prompt_tokens} tokens{cached}, first token after {format_seconds(m.ttft_s)}, "
@@ -147,7 +157,7 @@ def _stats(m: Metrics) -> str:
         lines.append(
             f"streamed: {format_bytes(m.ssd_read_bytes or 0)} read, pipeline busy "
             f"{m.pipeline_efficiency:.0%}, {format_rate(m.predicted_tok_s)} tok/s predicted "
-            "without guesses"
+            "without speculation"
         )
     if m.speculation is not None:
         came_true = {k: v for k, v in (m.accepted_by_source or {}).items() if v}

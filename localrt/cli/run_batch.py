@@ -47,7 +47,7 @@ def run_batch(args: argparse.Namespace) -> int:
         raise OptionError("--batch takes its prompts from FILE: leave out PROMPT and --continue")
     prompts = parse_prompts(_read(args.batch), "stdin" if args.batch == "-" else args.batch)
     if args.raw and not all(isinstance(prompt.prompt, str) for prompt in prompts):
-        raise OptionError("--raw completes texts: FILE has messages")
+        raise OptionError("--raw completes texts, but FILE has messages")
     if args.system is not None:
         prompts = [_with_system(prompt, args.system) for prompt in prompts]
     with load_model(args) as model:

@@ -36,31 +36,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="0.0.0.0: reachable from outside")
-    group.add_argument("--port", type=int, default=8080, help="0 takes any that is free")
-    group.add_argument("--name", help="what requests call the model; default: its own name")
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"what requests must bring; better in ${SERVE_KEY}"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in",
+    )
+    group.add_argument(
+        "--port", type=int, default=8080, help="port (default: 8080); 0 takes a free one"
+    )
+    group.add_argument("--name", help="the model's name in requests (default: its own name)")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that requests must send; better set it in ${SERVE_KEY}",
     )
     group.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let pages of https://example.org ask, or of all (*); may be repeated",
+        help="let web pages of this origin send requests, like https://example.org, or all (*); "
+        "may be repeated",
     )
     group.add_argument(
-        "--max-running", type=int, default=16, metavar="N", help="answers that share passes"
+        "--max-running",
+        type=int,
+        default=16,
+        metavar="N",
+        help="most answers at a time; they share passes (default: 16)",
     )
     group.add_argument(
-        "--max-queued", type=int, default=64, metavar="N", help="answers that wait for a turn"
+        "--max-queued",
+        type=int,
+        default=64,
+        metavar="N",
+        help="most answers that wait for their turn (default: 64)",
     )
-    group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request")
     group.add_argument(
-        "--drain", type=float, default=20.0, metavar="S", help="seconds to finish when stopping"
+        "--max-body", default="8MiB", metavar="SIZE", help="largest request (default: 8MiB)"
     )
-    group.add_argument("--json", action="store_true", help="log as JSON, on stdout")
-    group.add_argument("--quiet", action="store_true", help="log no requests")
+    group.add_argument(
+        "--drain",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="when stopping, seconds for answers to finish (default: 20)",
+    )
+    group.add_argument("--json", action="store_true", help="log to stdout as JSON")
+    group.add_argument("--quiet", action="store_true", help="do not log requests")
     add_load_arguments(parser)
     add_sampling_arguments(parser)
 
@@ -76,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     with closing(open_socket(options)) as bound:
         if not is_loopback(options.host) and options.api_key is None:
             print(
-                f"localrt: whoever reaches {options.host} may use the model: "
+                f"localrt: anyone who can reach {options.host} may use the model: "
                 f"set a key in ${SERVE_KEY}",
                 file=sys.stderr,
             )

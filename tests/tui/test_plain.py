@@ -141,7 +141,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(
 
 def test_it_takes_either_continue_or_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--plain", "-c", "--load", "x.json"]) == 2
-    assert "exclude one another" in capsys.readouterr().err
+    assert "either --continue or --load" in capsys.readouterr().err
     assert main(["chat", "-p", "Hi", "-c"]) == 2
     assert "localrt run" in capsys.readouterr().err
 
