@@ -9,9 +9,9 @@ that has room for a share of the experts, for all other weights, and for 150 MB 
 that the model has not learnt is decoded token by token as it stands: greedy text of a small model
 repeats itself, and its routing with it.
 
-``--guesses`` measures instead whether reading experts ahead of their need pays: with each source on
-alone, with none, and with what localrt measures to pay. ``--card`` does so on a virtual card, whose
-seconds are simulated.
+``--guesses`` measures instead whether reading experts ahead of their need pays: never, always (by
+the next layer's gate), and where localrt measures that it pays. ``--card`` does so on a virtual
+card, whose seconds are simulated.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from benchmarks.moe.tables import guesses_table, ssd_table
 from localrt.bench.memory_limit import MemoryLimit
 from localrt.bench.page_cache import drop_from_cache
 from localrt.bench.process import ChildProcess, child_command
-from localrt.offload.experts.prefetch import SOURCES
 
 PROCESS = 150_000_000  # what each engine's process may take beside weights
 ROUNDS = 5  # and a text to warm up
 DECODED = {"native": 64, "llamacpp": 16}  # tokens: a mapped file takes seconds for each
-GUESSES = ("off", *SOURCES, "measured")
+GUESSES = ("off", "gates", "measured")
 
 
 def measure(
@@ -62,7 +61,7 @@ def measure(
             "engine": engine,
             "repacked": repack,
             "mode": guesses,
-            "sources": child.ask("sources"),
+            "sources": child.ask("prefetching"),
             "peak_cgroup_bytes": None if group is None else group.peak(),
         }
     for name in rounds[0]:
@@ -85,8 +84,8 @@ def engines(args: argparse.Namespace, path: Path, limit: int) -> list[Record]:
     return rows
 
 
-def sources(args: argparse.Namespace, path: Path, limit: int) -> list[Record]:
-    """Each way to guess, by turns; of each the run of the median rate."""
+def prefetching(args: argparse.Namespace, path: Path, limit: int) -> list[Record]:
+    """Each of ``GUESSES`` by turns; of each the run of the median rate."""
     texts = held_out(args.folder, 4, PROMPT + args.tokens, 2 * (PROMPT + args.tokens))
     options: dict[str, Any] = {"ram": limit} if args.no_limit else {}
     if args.card:
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for share in map(float, args.shares.split(",")):
         limit = int(share * args.experts) + rest + PROCESS
-        rows = (sources if args.guesses else engines)(args, path, limit)
+        rows = (prefetching if args.guesses else engines)(args, path, limit)
         record["results"] += [{"share": share, "limit_bytes": limit, **row} for row in rows]
         save(args.json, record)
         if args.card:

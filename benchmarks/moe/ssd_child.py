@@ -15,7 +15,6 @@ from localrt.bench.child import serve
 from localrt.bench.engines import Launch, llamacpp_core
 from localrt.bench.process_io import disk_bytes_read
 from localrt.loading.options import LoadOptions
-from localrt.offload.experts.prefetch import SOURCES, PrefetchSources
 
 __all__ = ["PROMPT", "main"]
 
@@ -43,11 +42,8 @@ class _Child:
             launch = Launch(engine=engine, path=path, ctx=512, threads=2, settings=settings)
             self._core = llamacpp_core(launch)
         self._residency: Any = getattr(self._core.engine, "_residency", None)
-        forced = PrefetchSources() if guesses == "off" else None
-        if guesses in SOURCES:
-            forced = PrefetchSources(**{guesses: True})
-        for foresight in self._foresights().values():
-            foresight.force(forced)
+        for prefetcher in self._prefetchers().values():
+            prefetcher.force({"off": False, "gates": True}.get(guesses))
         return list(self._core.info.notes)
 
     def decode(self, tokens: list[int]) -> Answer:
@@ -82,17 +78,17 @@ class _Child:
             }
         return answer
 
-    def sources(self) -> Answer:
-        """What each lane guesses by, and how each source was judged."""
+    def prefetching(self) -> Answer:
+        """Whether each lane prefetches, and how that was judged."""
         return {
             lane: {
-                "on": list(each.sources.names),
+                "on": ["gates"] if each.on else [],
                 "measuring_share": each.measuring_share,
-                "judged": {name: asdict(j) for name, j in each.judgements.items()},
+                "judged": {} if each.judgement is None else {"gates": asdict(each.judgement)},
             }
-            for lane, each in self._foresights().items()
+            for lane, each in self._prefetchers().items()
         }
 
-    def _foresights(self) -> Mapping[str, Any]:
+    def _prefetchers(self) -> Mapping[str, Any]:
         runners = getattr(self._residency, "sparse", {})
-        return {lane: runner.foresight for lane, runner in runners.items()}
+        return {lane: runner.prefetcher for lane, runner in runners.items()}

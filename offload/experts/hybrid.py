@@ -21,9 +21,9 @@ from localrt.offload.cards.clock import later
 from localrt.offload.experts.assignment import Assignment, ExpertCosts, Ready
 from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.card import CardSlots
-from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pool import Demanded
+from localrt.offload.experts.prefetch import Measured, Prefetcher
 from localrt.offload.experts.scheduler import schedule
 from localrt.offload.pipeline.lane import StreamedState
 from localrt.quant.ops.experts import Routing
@@ -80,14 +80,8 @@ class HybridStage:
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
         self._fetched = self._samples = 0
         self._saved_s = 0.0
-        cache = slots.cache
-        self.foresight = Foresight(
-            cache.layers,
-            cache.count,
-            cache.used,
-            gate=self._gate,
-            now=clock.now,
-            measured=self._measured,
+        self.prefetcher = Prefetcher(
+            slots.cache.layers, gate=self._gate, now=clock.now, measured=self._measured
         )
 
     @property
@@ -108,7 +102,7 @@ class HybridStage:
         routing = routed.routing
         self._settle()  # the card has gone on since they were asked for
         if place == 0:  # between passes
-            self._slots.stage(self.foresight.most if self.foresight.sources.names else 0)
+            self._slots.stage(self.prefetcher.most if self.prefetcher.on else 0)
         shared = part.shared_rows(card.ops, routed)
         slots = card.ops.expert_slots(routed.normed, routing)
         try:
@@ -132,7 +126,7 @@ class HybridStage:
     def _plan(self, demand: Demand, mark: Mark) -> Assignment:
         ready = Ready(link=max(0.0, self._link_free - self._time(mark)))
         plan = self.scheduler(demand.rows, demand.resident, self._costs, ready)
-        ahead = self.foresight
+        ahead = self.prefetcher
         if len(demand.rows) <= self._slots.cache.used and ahead.measures:
             with ahead.measuring():
                 missing = np.flatnonzero(~demand.resident)
@@ -168,7 +162,7 @@ class HybridStage:
         def resident(place: int) -> npt.NDArray[np.bool_]:
             return here.resident(place) | ~in_ram.resident(place)  # or out of reach
 
-        ahead = self.foresight
+        ahead = self.prefetcher
         place, proposals = ahead.turn(turn.part.place, turn.routed.routing, turn.state.x, resident)
         for expert in proposals:
             now = self._time(mark)

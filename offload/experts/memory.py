@@ -91,7 +91,7 @@ class ExpertMemory:
         reader: DemandReader,
         tables: Sequence[ExpertTable],
     ) -> None:
-        self.layers, self.count, self.used = len(mixture.layers), mixture.count, mixture.used
+        self.layers = len(mixture.layers)
         self.tables = tables
         self.pools = list(dict.fromkeys(pools.values()))
         self.slot_nbytes = max(pool.slot_nbytes for pool in self.pools)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from localrt.models.moe import Routed, RoutingWatch, SparseMlp
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.clock import later
-from localrt.offload.experts.foresight import Foresight, Measured
 from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.experts.prefetch import Measured, Prefetcher
 from localrt.offload.pipeline.lane import StreamedState
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
@@ -45,13 +45,8 @@ class SparseStage:
         self._hits = self._uses = 0
         self._waited_s, self._waits = 0.0, 0
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self.foresight = Foresight(
-            memory.layers,
-            memory.count,
-            memory.used,
-            gate=self._gate,
-            now=clock.now,
-            measured=self._measured,
+        self.prefetcher = Prefetcher(
+            memory.layers, gate=self._gate, now=clock.now, measured=self._measured
         )
 
     @property
@@ -72,10 +67,10 @@ class SparseStage:
         started = clock.begin("cpu")
         routed = part.route(ops, state.x)
         state.mark = clock.end("cpu", label, started, after=state.mark)
-        ahead = self.foresight
+        ahead = self.prefetcher
         try:
             if place == 0:  # between passes
-                memory.stage(ahead.most if ahead.sources.names else 0)
+                memory.stage(ahead.most if ahead.on else 0)
             wanted = pool.demand(place, routed.routing, state.mark)
             after, proposals = ahead.turn(place, routed.routing, state.x, memory.resident)
             if proposals:

@@ -9,7 +9,6 @@ import pytest
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
-from localrt.offload.experts.prefetch import PrefetchSources
 from tests.offload.cards.carded import assert_same, conversation, on_card
 from tests.offload.cards.test_hybrid_experts import COSTS, places
 from tests.offload.placed import Model, needs_kernels, pack_tiny
@@ -66,9 +65,9 @@ def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> 
         assert memory.nbytes <= len(experts(model.store)) * memory.slot_nbytes
         want = answers(whole)
         assert_same(answers(placed), want)
-        placed.residency.sparse["cpu"].foresight.force(PrefetchSources(gates=True))
+        placed.residency.sparse["cpu"].prefetcher.force(True)
         assert_same(answers(placed), want)
-        placed.residency.sparse["cpu"].foresight.force(None)
+        placed.residency.sparse["cpu"].prefetcher.force(None)
         before = placed.residency.memory.reclaimable
         assert placed.residency.memory.give_back(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
         assert_same(answers(placed), want)
