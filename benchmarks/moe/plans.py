@@ -9,15 +9,16 @@ where this runs. All rates are simulated.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import save, setting
-from benchmarks.moe.costs import published_config
 from benchmarks.moe.tables import plans_table
 from localrt.formatting import parse_size
 from localrt.offload.placement import Where
@@ -35,6 +36,12 @@ MODELS = {
     "DeepSeek-V3": "deepseek-v3",
 }
 CTX = 4096
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def _published_config(file: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / f"{file}.json").read_text(encoding="utf-8"))
+    return config
 
 
 def result(plan: Plan, seconds: float) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     budgets = Budgets(ram=parse_size(args.ram), vram=parse_size(args.gpu_memory))
     results: dict[str, Any] = {}
     for name, file in MODELS.items():
-        shape, began = shape_from_config(published_config(file), name=name), time.perf_counter()
+        shape, began = shape_from_config(_published_config(file), name=name), time.perf_counter()
         plan = make_plan(shape, machine, budgets, ctx=CTX, advise=True)
         results[name] = result(plan, time.perf_counter() - began)
         print(f"{name}: {results[name]['tok_s']:.3g} tok/s", flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.common.command import make_parser
 from benchmarks.moe.fixture_gguf import fixture_model
 from benchmarks.moe.fixture_text import read_texts
-from benchmarks.moe.routing_trace import TraceHeader, TraceRecorder
+from benchmarks.moe.routing_trace import RoutingTrace, TraceHeader, TraceRecorder
 from localrt.answering.core import open_core
 from localrt.engine.protocol import Engine
 from localrt.errors import OptionError
@@ -27,7 +27,7 @@ from localrt.models.registry import read_config
 from localrt.offload.store.pack import fingerprint
 from localrt.quant.ops.experts import Routing
 
-__all__ = ["RoutingRecorder", "trace_header"]
+__all__ = ["RoutingRecorder", "record_trace", "trace_header"]
 
 PROMPT, LENGTH = 64, 512  # of each stretch of text
 
@@ -67,15 +67,29 @@ class RoutingRecorder:
         self._passes = 0
         engine.watch_routing(self._add)
 
-    def save(self, path: Path) -> int:
-        """Write what was recorded; returns the number of tokens."""
-        trace = self._recorder.finish()
-        trace.save(path)
-        return trace.tokens
+    def trace(self) -> RoutingTrace:
+        """What was recorded so far."""
+        return self._recorder.finish()
 
     def _add(self, layer: int, routing: Routing) -> None:
         self._passes += layer == 0
         self._recorder.add(self._passes, layer, routing.experts, routing.scores)
+
+
+def record_trace(model: Path, tokens: int = 2000) -> RoutingTrace:
+    """The routing of ``tokens`` tokens of text through ``model``, or the fixture in that folder."""
+    path = fixture_model(model) if (model / "training.json").exists() else model
+    with closing(open_core(str(path), LoadOptions(ctx=LENGTH), draft="off")) as core:
+        recorder = RoutingRecorder(core.engine, path)
+        text = "\n".join(read_texts().held_out)[: 16 * tokens]
+        ids = core.tokenizer.encode(text, add_special=False)
+        for start in range(0, tokens, LENGTH):
+            part = ids[start : start + min(LENGTH, tokens - start)]
+            with closing(core.new_session()) as session:
+                session.extend(part[:PROMPT])
+                for token in part[PROMPT:]:
+                    session.extend([token])
+        return recorder.trace()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,18 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--tokens", type=int, default=2000)
     args = parser.parse_args(arguments)
-    path = fixture_model(args.model) if (args.model / "training.json").exists() else args.model
-    with closing(open_core(str(path), LoadOptions(ctx=LENGTH), draft="off")) as core:
-        recorder = RoutingRecorder(core.engine, path)
-        text = "\n".join(read_texts().held_out)[: 16 * args.tokens]
-        ids = core.tokenizer.encode(text, add_special=False)
-        for start in range(0, args.tokens, LENGTH):
-            part = ids[start : start + min(LENGTH, args.tokens - start)]
-            with closing(core.new_session()) as session:
-                session.extend(part[:PROMPT])
-                for token in part[PROMPT:]:
-                    session.extend([token])
-    print(f"wrote the routing of {recorder.save(args.out)} tokens to {args.out}")
+    trace = record_trace(args.model, args.tokens)
+    trace.save(args.out)
+    print(f"wrote the routing of {trace.tokens} tokens to {args.out}")
     return 0
 
 

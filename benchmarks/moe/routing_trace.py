@@ -1,9 +1,8 @@
 """Routing traces: which experts every token of a run was sent to, and with what scores.
 
-A trace is what policies and schedulers are compared on, since it does not depend on either. It
-holds ranks a little below the chosen ones too: they are what score-based policies go by. A file is
-one ``.npz``; reading one checks everything. It knows no weights, no
-cache and no clock.
+A trace is what cache policies are compared on, since it does not depend on them. It holds ranks a
+little below the chosen ones too: they are what score-based policies go by. A file is one ``.npz``;
+reading one checks everything. It knows no weights, no cache and no clock.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import itertools
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +25,8 @@ from localrt.files import atomic_write
 __all__ = ["RoutingTrace", "Step", "TraceHeader", "TraceRecorder"]
 
 _VERSION = 1
-_DAMAGED = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error,
-            NotImplementedError, MemoryError)  # fmt: skip
+_DAMAGED = (OSError, ValueError, EOFError, LookupError, TypeError, AttributeError,
+            zipfile.BadZipFile, zlib.error, NotImplementedError, MemoryError)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +121,12 @@ class RoutingTrace:
             for layer in range(self.header.layers):
                 yield Step(number, layer, self.experts[tokens, layer], self.scores[tokens, layer])
 
-    def part(self, first: int, last: int | None = None) -> RoutingTrace:
-        """The passes from ``first`` up to ``last``, as a trace of its own."""
-        chosen = self.passes()[first:last]
-        tokens = slice(chosen[0].start, chosen[-1].stop) if chosen else slice(0, 0)
-        return RoutingTrace(
-            self.header, self.experts[tokens], self.scores[tokens], self.pass_of[tokens]
-        )
+    def decoding(self) -> RoutingTrace:
+        """The passes of one token alone."""
+        kept = np.zeros(self.tokens, np.bool_)
+        for tokens in self.passes():
+            kept[tokens] = tokens.stop - tokens.start == 1
+        return RoutingTrace(self.header, self.experts[kept], self.scores[kept], self.pass_of[kept])
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -159,39 +157,21 @@ class RoutingTrace:
         Raises:
             OptionError: there is no such file, it is damaged, or it is no trace.
         """
+        if not path.is_file():
+            raise OptionError(f"there is no trace {path}")
         try:
-            if not zipfile.is_zipfile(path):
-                if not path.is_file():
-                    raise OptionError(f"there is no trace {path}")
-                raise OptionError(
-                    f"{path} is not a routing trace: benchmarks.moe.record_trace writes one"
-                )
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                if "header" not in stored:
-                    raise OptionError(f"{path} is not a routing trace, but some other .npz")
-                header = _header(str(stored["header"]), path)
+                header = json.loads(str(stored["header"]))
                 arrays = [stored[name] for name in ("experts", "scores", "pass_of")]
-            return cls(header, *arrays)
+            version = header.pop("localrt_trace")
+            if version != _VERSION:
+                raise ValueError(f"it is of version {version}, not {_VERSION}")
+            return cls(TraceHeader(**header), *arrays)
         except _DAMAGED as error:
-            if isinstance(error, OptionError):
-                raise
-            raise OptionError(f"the trace {path} is damaged ({error}): record it again") from error
-
-
-def _header(text: str, path: Path) -> TraceHeader:
-    values: Any = json.loads(text)
-    if not isinstance(values, Mapping) or "localrt_trace" not in values:
-        raise OptionError(f"{path} is not a routing trace, but some other .npz")
-    if values["localrt_trace"] != _VERSION:
-        raise OptionError(
-            f"the trace {path} is of version {values['localrt_trace']}, not {_VERSION}"
-        )
-    kinds = {"model": str, "architecture": str, "fingerprint": str,
-             "layers": int, "count": int, "used": int}  # fmt: skip
-    for name, kind in kinds.items():
-        if not isinstance(values.get(name), kind):
-            raise ValueError(f"its header has no {name}")
-    return TraceHeader(**{name: values[name] for name in kinds})
+            raise OptionError(
+                f"{path} is not a routing trace, or damaged ({error}): "
+                "benchmarks.moe.record_trace writes one"
+            ) from error
 
 
 class TraceRecorder:

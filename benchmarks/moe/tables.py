@@ -1,4 +1,4 @@
-"""Markdown of the results about experts: in RAM, on the SSD, ahead of their need, in plans."""
+"""Markdown of the results about experts: in RAM, on the SSD, in caches, prefetched, in plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from localrt.formatting import format_bytes, format_rate
 
-__all__ = ["experts_table", "guesses_table", "plans_table", "ssd_table"]
+__all__ = ["experts_table", "guesses_table", "hit_rates_table", "plans_table", "ssd_table"]
 
 Record = Mapping[str, Any]
 
@@ -116,6 +116,22 @@ def guesses_table(record: Record) -> str:
         f"{record['runs']} runs, each of a process of its own.{simulated} {machine_of(record)}. "
         f"{versions_of(record)}."
     )
+
+
+def hit_rates_table(record: Record) -> str:
+    """One row for each trace and share of the experts."""
+    headers = {"lru": "LRU", "learned": "localrt", "belady": "best possible (Belady)"}
+    rows = [
+        [
+            row["trace"],
+            f"{100 * row['cached']:.0f} %",
+            f"{row['tokens']:,}",
+            *(f"{100 * row['hit_rates'][name]:.1f} %" for name in headers),
+        ]
+        for row in record["hit_rates"]
+    ]
+    table = markdown_table(["trace", "experts that fit", "tokens", *headers.values()], rows)
+    return f"{table}\n\n`{record['command']}`: from an empty cache. {versions_of(record)}."
 
 
 def _percent(share: float | None) -> str:

@@ -4,7 +4,7 @@ A policy keeps one number per expert of the whole model, (layers, count); the ca
 smallest. It is told of every layer's routing in every pass and of nothing else: not of the cache's
 contents, of time or of weights. The numbers must be comparable across layers, for one cache serves
 them all: shares of a layer's own routing are, scores and ages on a common clock are not.
-``benchmarks/moe`` compares the one below with others.
+``benchmarks/moe/hit_rates.py`` compares the one below with LRU and the optimum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Learned", "Policy", "Values", "mean_shares", "shares_of"]
+__all__ = ["Learned", "Policy", "Values"]
 
 Values = NDArray[np.float64]
 
@@ -81,11 +81,11 @@ class Learned:
             top = experts[0, : self._top]
             features *= self._keeps
             features[:2, chosen] += self._rates
-            features[2:4, top] += self._rates * (self._used * shares_of(scores[0, : self._top]))
+            features[2:4, top] += self._rates * (self._used * _shares_of(scores[0, : self._top]))
         else:
             happened = np.zeros(features.shape[1])
             happened[chosen] = rows / steps
-            shares = self._used * mean_shares(experts, scores, self._top, len(happened))
+            shares = self._used * _mean_shares(experts, scores, self._top, len(happened))
             self._target += features @ happened
             keeps = self._keeps**steps
             features *= keeps
@@ -94,14 +94,14 @@ class Learned:
         np.dot(self._weights, features, out=self.value[layer])
 
 
-def shares_of(scores: NDArray[Any]) -> Values:
+def _shares_of(scores: NDArray[Any]) -> Values:
     """One row's scores as shares of their sum; where they sum to nothing, equal ones."""
     scores = scores.astype(np.float64)
     total = float(scores.sum())
     return scores / total if total > 0 else np.full(len(scores), 1.0 / len(scores))
 
 
-def mean_shares(experts: NDArray[Any], scores: NDArray[Any], top: int, count: int) -> Values:
+def _mean_shares(experts: NDArray[Any], scores: NDArray[Any], top: int, count: int) -> Values:
     """(count,): each expert's share of the top scores, mean over the rows."""
     scores = scores[:, :top].astype(np.float64)
     total = scores.sum(axis=1, keepdims=True)

@@ -28,13 +28,14 @@ def record(folder: Path, out: Path) -> RoutingTrace:
     with localrt.load(folder, threads=1, draft="off") as model:
         recorder = RoutingRecorder(engine_of(model), folder)
         model.generate(token_ids=tokens(9), max_tokens=5, temperature=0, ignore_eos=True)
-        assert recorder.save(out) == 9 + 4  # the last token of an answer is not computed
+        recorder.trace().save(out)
     return RoutingTrace.load(out)
 
 
 def test_every_token_and_layer_is_recorded(folder: Path, tmp_path: Path) -> None:
     trace = record(folder, tmp_path / "trace.npz")
     header = trace.header
+    assert trace.tokens == 9 + 4  # the last token of an answer is not computed
     assert (header.layers, header.count, header.used) == (3, 8, 3)
     assert [part.stop - part.start for part in trace.passes()] == [9, 1, 1, 1, 1]
     assert (np.diff(trace.scores.astype(np.float32), axis=-1) <= 0).all()  # best first

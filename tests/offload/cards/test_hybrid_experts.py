@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.moe.rules import all_on
 from localrt.errors import CancelledError
 from localrt.models.decoder import Decoder
-from localrt.offload.experts.assignment import Device, ExpertCosts, Rate
+from localrt.offload.experts.assignment import ExpertCosts, Rate, split_misses
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch
@@ -129,7 +128,7 @@ def test_a_cancelled_pass_leaves_nothing_behind(model: Model) -> None:
 
 def test_idle_links_fill_slots(model: Model) -> None:
     def never(rows: Any, resident: Any, costs: Any, ready: Any) -> Any:
-        return all_on(Device.GPU, rows, resident, costs, ready)
+        return split_misses(0, rows, resident, costs, ready)
 
     def hits(fills: bool) -> int:
         with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:

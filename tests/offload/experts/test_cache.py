@@ -7,23 +7,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.moe.belady import replay
-from benchmarks.moe.policies import LFU, MRS, POLICIES
+from benchmarks.moe.hit_rates import LRU, replay
 from benchmarks.moe.routing_trace import RoutingTrace
 from localrt.errors import MemoryBudgetError
 from localrt.offload.experts.cache import ExpertCache, slots_within
 from tests.offload.experts.routing import random_trace, traces
 
-policies = st.sampled_from(sorted(POLICIES))
+policies = st.sampled_from([LRU, None])  # None: the product's
 
 
 def cache_for(
-    trace: RoutingTrace, capacity: int, policy: str = "mrs", **more: object
+    trace: RoutingTrace, capacity: int, policy: type[LRU] | None = None, **more: object
 ) -> ExpertCache:
     header = trace.header
     sizes = (header.layers, header.count, header.used)
-    made = POLICIES[policy](*sizes)
+    made = policy and policy(*sizes[:2])
     return ExpertCache(*sizes, capacity, policy=made, **more)  # type: ignore[arg-type]
+
+
+class Uses(LRU):
+    """An expert is worth as much as it was used."""
+
+    def touch(self, layer: int, chosen: np.ndarray, *_: object) -> None:
+        self.value[layer, chosen] += 1
 
 
 def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -33,7 +39,7 @@ def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
 
 @settings(max_examples=60)
 @given(trace=traces, policy=policies, data=st.data())
-def test_it_is_a_cache(trace: RoutingTrace, policy: str, data: st.DataObject) -> None:
+def test_it_is_a_cache(trace: RoutingTrace, policy: type[LRU] | None, data: st.DataObject) -> None:
     """Never too full, nothing in use or pinned evicted, the counts right: whatever happens."""
     header = trace.header
     every = [(layer, e) for layer in range(header.layers) for e in range(header.count)]
@@ -77,7 +83,7 @@ def test_it_is_a_cache(trace: RoutingTrace, policy: str, data: st.DataObject) ->
 
 @settings(max_examples=30)
 @given(trace=traces, policy=policies, smaller=st.integers(1, 12))
-def test_memory_pressure(trace: RoutingTrace, policy: str, smaller: int) -> None:
+def test_memory_pressure(trace: RoutingTrace, policy: type[LRU] | None, smaller: int) -> None:
     """Shrinking gives up just enough, the least worth first; growing makes room again."""
     cache = cache_for(trace, trace.header.layers * trace.header.count, policy)
     replay(trace, cache)
@@ -142,7 +148,7 @@ def test_a_cancelled_load_gives_its_slot_back() -> None:
 
 
 def test_a_candidate_is_well_worth_what_it_replaces() -> None:
-    cache = ExpertCache(1, 4, 1, 1, policy=LFU(1, 4, 1))
+    cache = ExpertCache(1, 4, 1, 1, policy=Uses(1, 4))
     assert cache.candidate(0) is not None  # there is room
     cache.admit(0, 0)
     cache.touch(0, *route(0, 1))
@@ -162,7 +168,7 @@ def test_a_candidate_is_well_worth_what_it_replaces() -> None:
 
 def test_a_prompt_does_not_evict_what_its_next_layers_need() -> None:
     layers, count, used = 4, 16, 2
-    cache = ExpertCache(layers, count, used, 32, policy=MRS(layers, count, used))
+    cache = ExpertCache(layers, count, used, 32)
     for layer in range(layers):
         for expert in range(8):
             cache.admit(layer, expert)

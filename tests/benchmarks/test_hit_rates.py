@@ -9,22 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.moe.belady import belady, replay
-from benchmarks.moe.policies import POLICIES
+from benchmarks.moe.hit_rates import belady, hit_rates
 from benchmarks.moe.routing_trace import RoutingTrace
-from localrt.offload.experts.cache import ExpertCache
 from tests.offload.experts.routing import random_trace, traces
 
 
 @settings(max_examples=60)
-@given(trace=traces, policy=st.sampled_from(sorted(POLICIES)), capacity=st.integers(1, 20))
-def test_no_policy_is_better(trace: RoutingTrace, policy: str, capacity: int) -> None:
-    header = trace.header
-    sizes = (header.layers, header.count, header.used)
-    cache = ExpertCache(*sizes, capacity, policy=POLICIES[policy](*sizes))
-    mine, best = replay(trace, cache), belady(trace, capacity)
-    assert mine.demands == best.demands
-    assert sum(mine.hits) <= sum(best.hits)
+@given(trace=traces, capacity=st.integers(1, 20))
+def test_no_policy_is_better(trace: RoutingTrace, capacity: int) -> None:
+    rates = hit_rates(trace, capacity)
+    assert max(rates.values()) == rates["belady"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -47,11 +41,11 @@ def test_nothing_is_better(seed: int, capacity: int) -> None:
             most(step + 1, frozenset(choice)) for choice in combinations(sorted(options), kept)
         )
 
-    assert sum(belady(trace, capacity).hits) == most(0, frozenset())
+    assert belady(trace, capacity).hits == most(0, frozenset())
 
 
 def test_room_for_all_misses_only_what_is_new() -> None:
     trace = random_trace()
     best = belady(trace, 24)
     distinct = {(s.layer, e) for s in trace.steps() for e in s.experts[0, :2].tolist()}
-    assert sum(best.demands) - sum(best.hits) == len(distinct)
+    assert best.demands - best.hits == len(distinct)
