@@ -39,6 +39,7 @@ def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> No
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.slow
 def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT],

@@ -29,6 +29,7 @@ def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
     assert "no check is called kernel" in done.stderr
 
 
+@pytest.mark.slow
 def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     command = [sys.executable, "-c", BARE, "--device", "cpu", "--out", out]

@@ -18,7 +18,7 @@ from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.tiny import relative_error
 from tests.real_models import real_model
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS = [
     "The capital of France is",
