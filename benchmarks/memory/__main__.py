@@ -8,37 +8,30 @@ that ``--again`` names. It exits 1 if something does not hold.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import localrt
+from benchmarks.common.command import make_parser
+from benchmarks.common.record import load, save, setting
 from benchmarks.memory.cells import CELLS, Cell
 from benchmarks.memory.measuring import measure, problems
-from localrt.files import write_text
-from localrt.machine import hardware
 from tests.real_models import find_real_model
 
-_RESULTS = Path(__file__).resolve().parents[1] / "results" / "memory.json"
 _MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, cell by cell."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, results="memory")
     parser.add_argument("--only", nargs="*", default=[], help="cells with these words in the name")
     parser.add_argument("--again", nargs="*", default=[], help="measure these again")
-    parser.add_argument("--json", type=Path, default=_RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     found = {name: find_real_model(name) for name in _MODELS}
     paths = {name: path for name, path in found.items() if path is not None}
-    record: dict[str, Any] = {"cells": {}}
-    if args.json.exists():
-        record = json.loads(args.json.read_text(encoding="utf-8"))
-    cells = record["cells"]
+    cells = load(args.json, cells={})["cells"]
     wrong = 0
     with tempfile.TemporaryDirectory() as home:
         for cell in CELLS:
@@ -47,13 +40,8 @@ def main() -> int:
             if cell.name not in cells or _named(cell, args.again, False):
                 result = measure(cell, paths, Path(home))
                 cells[cell.name] = {**result, "problems": problems(result)}
-                record = {
-                    "machine": hardware.probe().to_dict(),
-                    "versions": {"localrt": localrt.__version__},
-                    "command": "python -m benchmarks.memory",
-                    "cells": {each.name: cells[each.name] for each in CELLS if each.name in cells},
-                }
-                write_text(args.json, json.dumps(record, indent=1) + "\n")
+                done = {each.name: cells[each.name] for each in CELLS if each.name in cells}
+                save(args.json, {**setting("python -m benchmarks.memory"), "cells": done})
             wrong += bool(cells[cell.name]["problems"])
             print(_line(cell.name, cells[cell.name]), flush=True)
     return 1 if wrong else 0
