@@ -95,10 +95,11 @@ def test_measuring_is_done_once_for_one_machine(
     calls: list[str] = []
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
-    monkeypatch.setattr(measure, "_WORKING_SET", 8 << 20)
     real = measure.measure_kernel
     monkeypatch.setattr(
-        measure, "measure_kernel", lambda ops, name: calls.append(name) or real(ops, name)
+        measure,
+        "measure_kernel",
+        lambda ops, name, size: calls.append(name) or real(ops, name, size),
     )
 
     def disk(folder: Path) -> _Disk:
@@ -107,7 +108,12 @@ def test_measuring_is_done_once_for_one_machine(
 
     def profile(identity: str = "cpu", **options: object) -> MachineProfile:
         return measure_machine(
-            tmp_path, cache=tmp_path / "c", disk_speed=disk, identity=[identity], **options
+            tmp_path,
+            cache=tmp_path / "c",
+            disk_speed=disk,
+            identity=[identity],
+            working_set=8 << 20,
+            **options,
         )  # type: ignore[arg-type]
 
     first = profile()
