@@ -31,6 +31,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-235b-a22b"])
 def test_large_models_are_planned_without_weights_or_hardware(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

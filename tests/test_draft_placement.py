@@ -268,6 +268,7 @@ def _refuse(*_: Any) -> None:
     raise OSError("read-only")
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_qwen_verified_by_the_cpu_is_faster_than_plain() -> None:
     """A card of half the target's size, and RAM for a fifth of it: see docs/planner.md."""

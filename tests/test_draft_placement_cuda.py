@@ -86,6 +86,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> list[PairRequest]:
     return requests
 
 
+@pytest.mark.slow
 def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
     folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_smollm2_repeats_itself() -> None:
         assert (ours.metrics.accepted_per_pass or 0) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @needs_kernels
 def test_qwen_drafts_for_qwen() -> None:

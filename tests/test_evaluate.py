@@ -259,6 +259,7 @@ def test_windows_begin_with_bos_as_llamacpp_has_them() -> None:
     assert found.kl_divergence < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_the_kernels_leave_perplexity_where_it_is() -> None:
     path, text = real_model("smollm2"), inspect.getsource(argparse)

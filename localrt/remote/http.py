@@ -171,10 +171,13 @@ class Exchange(Closing):
 
     def _note_socket(self, event: str, info: Mapping[str, Any]) -> None:
         """Remember the connection's socket, which ``close`` shuts down."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+        connected = event in ("connection.connect_tcp.complete", "connection.start_tls.complete")
+        if connected:
             with self._lock:
                 self._socket = info["return_value"].get_extra_info("socket")
         if self._over.is_set():
+            if connected:  # it is not the client's yet, which would close it
+                info["return_value"].close()
             raise LocalrtError("given up")
 
     def _tell(self, item: Head | bytes | Exception | None) -> None:

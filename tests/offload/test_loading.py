@@ -228,6 +228,7 @@ def test_the_context_follows_the_budget(place: Place) -> None:
     assert any("to fit in memory" in note for note in small["notes"])
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_is_made_again(place: Place) -> None:
     """Where loading finds the damage, at once; where a pass does, on the next loading."""
     ram = f"{place.least(ctx=512) + 4}MB"
@@ -247,6 +248,7 @@ def test_a_damaged_copy_is_made_again(place: Place) -> None:
     assert small["answers"][0]["tokens"] == whole["answers"][0]["tokens"]
 
 
+@pytest.mark.slow
 def test_loading_again_and_again_leaves_nothing(place: Place) -> None:
     ram = place.least(ctx=512) + 10
     held = place.run(cycles=12, ctx=512, ram=f"{ram}MB")["held"]
@@ -256,6 +258,7 @@ def test_loading_again_and_again_leaves_nothing(place: Place) -> None:
     assert all(memory <= ram * 1_000_000 for _, _, memory in held)
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_real_model_streams_within_its_budget(tmp_path: Path) -> None:
     """Once with everything measured."""

@@ -163,6 +163,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), CASES)
 def test_every_format(ops: TritonOps, alone: None, name: str, rows: int) -> None:
     hidden, inner = (256, 256) if name.endswith("_k") else (192, 64)
@@ -255,6 +256,7 @@ def test_an_expert_that_came_back_elsewhere(ops: TritonOps) -> None:
         ops.run_experts(x, routing, table, ExpertSpec(), slots)
 
 
+@pytest.mark.slow
 def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
     experts = [Expert(ops, ("nvfp4", "q4_1"), 128, 96, seed=n, biased=True) for n in range(COUNT)]
     x, routing = inputs(64, 128), routed(64)
@@ -273,6 +275,7 @@ def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
         torch.testing.assert_close(got, whole[rows], rtol=1e-2, atol=float(whole.abs().max()) / 200)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_routing(data: st.DataObject) -> None:

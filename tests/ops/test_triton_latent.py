@@ -101,6 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_packed_heads(folder: Path) -> None:
     """Few rows, and a prompt that unpacks its weights and attends on torch."""
     ours = shallow(folder, lambda c: Packed(c, "int4-g32m"))
@@ -120,6 +121,7 @@ def decoder_of(folder: Path) -> Decoder:
     return shallow(folder, lambda c: Packed(c, "int4-g32"))
 
 
+@pytest.mark.slow
 def test_a_tree_equals_its_branches_and_recorded_ones_do(folder: Path) -> None:
     decoder = decoder_of(folder)
     assert isinstance(decoder.ops, TritonOps)
@@ -138,6 +140,7 @@ def test_a_tree_equals_its_branches_and_recorded_ones_do(folder: Path) -> None:
         assert relative_error(got, wanted) < 0.02
 
 
+@pytest.mark.slow
 def test_sequences_share_a_pass(folder: Path) -> None:
     decoder = decoder_of(folder)
     ids = tokens(10)

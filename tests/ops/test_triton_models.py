@@ -103,6 +103,7 @@ def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
     assert relative_error(got, oracle(theirs, ids)) < 0.06
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("gpt-oss", 2), ("olmoe", 1), ("qwen2-moe", 1)])
 def test_mixtures(name: str, layers: int, tmp_path: Path) -> None:
     """Sinks, joint norms, biases; where two experts are nearly equal, bf16 may choose the other."""
@@ -118,6 +119,7 @@ def test_mixtures(name: str, layers: int, tmp_path: Path) -> None:
     assert cache.nbytes == ours.ops.kv_nbytes(ours.config.attention, len(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format_", "counts"), [("int4-g32m", (5, 75)), ("nvfp4", (5,))])
 def test_packed_experts_are_computed_together(
     format_: str, counts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +150,7 @@ def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
     assert relative_error(got, wanted) < 0.03
 
 
+@pytest.mark.slow
 def test_prefill_decode_and_batches_agree(folder: Path) -> None:
     """Long passes unpack their weights; short ones, and several sequences, do not."""
     decoder = shallow(folder, lambda c: Packed(c, "int4-g32"))
@@ -181,6 +184,7 @@ def test_a_tree_equals_its_branches(folder: Path) -> None:
         assert relative_error(got, wanted) < 0.02
 
 
+@pytest.mark.slow
 def test_recorded_passes_are_the_passes(folder: Path) -> None:
     decoder = shallow(folder)
     assert isinstance(decoder.ops, TritonOps)

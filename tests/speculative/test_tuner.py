@@ -86,6 +86,7 @@ STREAMED = lambda rows: 0.7 + 0.002 * rows  # noqa: E731
 RESIDENT = lambda rows: 0.03 + 0.004 * (rows - 1)  # noqa: E731
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.floats(0.0, 0.97),

@@ -123,6 +123,7 @@ def test_blocks_of_any_size_make_the_same_tiles(rows: int, cuts: list[int], name
     np.testing.assert_array_equal(np.concatenate([p.data for p in pieces]), tile(whole))
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_a_block_not_by_the_model(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path, vocab=16_000, hidden=256, inner=512, layers=1)
     biggest = 0
@@ -183,6 +184,7 @@ def _logits(checkpoint: Checkpoint, ops: Any) -> np.ndarray:
     return decoder.forward(Batch.extend([(decoder.cache(40), tokens(40, seed=3))]))
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
 def test_a_gguf_file_keeps_its_widths_values_and_text(name: str, tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def test_lanes_of_two_devices_compute_one_model(model: Model) -> None:
         assert not decoder.residency.clock.simulated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [Where.VRAM, Where.SSD_LINK])
 def test_all_on_the_card_is_the_same_wherever_it_lives(model: Model, where: Where) -> None:
     everything = passing(model.store)
@@ -197,6 +198,7 @@ def test_what_copies_reach_is_measured() -> None:
     assert memory > 1e7
 
 
+@pytest.mark.slow
 def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = pack_tiny("qwen3-moe", tmp_path_factory.mktemp("moe"))
     # Both have some of them to do, and the card fetches some.
