@@ -1,8 +1,8 @@
 """Latent attention in a block: DeepSeek-V2's projections to and from one small row per token.
 
-Names, shapes and order of the tensors; what they compute is ``quant/ops/attention.py``'s. Checkpoints
-give the latents' matrices to keys and values apart and ready for use, whatever form they were
-published in (``checkpoints/latent_tensors.py``).
+Names, shapes and order of the tensors; what they compute is ``quant/ops/attention.py``'s.
+Checkpoints give the latents' matrices to keys and values apart and ready for use, whatever form
+they were published in (``checkpoints/latent_tensors.py``).
 """
 
 from __future__ import annotations
