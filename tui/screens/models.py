@@ -16,6 +16,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.css.query import NoMatches
 from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
@@ -362,7 +363,14 @@ class ModelsScreen(SearchScreen):
             (self._ticker.resume if shown else self._ticker.pause)()
 
     def _later(self, work: Coroutine[Any, Any, None], group: str) -> None:
-        self.run_worker(work, group=group, exclusive=True)
+        async def until_closed() -> None:
+            try:
+                await work
+            except NoMatches:
+                if self.display:  # while a screen closes, its widgets are gone before it is
+                    raise
+
+        self.run_worker(until_closed(), group=group, exclusive=True)
 
 
 def _title(model: LocalModel) -> str:
