@@ -476,9 +476,9 @@ def draft_growth_nbytes(kv: int) -> int:
     return kv + _DRAFT_PASS_NBYTES
 
 
-def draft_head_nbytes(weights: int, *, hidden: int, vocab: int, remembered: int, held: int) -> int:
+def draft_head_nbytes(weights: int, *, hidden: int, vocab: int, held: int) -> int:
     """A draft head of ``weights`` bytes with its rows of the target's head as int8.
 
-    ``remembered`` are the rows that it keeps twice, ``held`` the tokens whose hidden states are.
+    ``held`` are the float32 rows that it keeps: embeddings of tokens, and hidden states.
     """
-    return weights + 2 * vocab * hidden + (2 * remembered + held) * 4 * hidden
+    return weights + 2 * vocab * hidden + held * 4 * hidden

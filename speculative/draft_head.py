@@ -3,16 +3,15 @@
 Its input at position t is the target's hidden state there and the embedding of token t + 1, its
 output stands for the hidden state at t + 1, from which the target's own final norm and head guess
 token t + 2 (dynamic gating fusion as in Dovetail, Zhang et al. 2024; with features fed back as in
-EAGLE, Li et al. 2024). It computes through ``Ops`` like a model, on the CPU kernels. What of the
-fusion depends on a token alone is computed once per token and remembered. It knows no trees.
+EAGLE, Li et al. 2024). It computes through ``Ops`` like a model, on the CPU kernels.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -32,11 +31,10 @@ from localrt.quant.ops.protocol import (
     Ops,
     Rope,
     Span,
-    Vector,
     Weight,
 )
 from localrt.speculative.draft_head_file import HeadConfig, HeadWeights
-from localrt.speculative.drafter import Drafter, GuessedRows
+from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.source import Check
 
 __all__ = ["REMEMBERED", "DraftHead", "Features", "HeadDrafter", "TargetParts", "target_parts"]
@@ -45,7 +43,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 REMEMBERED = 2048
-"""Tokens whose part of the fusion is kept: 9 MB at a hidden size of 576."""
+"""Tokens whose embedding is kept: 4.5 MB at a hidden size of 576."""
 _PIECE = 4096  # rows of the target's head read at a time
 
 
@@ -76,9 +74,12 @@ def target_parts(source: TensorSource, config: DecoderConfig, draft_tokens: Ints
             head.append(rows.take_rows(draft_tokens[first:last] - start))
     norm = unpack(source.read("model.norm.weight")).reshape(-1) + np.float32(config.norm_offset)
 
+    @lru_cache(REMEMBERED)
+    def row(token: int) -> Floats:
+        return unpack(source.read(EMBEDDING, token, token + 1)) * np.float32(config.embedding_scale)
+
     def embed(tokens: Sequence[int]) -> Floats:
-        rows = [unpack(source.read(EMBEDDING, token, token + 1)) for token in tokens]
-        return np.concatenate(rows) * np.float32(config.embedding_scale)
+        return np.concatenate([row(token) for token in tokens])
 
     return TargetParts(tuple(head), norm, config.norm_eps, config.final_softcap, embed)
 
@@ -90,15 +91,17 @@ class DraftHead:
         self.config = config = weights.config
         self.draft_tokens = weights.draft_tokens
         self._target = target
+        self._ops = ops
         self._decoder_config = decoder = _decoder_config(config)
         loader = WeightLoader(weights, ops)
         size = config.hidden_size
-        square = (size, size)
         with ops.scope():
-            self._feature = loader.matrix(square, "fusion.feature.weight")
-            self._token = loader.matrix(square, "fusion.token.weight")
-            self._gate_feature = loader.matrix(square, "fusion.gate_feature.weight")
-            self._gate_token = loader.matrix(square, "fusion.gate_token.weight")
+
+            def square(name: str) -> Weight:
+                return loader.matrix((size, size), f"fusion.{name}.weight")
+
+            self._feature, self._token = square("feature"), square("token")
+            self._gate_feature, self._gate_token = square("gate_feature"), square("gate_token")
             self._feature_norm = loader.vector(size, "fusion.feature_norm.weight")
             self._token_norm = loader.vector(size, "fusion.token_norm.weight")
             self._ones = ops.vector(np.ones(size, np.float32))
@@ -108,82 +111,64 @@ class DraftHead:
                 for block in range(config.blocks)
                 for part in (parts.attention(block, loader), parts.mlp(block, loader, None))
             ]
-            self._norm: Vector = ops.vector(target.norm)
-            self._head: Weight = ops.weight((config.draft_vocab, size), target.head)
+            self._norm = ops.vector(target.norm)
+            self._head = ops.weight((config.draft_vocab, size), target.head)
         loader.finish()
-        self._known: OrderedDict[int, tuple[Floats, Floats]] = OrderedDict()
 
-    def cache(self, ops: Ops, capacity: int) -> KVCache:
+    def cache(self, capacity: int) -> KVCache:
         """An empty cache of its own for one sequence."""
-        return ops.kv_cache(self._decoder_config.attention, capacity)
+        return self._ops.kv_cache(self._decoder_config.attention, capacity)
 
     def forward(
         self,
-        ops: Ops,
         cache: KVCache,
         features: Floats,
         tokens: Sequence[int],
         positions: Ints,
         *,
-        wanted: Sequence[int],
+        wanted: int,
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[Floats, Floats]:
         """One pass over rows that join ``cache``: features (R, D), logits (wanted, draft vocab).
 
-        Row r takes in ``features[r]`` of one position and the token of the next, ``tokens[r]``.
-        ``mask``: see ``Span``.
+        Row r takes in ``features[r]`` of one position and the token of the next, ``tokens[r]``. The
+        last ``wanted`` rows get logits. ``mask``: see ``Span``.
         """
-        span = Span(cache, len(tokens), mask)
+        ops, count = self._ops, len(tokens)
+        span = Span(cache, count, mask)
         with ops.scope():
             step = ops.begin(Batch(np.asarray(tokens, np.int64), positions, (span,)))
-            state = PassState(ops, step, self.fuse(ops, features, tokens))
+            state = PassState(ops, step, self.fuse(features, tokens))
             for part in self._parts:
                 part(state)
-            logits = ops.head(
-                state.x,
-                np.asarray(wanted, np.intp),
-                self._norm,
-                self._target.eps,
-                self._head,
-                self._target.softcap,
-            )
-        cache.advance(len(tokens))
+            rows = np.arange(count - wanted, count)
+            target = self._target
+            logits = ops.head(state.x, rows, self._norm, target.eps, self._head, target.softcap)
+        cache.advance(count)
         return state.x, logits
 
-    def fuse(self, ops: Ops, features: Floats, tokens: Sequence[int]) -> Floats:
+    def fuse(self, features: Floats, tokens: Sequence[int]) -> Floats:
         """Dynamic gating fusion of rows, (R, D): z * h1 + (1 - z) * h2."""
-        eps = self.config.norm_eps
-        rows = np.arange(len(tokens))
-        h2, gate = self._tokens(ops, tokens)
-        h1 = ops.head(features, rows, self._feature_norm, eps, self._feature)
-        gate = gate + self._linear(ops, h1, self._gate_feature)
-        np.clip(gate, -60, 60, out=gate)
-        z = 1 / (1 + np.exp(-gate))
+        eps, rows = self.config.norm_eps, np.arange(len(tokens))
+        embedded = self._target.embed(tokens)
+        h1 = self._ops.head(features, rows, self._feature_norm, eps, self._feature)
+        h2 = self._ops.head(embedded, rows, self._token_norm, eps, self._token)
+        h2 = h2 * _sigmoid(h2)  # SiLU
+        z = _sigmoid(self._linear(h1, self._gate_feature) + self._linear(h2, self._gate_token))
         fused: Floats = h2 + z * (h1 - h2)
         return fused
 
-    def _linear(self, ops: Ops, x: Floats, weight: Weight) -> Floats:
+    def _linear(self, x: Floats, weight: Weight) -> Floats:
         """``x`` (R, D) times the rows of ``weight``: ``Ops`` has a norm before, taken back here."""
         eps = 1e-12
         size = np.sqrt(np.square(x).mean(1, keepdims=True) + np.float32(eps))
-        product: Floats = ops.head(x, np.arange(len(x)), self._ones, eps, weight) * size
+        product: Floats = self._ops.head(x, np.arange(len(x)), self._ones, eps, weight) * size
         return product
 
-    def _tokens(self, ops: Ops, tokens: Sequence[int]) -> tuple[Floats, Floats]:
-        """Of each token: h2 and its part of the gate, (R, D) each."""
-        known = self._known
-        new = [token for token in dict.fromkeys(tokens) if token not in known]
-        if new:
-            embedded = self._target.embed(new)
-            rows = np.arange(len(new))
-            x = ops.head(embedded, rows, self._token_norm, self.config.norm_eps, self._token)
-            h2 = x / (1 + np.exp(np.clip(-x, -60, 60)))  # SiLU
-            gate = self._linear(ops, h2, self._gate_token)
-            known.update(zip(new, zip(h2, gate, strict=True), strict=True))
-        found = [known[token] for token in tokens]
-        while len(known) > REMEMBERED:
-            known.popitem(last=False)
-        return np.stack([h2 for h2, _ in found]), np.stack([gate for _, gate in found])
+
+def _sigmoid(x: Floats) -> Floats:
+    result: Floats = 1 / (1 + np.exp(np.clip(-x, -60, 60)))
+    return result
 
 
 def _decoder_config(config: HeadConfig) -> DecoderConfig:
@@ -225,87 +210,56 @@ class Features(Protocol):
 
 
 class HeadDrafter(Drafter):
-    """The head for one session with these ``features``. ``alone`` gives the head's ``Ops`` while
-    nobody else computes.
+    """The head for one session with these ``features``. ``alone`` keeps others from computing.
 
     The row of token t takes in the hidden state of token t - 1. Rows of guesses do not last, since
     what they took in for hidden states were guesses.
     """
 
     name = "head"
-    lasting = prepares = False
+    lasting = False
 
     def __init__(
         self,
         head: DraftHead,
         features: Features,
-        alone: Callable[[], AbstractContextManager[Ops]],
+        alone: Callable[[], AbstractContextManager[object]],
     ) -> None:
+        self.tokens = head.draft_tokens
         self._head = head
         self._features = features
         self._alone = alone
-        self._ops: Ops | None = None
-        self._guessed: list[Floats] = []  # features (D,): behind the known tokens, and of each row
-        self.tokens = head.draft_tokens
+        self._guessed: list[Floats] = []  # features behind the last token, then of every guess
 
     def cache(self, capacity: int) -> KVCache:
         """See ``Drafter``."""
-        with self._alone() as ops:
-            return self._head.cache(ops, capacity)
+        with self._alone():
+            return self._head.cache(capacity)
 
-    def first(self, history: Sequence[int]) -> int | None:
+    def first(self, length: int) -> int | None:
         """See ``Drafter``: as far back as attention sees, where hidden states are held."""
-        end = len(history) - 1
+        end = length - 1
         start = max(self._features.first, end - self._head.config.window)
         return start + 1 if start < end <= self._features.length else None
 
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
+    def drafting(self) -> AbstractContextManager[object]:
         """See ``Drafter``."""
-        with self._alone() as self._ops:
-            yield
+        return self._alone()
 
-    def known(
-        self,
-        cache: KVCache,
-        history: Sequence[int],
-        start: int,
-        stop: int,
-        *,
-        last: bool,
-        check: Check | None,
-    ) -> Floats:
+    def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
         """See ``Drafter``."""
-        tokens, positions = history[start:stop], np.arange(start - 1, stop - 1)
-        given = self._features.get(start - 1, stop - 1)
-        wanted = [len(tokens) - 1] if last else []
-        features, logits = self._forward(cache, given, tokens, positions, wanted, None, check)
-        self._guessed = [features[-1]]
-        return logits
-
-    def guessed(self, cache: KVCache, rows: GuessedRows, *, check: Check | None) -> Floats:
-        """See ``Drafter``."""
-        given = np.stack([self._guessed[1 + row] for row in rows.above])
-        wanted = range(len(rows.tokens))
-        features, logits = self._forward(
-            cache, given, rows.tokens, rows.positions - 1, wanted, rows.mask, check
-        )
-        self._guessed += list(features)
-        return logits
-
-    def _forward(
-        self,
-        cache: KVCache,
-        features: Floats,
-        tokens: Sequence[int],
-        positions: Ints,
-        wanted: Sequence[int],
-        mask: npt.NDArray[np.bool_] | None,
-        check: Check | None,
-    ) -> tuple[Floats, Floats]:
         if check is not None:
             check()
-        assert self._ops is not None, "a tree is being drafted"
-        return self._head.forward(
-            self._ops, cache, features, tokens, positions, wanted=wanted, mask=mask
+        positions = rows.positions - 1
+        if rows.above is None:
+            given = self._features.get(int(positions[0]), int(positions[-1]) + 1)
+        else:
+            given = np.stack([self._guessed[1 + row] for row in rows.above])
+        features, logits = self._head.forward(
+            cache, given, rows.tokens, positions, wanted=rows.wanted, mask=rows.mask
         )
+        if rows.above is None:
+            self._guessed = [features[-1]]
+        else:
+            self._guessed += list(features)
+        return logits

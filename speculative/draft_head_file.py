@@ -1,9 +1,8 @@
 """A draft head: its sizes, the target that it was trained on, and its file.
 
 A head's folder holds ``draft_head.safetensors``: matrices in float16, vectors in float32, the draft
-vocabulary as int32 token ids in rising order, and the sizes in its metadata. ``HeadWeights`` is a
-``TensorSource`` of packed matrices, so that parts of ``models/decoder.py`` are built from it. It
-knows no target's weights.
+vocabulary as int32 token ids in rising order, and the sizes in its metadata. Parts of
+``models/decoder.py`` are built from it. It knows no target's weights.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ __all__ = [
     "HeadWeights",
     "is_head_folder",
     "read_head",
-    "read_head_config",
     "write_head",
 ]
 
@@ -145,7 +143,7 @@ class HeadConfig:
 
 
 class HeadWeights:
-    """The weights of a head in the folder ``path``. ``draft_tokens`` (draft vocabulary,) are ids.
+    """A head's weights, a ``TensorSource`` in memory. ``draft_tokens`` (draft vocabulary,) are ids.
 
     ``about`` is what was measured when it was trained, for people.
     """
@@ -172,11 +170,8 @@ class HeadWeights:
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """See ``TensorSource``."""
-        tensor = self._packed[name]
-        if len(tensor.shape) == 1 or (start == 0 and stop is None):
-            return tensor
-        return tensor.take_rows(np.arange(tensor.shape[0])[start:stop])
+        """The whole tensor."""
+        return self._packed[name]
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
         """See ``TensorSource``: in one piece."""
@@ -232,13 +227,33 @@ def read_head(path: Path) -> HeadWeights:
     Raises:
         CheckpointError: there is none, or its file is damaged or of another version.
     """
+    from safetensors import SafetensorError, safe_open
+
     file = path / HEAD_FILE
-    arrays, metadata = _open(path, weights=True)
-    config, about = _record(file, metadata)
-    tokens = arrays.pop(_VOCABULARY, np.zeros(0, np.int32)).astype(np.int64)
-    rising = tokens.ndim == 1 and bool((np.diff(tokens) > 0).all())
-    inside = not tokens.size or 0 <= tokens[0] <= tokens[-1] < config.target.vocab_size
-    if tokens.shape != (config.draft_vocab,) or not rising or not inside:
+    try:
+        with safe_open(file, "np") as opened:
+            metadata = opened.metadata() or {}
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if _KEY not in metadata:
+            raise CheckpointError(f"{file} is no draft head's")
+        record = json.loads(metadata[_KEY])
+        if record["version"] != _VERSION:
+            raise CheckpointError(
+                f"{file} is of version {record['version']}, and this localrt reads {_VERSION}: "
+                "train the head again, or take a newer localrt"
+            )
+        head, about = record["head"], record["about"]
+        config = HeadConfig(**{**head, "target": HeadTarget(**head["target"])})
+        tokens = arrays[_VOCABULARY].astype(np.int64)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no draft head at {path}") from error
+    except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if (
+        tokens.shape != (config.draft_vocab,)
+        or not (np.diff(tokens) > 0).all()
+        or not 0 <= tokens[0] <= tokens[-1] < config.target.vocab_size
+    ):
         raise CheckpointError(f"{file} is damaged: its draft vocabulary")
     shapes = config.shapes()
     columns = {shape[1] for shape in shapes.values() if len(shape) == 2}
@@ -250,46 +265,3 @@ def read_head(path: Path) -> HeadWeights:
         values = arrays[name].astype(np.float32)
         packed[name] = pack(values, matrix if len(shape) == 2 else F32, name=name)
     return HeadWeights(path, config, tokens, packed, about)
-
-
-def read_head_config(path: Path) -> HeadConfig:
-    """The config of the head in the folder ``path``, without its weights.
-
-    Raises:
-        CheckpointError: there is none, or its file is damaged or of another version.
-    """
-    return _record(path / HEAD_FILE, _open(path)[1])[0]
-
-
-def _open(
-    path: Path, *, weights: bool = False
-) -> tuple[dict[str, npt.NDArray[Any]], Mapping[str, str]]:
-    """The tensors, where they are wanted, and the metadata."""
-    from safetensors import SafetensorError, safe_open
-
-    file = path / HEAD_FILE
-    try:
-        with safe_open(file, "np") as opened:
-            names = opened.keys() if weights else ()
-            return {name: opened.get_tensor(name) for name in names}, opened.metadata() or {}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no draft head at {path}") from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
-
-
-def _record(file: Path, metadata: Mapping[str, str]) -> tuple[HeadConfig, Mapping[str, Any]]:
-    """What the metadata say: the config, and what was measured."""
-    if _KEY not in metadata:
-        raise CheckpointError(f"{file} is no draft head's")
-    try:
-        record = json.loads(metadata[_KEY])
-        if record["version"] != _VERSION:
-            raise CheckpointError(
-                f"{file} is of version {record['version']}, and this localrt reads {_VERSION}: "
-                "train the head again, or take a newer localrt"
-            )
-        target = HeadTarget(**record["head"]["target"])
-        return HeadConfig(**{**record["head"], "target": target}), record["about"]
-    except (ValueError, TypeError, LookupError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error

@@ -21,25 +21,26 @@ import numpy.typing as npt
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.speculative.source import Check
 
-__all__ = ["Drafter", "Forward", "GuessedRows", "ModelDrafter"]
+__all__ = ["Drafter", "Forward", "ModelDrafter", "Rows"]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class GuessedRows:
-    """Guesses that get rows behind those held; the last ``wanted`` of them get logits.
+class Rows:
+    """Rows that come next in a cache: known tokens, or guesses. The last ``wanted`` get logits.
 
-    ``tokens`` (n,), ``positions`` (n,), ``mask`` as in ``Span``. ``above`` (n,) is the row that
-    each follows, counted from the first guess of the tree; -1 for the last known token's.
+    ``tokens`` (n,), ``positions`` (n,). Guesses have a ``mask``, as in ``Span``, and ``above``
+    (n,): the row that each follows, counted from the first guess of the tree; -1 for the last known
+    token's.
     """
 
     tokens: Sequence[int]
     positions: Ints
-    above: Sequence[int]
-    mask: npt.NDArray[np.bool_]
     wanted: int
+    mask: npt.NDArray[np.bool_] | None = None
+    above: Sequence[int] | None = None
 
 
 class Drafter(ABC):
@@ -64,37 +65,24 @@ class Drafter(ABC):
     def cache(self, capacity: int) -> KVCache:
         """An empty cache for one sequence."""
 
-    def first(self, history: Sequence[int]) -> int | None:
-        """The token whose row is computed first where none is held; None: there can be no guesses.
+    def first(self, length: int) -> int | None:
+        """Of a sequence of ``length``, the token whose row is computed first where none is held.
 
-        All rows behind it must be there to guess.
+        All rows behind it must be there to guess. None: there can be no guesses.
         """
         return 0
 
-    def drafting(self) -> AbstractContextManager[None]:
+    def drafting(self) -> AbstractContextManager[object]:
         """Around all passes of one tree, but for those while the target computes."""
         return nullcontext()
 
     @abstractmethod
-    def known(
-        self,
-        cache: KVCache,
-        history: Sequence[int],
-        start: int,
-        stop: int,
-        *,
-        last: bool,
-        check: Check | None,
-    ) -> Floats:
-        """Compute the rows of tokens ``start`` to ``stop`` of ``history``, which come next.
+    def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
+        """Compute ``rows``: logits (wanted, V) of what follows each.
 
-        Logits (depths, V) behind the ``last``: of the next token, and of those after it where they
-        are guessed at once.
+        Behind the last known token, (depths, V): of the next token, and of those after it where
+        they are guessed at once.
         """
-
-    @abstractmethod
-    def guessed(self, cache: KVCache, rows: GuessedRows, *, check: Check | None) -> Floats:
-        """Compute rows of guesses: logits (wanted, V) of what follows each."""
 
 
 class Forward(Protocol):
@@ -136,23 +124,7 @@ class ModelDrafter(Drafter):
         """See ``Drafter``."""
         return self._make_cache(capacity)
 
-    def known(
-        self,
-        cache: KVCache,
-        history: Sequence[int],
-        start: int,
-        stop: int,
-        *,
-        last: bool,
-        check: Check | None,
-    ) -> Floats:
-        """See ``Drafter``."""
-        part = history[start:stop]
-        wanted = [len(part) - 1] if last else []
-        logits = self._forward(Batch.extend([(cache, part)]), rows=wanted, check=check)
-        return logits[:, : self._vocab]
-
-    def guessed(self, cache: KVCache, rows: GuessedRows, *, check: Check | None) -> Floats:
+    def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
         """See ``Drafter``."""
         count = len(rows.tokens)
         tokens = np.array(rows.tokens, np.int64)

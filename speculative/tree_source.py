@@ -19,7 +19,7 @@ from localrt.errors import CancelledError
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.best_first import Children, Expand, Growth, likeliest
 from localrt.speculative.calibration import FirstChoices
-from localrt.speculative.drafter import Drafter, GuessedRows
+from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.ngram import common_length
 from localrt.speculative.policy import MOST_NODES
 from localrt.speculative.source import Check, DraftFailedError, DraftSource, Outcome
@@ -243,7 +243,7 @@ class TreeSource(DraftSource):
             kept += len(path)
         self._forget()
         kept = min(kept, len(history) - 1)
-        first = self._drafter.first(history)
+        first = self._drafter.first(len(history))
         if first is None or kept <= self._start or kept < first:
             kept = self._start = first or 0
         cache.trim(kept - self._start)
@@ -253,11 +253,12 @@ class TreeSource(DraftSource):
         for start in range(kept, len(history), rows):
             if outcome() is not None:
                 return False
-            stop = min(start + rows, len(history))
-            last = stop == len(history)
-            logits = self._drafter.known(cache, history, start, stop, last=last, check=check)
+            tokens = history[start : start + rows]
+            positions = np.arange(start, start + len(tokens))
+            last = start + len(tokens) == len(history)
+            logits = self._drafter.compute(cache, Rows(tokens, positions, int(last)), check=check)
             self.passes += 1
-            self._known += history[start:stop]
+            self._known += tokens
         self._first = logits
         return True
 
@@ -270,15 +271,15 @@ class TreeSource(DraftSource):
         if not held_rows:
             cache.trim(len(self._known) - self._start)
         rows.add(nodes)
-        new = GuessedRows(
+        new = Rows(
             tokens=rows.tokens[held:],
             positions=len(self._known) + np.array(rows.depths[held:], np.int64) - 1,
-            above=rows.above(held),
-            mask=rows.mask(held),
             wanted=len(nodes),
+            mask=rows.mask(held),
+            above=rows.above(held),
         )
         try:
-            logits = self._drafter.guessed(cache, new, check=check)
+            logits = self._drafter.compute(cache, new, check=check)
         except BaseException:
             if held_rows:
                 rows.drop(len(nodes))

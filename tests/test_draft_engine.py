@@ -17,6 +17,7 @@ from localrt.offload.planner.draft_costs import DraftCosts
 from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative import tree_source
+from localrt.speculative.drafter import Rows
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree_source import TreeLimits, TreeSource
 from tests.planner.models import machine, shape
@@ -86,9 +87,8 @@ def made(seconds: float = 0.02, **options: Any) -> tuple[Any, Any]:
 
 
 def extend(drafter: EngineDrafter, cache: Any, count: int, *, last: bool = True) -> np.ndarray:
-    start = cache.length
-    history = [1] * (start + count)
-    logits: np.ndarray = drafter.known(cache, history, start, len(history), last=last, check=None)
+    rows = Rows([1] * count, np.arange(cache.length, cache.length + count), int(last))
+    logits: np.ndarray = drafter.compute(cache, rows, check=None)
     return logits
 
 

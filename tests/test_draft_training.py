@@ -16,8 +16,7 @@ import localrt
 from localrt.cli import main
 from localrt.drafts.head import find_head
 from localrt.drafts.training import DraftTraining, TrainingReport, train_draft
-from localrt.drafts.training_data import SequenceFiles, to_bfloat16
-from localrt.drafts.training_text import ChatFrame, Prompts, chat_frame, draw, line_starts
+from localrt.drafts.training_text import Prompt, Prompts, SequenceFile, to_bfloat16
 from localrt.errors import CancelledError, OptionError
 from localrt.progress import Progress
 from localrt.quant.ops.native.abi import find_library
@@ -159,7 +158,8 @@ def test_the_command_trains_and_the_head_is_found(
     assert len(record["agreed"]) == 3
     assert (folder / HEAD_FILE).stat().st_size == record["nbytes"] < 1 << 20
     with localrt.load(tiny_folder) as model:
-        assert find_head(core_of(model).parts, Settings.from_environment()) == folder
+        found = find_head(read_head(folder).config.target, Settings.from_environment())
+        assert found == folder
         plain = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1, draft="off")
         chunk = model.generate("ab", max_tokens=20, ignore_eos=True, seed=1)
         assert chunk.token_ids == plain.token_ids
@@ -192,21 +192,19 @@ def test_the_command_refuses_in_one_line(
 
 
 def test_beginnings_follow_from_number_and_seed() -> None:
-    frame = ChatFrame((1, 2), (9, 3))
-    prompts = Prompts(range(100, 400), [0, 50, 120], frame, seed=4)
+    prompts = Prompts(range(100, 400), [0, 50, 120], ((1, 2), (9, 3)), seed=4)
     kinds = set()
     for number in range(8):
-        one, two = (prompts.sequence(number) for _ in range(2))
-        assert one.first() == two.first()
-        assert 0 < one.temperature <= 1
-        kinds.add(prompts.sequence(number).first() == [1, 2])
+        one, two = (Prompt(prompts, number).first() for _ in range(2))
+        assert one == two
+        kinds.add(one == [1, 2])
     assert kinds == {True, False}
-    chat = prompts.sequence(0)
+    chat = Prompt(prompts, 0)
     assert chat.first() == [1, 2]
     assert chat.ended(9) == [9, 3]  # the user's message, then the answer's beginning
     assert chat.ended(8) == [8, 1, 2]  # the answer; another conversation
     assert chat.ended(7) == [7, 9, 3]
-    piece = prompts.sequence(1).first()
+    piece = Prompt(prompts, 1).first()
     assert piece == list(range(piece[0], piece[0] + len(piece)))
     assert piece[0] in (100, 150, 220)
     with pytest.raises(OptionError, match="give it a --text"):
@@ -217,43 +215,30 @@ def test_beginnings_follow_from_number_and_seed() -> None:
 def test_frames_and_lines_of_a_real_template(tiny_folder: Path) -> None:
     with localrt.load(tiny_folder) as model:
         tokenizer = model.tokenizer
-        frame = chat_frame(tokenizer, core_of(model).parts.template)
-        assert frame is not None
-        before, after = (
-            tokenizer.decode(ids, skip_special=False) for ids in (frame.before, frame.after)
-        )
-        assert before == "<|im_start|>user\n"
-        assert after == "<|im_end|>\n<|im_start|>assistant\n"
         text = "ab\n  cd\n\nef\n"
         ids = tokenizer.encode(text, add_special=False)
-        starts = line_starts(tokenizer, ids)
-        assert [tokenizer.decode(ids[s : s + 2]) for s in starts] == ["ab", "ef"]
+        prompts = Prompts.of(core_of(model).parts, ids, 0)
+        assert prompts.frame is not None
+        before, after = (tokenizer.decode(part, skip_special=False) for part in prompts.frame)
+        assert before == "<|im_start|>user\n"
+        assert after == "<|im_end|>\n<|im_start|>assistant\n"
+        assert [tokenizer.decode(ids[s : s + 2]) for s in prompts.starts] == ["ab", "ef"]
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    random = np.random.default_rng(0)
-    logits = random.normal(size=40).astype(np.float32) * 2
-    for temperature in (0.5, 1.0):
-        chances = np.exp(logits.astype(np.float64) / temperature)
-        chances /= chances.sum()
-        drawn = [draw(logits, temperature, u) for u in (np.arange(20_000) + 0.5) / 20_000]
-        counts = np.bincount(drawn, minlength=40) / 20_000
-        assert np.abs(counts - chances).max() < 1e-3
+def test_sequences_are_kept_in_a_file(tmp_path: Path) -> None:
+    def opened() -> SequenceFile:
+        return SequenceFile(tmp_path / "text", 3, 4, 8)
 
-
-def test_sequences_are_kept_in_files(tmp_path: Path) -> None:
-    files = SequenceFiles(tmp_path / "text", 5, 4)
-    random = np.random.default_rng(0)
-    rows = {n: random.normal(size=(4, 8)).astype(np.float32) for n in range(5)}
-    for number in (3, 0, 4):
-        files.add(number, np.full(4, number, np.int32), rows[number])
-    assert files.missing == [1, 2]
-    for number in (2, 1):
-        files.add(number, np.full(4, number, np.int32), rows[number])
-    assert files.missing == []
-    tokens, halves = files.read([3, 2])
-    assert tokens[:, 0].tolist() == [3, 2]
-    assert files.tokens().shape == (5, 4)
+    rows = np.random.default_rng(0).normal(size=(3, 4, 8)).astype(np.float32)
+    opened().append([0] * 4, rows[0])
+    opened().append([1] * 4, rows[1])
+    with (tmp_path / "text").open("ab") as stream:
+        stream.write(b"cut off")
+    assert opened().written == 2
+    opened().append([2] * 4, rows[2])
+    tokens, halves = opened().read([2, 1])
+    assert tokens[:, 0].tolist() == [2, 1]
+    assert opened().tokens().shape == (3, 4)
     back = (halves.astype(np.uint32) << 16).view(np.float32)
-    np.testing.assert_allclose(back[1], rows[2], rtol=2**-8)
+    np.testing.assert_allclose(back[1], rows[1], rtol=2**-8)
     assert to_bfloat16(np.array([1.0], np.float32)).tolist() == [0x3F80]

@@ -31,6 +31,17 @@ finds it in the default folder). Training needs torch: pip install 'localrt[quan
 
 _PLAIN_LINE_S = 60.0  # between lines where the output is no terminal
 
+_NUMBERS = {
+    "generate": "tokens for the model to write (default: 500000); 0 learns from --text alone",
+    "tokens": "tokens to learn from (default: all, three times)",
+    "depth": "blocks of the head, 1 to 5 (default: 1)",
+    "vocab": "tokens that the head can guess (default: 8192)",
+    "length": "tokens per sequence (default: 384)",
+    "batch": "sequences per step (default: 4)",
+    "seed": "for all random choices (default: 0)",
+    "threads": "CPU threads",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -47,34 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a UTF-8 text, or a folder of texts, that resembles what the model will read "
         "and write",
     )
-    parser.add_argument(
-        "--generate",
-        type=int,
-        metavar="N",
-        help="tokens for the model to write (default: 500000); 0 learns from --text alone",
-    )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens to learn from (default: all, three times)"
-    )
-    parser.add_argument(
-        "--depth", type=int, metavar="N", help="blocks of the head, 1 to 5 (default: 1)"
-    )
-    parser.add_argument(
-        "--vocab", type=int, metavar="N", help="tokens that the head can guess (default: 8192)"
-    )
-    parser.add_argument(
-        "--length", type=int, metavar="N", help="tokens per sequence (default: 384)"
-    )
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step (default: 4)")
+    for name, what in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
         help="folder for the head (default: where --draft head finds it)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="for all random choices (default: 0)")
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     parser.add_argument(
         "--keep-work", action="store_true", help="keep the text and its hidden states"
     )

@@ -7,6 +7,7 @@ target's own kernels while no pass runs. Options and tuning are the business of 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +23,8 @@ from localrt.settings import Settings
 from localrt.speculative.draft_head import REMEMBERED, DraftHead, HeadDrafter, target_parts
 from localrt.speculative.draft_head_file import (
     HeadTarget,
-    HeadWeights,
     is_head_folder,
     read_head,
-    read_head_config,
 )
 from localrt.speculative.tree_source import TreeLimits, TreeSource
 
@@ -76,10 +75,18 @@ def with_room_for_head(name: str, options: LoadOptions, settings: Settings) -> L
     room = 0
     for folder in _heads(settings) if name == OWN_HEAD else [Path(name)]:
         try:
-            room = max(room, _room(read_head(folder), options.ctx))
+            weights = read_head(folder)
         except LocalrtError:
             if name != OWN_HEAD:
-                raise  # of those that nobody named, what cannot be read is passed over
+                raise
+            continue  # of those that nobody named, what cannot be read is left
+        nbytes = draft_head_nbytes(
+            weights.nbytes,
+            hidden=weights.config.hidden_size,
+            vocab=weights.config.draft_vocab,
+            held=REMEMBERED + min(options.ctx or _HELD_TOKENS, _HELD_TOKENS),
+        )
+        room = max(room, nbytes)
     if room >= options.ram:
         raise MemoryBudgetError(
             f"a draft head takes {format_bytes(room)}, and the budget is "
@@ -88,67 +95,38 @@ def with_room_for_head(name: str, options: LoadOptions, settings: Settings) -> L
     return replace(options, ram=options.ram - room)
 
 
-def _room(weights: HeadWeights, ctx: int | None) -> int:
-    """Bytes of a head, its rows of the target's as int8, what it remembers, and hidden states."""
-    config = weights.config
-    return draft_head_nbytes(
-        weights.nbytes,
-        hidden=config.hidden_size,
-        vocab=config.draft_vocab,
-        remembered=REMEMBERED,
-        held=min(ctx or _HELD_TOKENS, _HELD_TOKENS),
-    )
-
-
 def _heads(settings: Settings) -> list[Path]:
     """The folders of the heads that were trained here."""
     return sorted((settings.data_dir / TRAINED).glob("*"))
 
 
-def find_head(target: LoadedModel, settings: Settings) -> Path | None:
+def find_head(target: HeadTarget, settings: Settings) -> Path | None:
     """A head for ``target`` among those that were trained here.
 
     Sizes and tokens say whose it is: a head of another model with the same ones guesses worse,
     which the tuner finds out.
     """
-    info = target.engine.info
-    ours: str | None = None
     for folder in _heads(settings):
-        try:
-            theirs = read_head_config(folder).target
-        except LocalrtError:
-            continue
-        sizes = (theirs.architecture, theirs.layers, theirs.vocab_size)
-        if sizes != (_plain_name(info.architecture), info.layers, info.vocab_size):
-            continue
-        ours = ours or _vocabulary_digest(target.tokenizer)
-        if theirs.vocab_sha256 == ours:
-            return folder
+        with suppress(LocalrtError):  # of those that nobody named, what cannot be read is left
+            if read_head(folder).config.target == target:
+                return folder
     return None
 
 
 def target_identity(config: DecoderConfig, tokenizer: Tokenizer | None) -> HeadTarget:
     """What a head must have been trained on to be of use for a model."""
-    return HeadTarget(
-        architecture=_plain_name(config.architecture),
-        layers=config.layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        vocab_sha256=_vocabulary_digest(tokenizer),
-    )
-
-
-def _plain_name(architecture: str) -> str:
-    """One name for an architecture, whatever kind of file names it."""
-    return ARCHITECTURES.get(architecture, architecture)
-
-
-def _vocabulary_digest(tokenizer: Tokenizer | None) -> str:
     digest = hashlib.sha256()
     if tokenizer is not None:
         for token in range(tokenizer.vocab_size):
             digest.update(tokenizer.token_text(token).encode("utf-8", "surrogatepass") + b"\0")
-    return digest.hexdigest()
+    return HeadTarget(
+        # One name for an architecture, whatever kind of file names it.
+        architecture=ARCHITECTURES.get(config.architecture, config.architecture),
+        layers=config.layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        vocab_sha256=digest.hexdigest(),
+    )
 
 
 class HeadDraft:
@@ -162,19 +140,18 @@ class HeadDraft:
     kind = HeadDrafter.name
 
     def __init__(self, name: str, target: LoadedModel, engine: NativeEngine) -> None:
-        path: Path | None = Path(name)
-        if name == OWN_HEAD:
-            path = find_head(target, Settings.from_environment())
-        if path is None:
-            raise OptionError(
-                "there is no draft head for this model: localrt draft train makes one"
-            )
         self._engine = engine
-        weights = read_head(path)
         self._checkpoint = open_checkpoint(target.path)
         try:
             config = read_config(self._checkpoint)
             ours = target_identity(config, target.tokenizer)
+            own = name == OWN_HEAD
+            path = find_head(ours, Settings.from_environment()) if own else Path(name)
+            if path is None:
+                raise OptionError(
+                    "there is no draft head for this model: localrt draft train makes one"
+                )
+            weights = read_head(path)
             difference = weights.config.target.difference(ours)
             if difference:
                 raise OptionError(f"draft head {path} was trained on another model: {difference}")
@@ -188,12 +165,8 @@ class HeadDraft:
         except BaseException:
             self._checkpoint.close()
             raise
-        self.nbytes = weights.nbytes + sum(block.nbytes for block in parts.head)
-
-    @property
-    def level_share(self) -> float:
-        """See ``Draft``: by the weights."""
-        return min(1.0, 1.5 * self.nbytes / max(self._engine.info.weight_bytes, 1))
+        nbytes = weights.nbytes + sum(block.nbytes for block in parts.head)
+        self.level_share = min(1.0, 1.5 * nbytes / max(engine.info.weight_bytes, 1))
 
     def source(self, session: EngineSession, options: Options) -> TreeSource:
         """See ``Draft``: the session's hidden states are recorded from now on."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.drafts.training_model import HeadModel
+from localrt.drafts.training_torch import HeadModel
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.quant.formats import unpack
@@ -27,7 +27,7 @@ TOKENS = [5, 17, 5, 200, 33, 8, 9, 120]
 
 @pytest.fixture(scope="module")
 def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Ops, the head, and its weights as they are on disk, in float64."""
+    """The head, and its weights as they are on disk, in float64."""
     from localrt.quant.ops.native.ops import NativeOps
 
     config = tiny_config(tiny_folder)
@@ -44,7 +44,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         "head": unpack(checkpoint.read("lm_head.weight")).astype(np.float64)[weights.draft_tokens],
         "norm": unpack(checkpoint.read("model.norm.weight")).reshape(-1).astype(np.float64),
     }
-    return config, ops, head, values, target
+    return config, head, values, target
 
 
 def _values(weights: HeadWeights, name: str) -> np.ndarray:
@@ -119,36 +119,36 @@ def close(ours: np.ndarray, exact: np.ndarray) -> None:
 
 
 def test_the_fusion_is_the_papers(made: Any) -> None:
-    config, ops, head, w, target = made
+    config, head, w, target = made
     features = np.random.default_rng(0).normal(size=(8, config.hidden_size)).astype(np.float32)
     exact = plain_fusion(w, features.astype(np.float64), target["embedding"][TOKENS])
-    ours = head.fuse(ops, features, TOKENS)
+    ours = head.fuse(features, TOKENS)
     assert np.abs(ours - exact).max() < 2e-3 * np.abs(exact).max()
-    again = head.fuse(ops, features, TOKENS)  # with what is remembered of the tokens
+    again = head.fuse(features, TOKENS)  # with what is remembered of the tokens
     np.testing.assert_array_equal(ours, again)
 
 
 def test_a_sequence_is_computed_as_plain_arithmetic_says(made: Any) -> None:
-    config, ops, head, w, target = made
+    config, head, w, target = made
     features = np.random.default_rng(2).normal(size=(8, config.hidden_size)).astype(np.float32)
     exact, logits = plain_head(
         config, w, target, features, TOKENS, range(8), np.tril(np.ones((8, 8), bool))
     )
-    cache = head.cache(ops, 32)
-    whole, ours = head.forward(ops, cache, features, TOKENS, np.arange(8), wanted=range(8))
+    cache = head.cache(32)
+    whole, ours = head.forward(cache, features, TOKENS, np.arange(8), wanted=8)
     close(whole, exact)
     close(ours, logits)
-    cache = head.cache(ops, 32)
-    _, none = head.forward(ops, cache, features[:3], TOKENS[:3], np.arange(3), wanted=[])
+    cache = head.cache(32)
+    _, none = head.forward(cache, features[:3], TOKENS[:3], np.arange(3), wanted=0)
     assert none.shape == (0, config.draft_vocab)
-    rest, last = head.forward(ops, cache, features[3:], TOKENS[3:], np.arange(3, 8), wanted=[4])
+    rest, last = head.forward(cache, features[3:], TOKENS[3:], np.arange(3, 8), wanted=1)
     np.testing.assert_array_equal(rest, whole[3:])
     np.testing.assert_array_equal(last, ours[7:])
 
 
 def test_training_computes_the_same_head(made: Any) -> None:
     """Level by level: a deeper one sees true rows first, then its own line of guesses."""
-    config, _, _, w, target = made
+    config, _, w, target = made
     length, levels = 8, 3
     features = np.random.default_rng(3).normal(size=(length, config.hidden_size))
     model = HeadModel(config)

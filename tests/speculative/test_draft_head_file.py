@@ -56,8 +56,6 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     for name, values in tiny_values(CONFIG).items():
         back = unpack(weights.read(name)).reshape(values.shape)
         assert np.abs(back - values).max() <= 8e-3 * np.abs(values).max()
-    rows = weights.read("fusion.token.weight", 3, 5)
-    np.testing.assert_array_equal(unpack(rows), unpack(weights.read("fusion.token.weight"))[3:5])
     write(folder)  # over the one that was there
     assert read_head(folder).config == CONFIG
 

@@ -54,17 +54,15 @@ def started(made: Any, tokens: list[int]) -> tuple[NativeSession, Any]:
 def one_by_one(made: Any, session: NativeSession, history: list[int], path: list[int]) -> Any:
     """Log-probabilities of what may follow ``path`` behind ``history``, without any tree."""
     engine, head, config = made
-    with engine.alone() as ops:
+    with engine.alone():
         inner = head._head
-        cache = inner.cache(ops, 300)
+        cache = inner.cache(300)
         end = len(history) - 1
         features = session.record_features().get(0, end)
-        given, logits = inner.forward(
-            ops, cache, features, history[1:], np.arange(end), wanted=[end - 1]
-        )
+        given, logits = inner.forward(cache, features, history[1:], np.arange(end), wanted=1)
         for step, token in enumerate(path):
             given, logits = inner.forward(
-                ops, cache, given[-1:], [token], np.array([end + step]), wanted=[0]
+                cache, given[-1:], [token], np.array([end + step]), wanted=1
             )
     found = likeliest(logits[0], -math.inf, temperature=WARMTH, most=DRAFT_VOCAB)
     return dict(zip(draft_tokens(config)[found.tokens].tolist(), found.logprobs, strict=True))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from localrt.errors import CancelledError
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
-from localrt.speculative.drafter import Drafter
+from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree_source import TreeLimits, TreeSource
 from tests.models.tiny import load_ours, save_tiny, tokens
@@ -306,18 +306,15 @@ class AtOnce(Drafter):
     def cache(self, capacity: int) -> Any:
         return self._decoder.cache(capacity)
 
-    def first(self, history: Any) -> int | None:
-        return 1 if len(history) > 1 else None
+    def first(self, length: int) -> int | None:
+        return 1 if length > 1 else None
 
-    def known(
-        self, cache: Any, history: Any, start: int, stop: int, *, last: bool, check: Any
-    ) -> np.ndarray:
-        self.computed.append((start, stop, last))
-        self._decoder.forward(Batch.extend([(cache, history[start:stop])]), rows=[])
-        return np.stack([model((len(history), depth)) for depth in range(3)])
-
-    def guessed(self, cache: Any, rows: Any, *, check: Any) -> np.ndarray:
-        raise AssertionError("all depths are there")
+    def compute(self, cache: Any, rows: Rows, *, check: Any) -> np.ndarray:
+        assert rows.above is None, "all depths are there"
+        start, stop = int(rows.positions[0]), int(rows.positions[-1]) + 1
+        self.computed.append((start, stop, rows.wanted == 1))
+        self._decoder.forward(Batch.extend([(cache, rows.tokens)]), rows=[])
+        return np.stack([model((stop, depth)) for depth in range(3)])
 
 
 def test_all_depths_at_once_need_no_rows_of_guesses(decoder: Any) -> None:
