@@ -76,10 +76,10 @@ def target_parts(source: TensorSource, config: DecoderConfig, draft_tokens: Ints
 
     @lru_cache(REMEMBERED)
     def row(token: int) -> Floats:
-        return unpack(source.read(EMBEDDING, token, token + 1)) * np.float32(config.embedding_scale)
+        return unpack(source.read(EMBEDDING, token, token + 1))
 
     def embed(tokens: Sequence[int]) -> Floats:
-        return np.concatenate([row(token) for token in tokens])
+        return np.concatenate([row(token) for token in tokens]) * np.float32(config.embedding_scale)
 
     return TargetParts(tuple(head), norm, config.norm_eps, config.final_softcap, embed)
 
@@ -155,20 +155,17 @@ class DraftHead:
         h2 = self._ops.head(embedded, rows, self._token_norm, eps, self._token)
         h2 = h2 * _sigmoid(h2)  # SiLU
         z = _sigmoid(self._linear(h1, self._gate_feature) + self._linear(h2, self._gate_token))
-        fused: Floats = h2 + z * (h1 - h2)
-        return fused
+        return np.asarray(h2 + z * (h1 - h2))
 
     def _linear(self, x: Floats, weight: Weight) -> Floats:
         """``x`` (R, D) times the rows of ``weight``: ``Ops`` has a norm before, taken back here."""
         eps = 1e-12
         size = np.sqrt(np.square(x).mean(1, keepdims=True) + np.float32(eps))
-        product: Floats = self._ops.head(x, np.arange(len(x)), self._ones, eps, weight) * size
-        return product
+        return np.asarray(self._ops.head(x, np.arange(len(x)), self._ones, eps, weight) * size)
 
 
 def _sigmoid(x: Floats) -> Floats:
-    result: Floats = 1 / (1 + np.exp(np.clip(-x, -60, 60)))
-    return result
+    return np.asarray(1 / (1 + np.exp(np.clip(-x, -60, 60))))
 
 
 def _decoder_config(config: HeadConfig) -> DecoderConfig:

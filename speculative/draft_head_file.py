@@ -39,9 +39,6 @@ _KEY, _VERSION = "localrt_draft_head", 1  # one key: the order of several is not
 _VOCABULARY = "draft_tokens"
 _INT8 = CODECS["int8-g32"].format
 
-Values = Mapping[str, npt.NDArray[np.float32]]
-Ints = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadTarget:
@@ -57,11 +54,9 @@ class HeadTarget:
         """In what ``other`` is another model, in words; empty where it is not."""
         for name, ours in asdict(self).items():
             theirs = getattr(other, name)
-            if ours != theirs:
-                if name == "vocab_sha256":
-                    return "other tokens"
+            if ours != theirs and name != "vocab_sha256":
                 return f"{name.replace('_', ' ')} {ours}, not {theirs}"
-        return ""
+        return "" if self == other else "other tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,40 +137,37 @@ class HeadConfig:
         return shapes
 
 
+@dataclass(frozen=True, slots=True)
 class HeadWeights:
     """A head's weights, a ``TensorSource`` in memory. ``draft_tokens`` (draft vocabulary,) are ids.
 
     ``about`` is what was measured when it was trained, for people.
     """
 
-    architecture = "draft_head"
+    path: Path
+    config: HeadConfig
+    draft_tokens: npt.NDArray[np.int64]
+    packed: Mapping[str, PackedTensor]
+    about: Mapping[str, Any]
+    architecture: str = "draft_head"
 
-    def __init__(
-        self,
-        path: Path,
-        config: HeadConfig,
-        draft_tokens: Ints,
-        packed: Mapping[str, PackedTensor],
-        about: Mapping[str, Any],
-    ) -> None:
-        self.path = path
-        self.config = config
-        self.draft_tokens = draft_tokens
-        self.about = about
-        self._packed = packed
-        self.nbytes = sum(tensor.nbytes for tensor in packed.values())
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(name, tensor.shape, tensor.format, tensor.nbytes)
-            for name, tensor in packed.items()
-        }
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(tensor.nbytes for tensor in self.packed.values())
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See ``TensorSource``."""
+        return {n: TensorInfo(n, t.shape, t.format, t.nbytes) for n, t in self.packed.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
         """The whole tensor."""
-        return self._packed[name]
+        return self.packed[name]
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
         """See ``TensorSource``: in one piece."""
-        yield self._packed[name]
+        yield self.packed[name]
 
 
 def is_head_folder(path: Path) -> bool:
@@ -186,8 +178,8 @@ def is_head_folder(path: Path) -> bool:
 def write_head(
     path: Path,
     config: HeadConfig,
-    draft_tokens: Ints,
-    values: Values,
+    draft_tokens: npt.NDArray[np.int64],
+    values: Mapping[str, npt.NDArray[np.float32]],
     *,
     about: Mapping[str, Any] | None = None,
 ) -> int:
@@ -196,16 +188,11 @@ def write_head(
     ``values`` are float32 arrays by the names of ``HeadConfig.shapes``.
 
     Raises:
-        ValueError: a weight is missing, or of another shape.
         CheckpointError: NaN or infinity among the values.
         StorageError: the disk is full or fails.
     """
     from safetensors.numpy import save
 
-    if {name: array.shape for name, array in values.items()} != config.shapes():
-        raise ValueError("the weights are not those of the config")
-    if draft_tokens.shape != (config.draft_vocab,):
-        raise ValueError(f"there are {len(draft_tokens)} draft tokens, not {config.draft_vocab}")
     arrays: dict[str, npt.NDArray[Any]] = {_VOCABULARY: draft_tokens.astype(np.int32)}
     for name, array in values.items():
         if not np.isfinite(array).all():
@@ -262,6 +249,6 @@ def read_head(path: Path) -> HeadWeights:
     for name, shape in shapes.items():
         if name not in arrays or arrays[name].shape != shape:
             raise CheckpointError(f"{file} is damaged: tensor {name}")
-        values = arrays[name].astype(np.float32)
-        packed[name] = pack(values, matrix if len(shape) == 2 else F32, name=name)
+        format_ = matrix if len(shape) == 2 else F32
+        packed[name] = pack(arrays[name].astype(np.float32), format_, name=name)
     return HeadWeights(path, config, tokens, packed, about)

@@ -16,7 +16,7 @@ import localrt
 from localrt.cli import main
 from localrt.drafts.head import find_head
 from localrt.drafts.training import DraftTraining, TrainingReport, train_draft
-from localrt.drafts.training_text import Prompt, Prompts, SequenceFile, to_bfloat16
+from localrt.drafts.training_text import Prompts, SequenceFile, to_bfloat16
 from localrt.errors import CancelledError, OptionError
 from localrt.progress import Progress
 from localrt.quant.ops.native.abi import find_library
@@ -195,16 +195,15 @@ def test_beginnings_follow_from_number_and_seed() -> None:
     prompts = Prompts(range(100, 400), [0, 50, 120], ((1, 2), (9, 3)), seed=4)
     kinds = set()
     for number in range(8):
-        one, two = (Prompt(prompts, number).first() for _ in range(2))
-        assert one == two
-        kinds.add(one == [1, 2])
+        one, two = (prompts.parts(number) for _ in range(2))
+        first = list(next(one))
+        assert first == list(next(two))
+        kinds.add(first == [1, 2])
     assert kinds == {True, False}
-    chat = Prompt(prompts, 0)
-    assert chat.first() == [1, 2]
-    assert chat.ended(9) == [9, 3]  # the user's message, then the answer's beginning
-    assert chat.ended(8) == [8, 1, 2]  # the answer; another conversation
-    assert chat.ended(7) == [7, 9, 3]
-    piece = Prompt(prompts, 1).first()
+    chat = prompts.parts(0)
+    # A user's message, from its end to the answer's beginning, another conversation.
+    assert [next(chat) for _ in range(3)] == [(1, 2), (9, 3), (1, 2)]
+    piece = list(next(prompts.parts(1)))
     assert piece == list(range(piece[0], piece[0] + len(piece)))
     assert piece[0] in (100, 150, 220)
     with pytest.raises(OptionError, match="give it a --text"):

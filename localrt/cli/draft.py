@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from localrt.cli.loading import resolve_model
@@ -97,7 +97,11 @@ def run(args: argparse.Namespace) -> int:
         )
     seconds = time.monotonic() - started
     if args.json:
-        print(json.dumps({"model": model.name, **report.to_dict(), "seconds": seconds}, indent=2))
+        print(
+            json.dumps(
+                {"model": model.name, **asdict(report), "seconds": seconds}, indent=2, default=str
+            )
+        )
     else:
         print(_summary(model.name, report, seconds))
     return 0

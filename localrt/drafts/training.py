@@ -11,7 +11,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.drafts.head import target_identity
-from localrt.drafts.training_text import Prompts, SequenceFile, given_text, write_text
+from localrt.drafts.training_text import Prompts, Report, SequenceFile, write_text
 from localrt.engine.native.engine import NativeEngine
 from localrt.errors import CancelledError, MissingExtraError, OptionError, StorageError
 from localrt.files import write_bytes
@@ -103,10 +103,6 @@ class TrainingReport:
     agreed: tuple[float, ...]
     loss: tuple[float, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same names and values as plain JSON."""
-        return {**asdict(self), "path": str(self.path)}
-
 
 def train_draft(
     target: Path,
@@ -139,7 +135,7 @@ def train_draft(
             "training computes with torch: pip install 'localrt[quantize]'"
         ) from error
 
-    def report(stage: str, done: int, total: int, detail: str = "") -> None:
+    def report(stage: str, done: int, total: int, detail: str) -> None:
         if cancel is not None and cancel.is_set():
             raise CancelledError("the training was cancelled; the same command continues it")
         if progress is not None:
@@ -188,7 +184,7 @@ def _sequences(
     training: DraftTraining,
     text: str | None,
     work: Path,
-    report: Callable[..., None],
+    report: Report,
 ) -> SequenceFile:
     """What the head learns from; what is missing of it is computed."""
     ids: list[int] = []
@@ -204,11 +200,13 @@ def _sequences(
             "writes none (--generate 0)"
         )
     _claim(work, training, text, parts)
+
+    def given(number: int) -> Iterator[Sequence[int]]:
+        return iter([ids[number * length : (number + 1) * length]])
+
     sequences = SequenceFile(work / "text", count, length, engine.hidden_size)
-    if training.generate:
-        write_text(engine, parts, Prompts.of(parts, ids, training.seed), sequences, report)
-    else:
-        given_text(engine, ids, sequences, report)
+    begun = Prompts.of(parts, ids, training.seed).parts if training.generate else given
+    write_text(engine, begun, sequences, parts.eos_ids, training.seed, report)
     return sequences
 
 
@@ -222,19 +220,19 @@ def _claim(work: Path, training: DraftTraining, text: str | None, parts: LoadedM
         "text": hashlib.sha256((text or "").encode()).hexdigest(),
         "target": [info.architecture, info.layers, info.vocab_size],
     }
-    data = json.dumps(record, indent=1, sort_keys=True).encode()
+    data = json.dumps(record, indent=1).encode()
     file = work / "settings.json"
     try:
         work.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            write_bytes(file, data)
-        elif file.read_bytes() != data:
-            raise OptionError(
-                f"{work.parent} holds a training with other options or another text: give the "
-                "same ones to continue it, or another --out"
-            )
     except OSError as error:
-        raise StorageError(f"{file}: {error.strerror or error}") from error
+        raise StorageError(f"{work}: {error.strerror or error}") from error
+    if not file.exists():
+        write_bytes(file, data)
+    elif file.read_bytes() != data:
+        raise OptionError(
+            f"{work.parent} holds a training with other options or another text: give the same "
+            "ones to continue it, or another --out"
+        )
 
 
 def _head(
@@ -265,7 +263,7 @@ def _train(
     count: int,
     training: DraftTraining,
     state: Path,
-    report: Callable[..., None],
+    report: Report,
 ) -> None:
     """Take the steps that are missing, on the first ``count`` sequences, shuffled each round."""
     trainer.load(state)

@@ -9,9 +9,10 @@ run was interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +26,18 @@ from localrt.loading.parts import LoadedModel
 from localrt.models.templates.chat_template import encode_messages
 from localrt.speculative.ngram import common_length
 
-__all__ = ["Prompt", "Prompts", "SequenceFile", "given_text", "to_bfloat16", "write_text"]
+__all__ = ["Prompts", "Report", "SequenceFile", "to_bfloat16", "write_text"]
 
 Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
 Halves = npt.NDArray[np.uint16]
-Report = Callable[[str, int, int], None]  # stage, tokens, tokens in all; raises to stop
+Report = Callable[[str, int, int, str], None]  # stage, tokens, in all, detail; raises to stop
+# Of a sequence, by its number: what it begins with, and goes on with each time the target ends.
+Parts = Callable[[int], Iterator[Sequence[int]]]
 
 _TOGETHER = 64  # sequences of a pass, where memory holds their caches
 _PIECE = (16, 112)  # tokens of a given text that are continued
 _TEMPERATURES = (0.3, 0.6, 0.9)
-_USER_TEMPERATURE = 0.9  # an invented user should vary
 
 
 def to_bfloat16(values: Floats) -> Halves:
@@ -97,8 +99,8 @@ class SequenceFile:
 class Prompts:
     """Beginnings of sequences: pieces of ``text`` from ``starts`` on, and conversations.
 
-    ``before`` and ``after`` are the token ids around a user's message: up to it, and from its end
-    to the answer's beginning; None without a template.
+    ``frame`` are the token ids around a user's message, up to it, and from its end to the answer's
+    beginning; None without a template.
 
     Raises:
         OptionError: there is neither a text nor a chat template to begin with.
@@ -134,80 +136,42 @@ class Prompts:
         frame = (first[:before], first[len(first) - after :]) if told_apart else None
         return cls(text, starts, frame, seed)
 
-
-class Prompt:
-    """What sequence ``number`` begins with, and what follows where the target ends something."""
-
-    def __init__(self, prompts: Prompts, number: int) -> None:
-        self._prompts = prompts
-        self._frame = prompts.frame if number % 2 == 0 or not prompts.starts else None
-        self._answering = False
-        self._random = np.random.default_rng((prompts.seed, number))
-        self._temperature = float(self._random.choice(_TEMPERATURES))
-
-    def first(self) -> list[int]:
-        """Its first tokens, at least one."""
-        self._answering = False
-        if self._frame is not None:
-            return list(self._frame[0])
-        text, starts = self._prompts.text, self._prompts.starts
-        start = starts[int(self._random.integers(len(starts)))]
-        return list(text[start : start + int(self._random.integers(*_PIECE))])
-
-    def ended(self, token: int) -> list[int]:
-        """What follows after the target has ended its text with ``token``, which comes first."""
-        if self._frame is None or self._answering:
-            return [token, *self.first()]
-        self._answering = True
-        after = list(self._frame[1])
-        return after if after[:1] == [token] else [token, *after]
-
-    def choose(self, logits: Floats) -> int:
-        """The next token."""
-        user = self._frame is not None and not self._answering
-        temperature = _USER_TEMPERATURE if user else self._temperature
-        sampling = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
-        return draw(distribution(logits, sampling), float(self._random.random()))
-
-
-def given_text(
-    engine: NativeEngine, ids: Sequence[int], sequences: SequenceFile, report: Report
-) -> None:
-    """Compute what is missing of the text ``ids``, window by window."""
-    length = sequences.length
-    for number in range(sequences.written, sequences.count):
-        report("write", number * length, sequences.count * length)
-        with closing(engine.session(length)) as session:
-            assert isinstance(session, NativeSession), "the engine's own"
-            features = session.record_features()
-            session.extend(ids[number * length : (number + 1) * length])
-            sequences.append(session.tokens, features.get(0, length))
+    def parts(self, number: int) -> Iterator[Sequence[int]]:
+        """See ``Parts``."""
+        if self.frame is not None and (number % 2 == 0 or not self.starts):
+            yield from cycle(self.frame)
+        random = np.random.default_rng((self.seed, number))
+        while True:
+            start = self.starts[int(random.integers(len(self.starts)))]
+            yield self.text[start : start + int(random.integers(*_PIECE))]
 
 
 def write_text(
     engine: NativeEngine,
-    parts: LoadedModel,
-    prompts: Prompts,
+    parts: Parts,
     sequences: SequenceFile,
+    eos_ids: frozenset[int],
+    seed: int,
     report: Report,
 ) -> None:
-    """Let the target write what is missing, many sequences at a time."""
+    """Let the target write what is missing, many sequences at a time, and record its features."""
     length, count = sequences.length, sequences.count
     room = kv_room(engine, ram=None, gpu_memory=None) // engine.kv_nbytes(length)
-    together = max(1, min(_TOGETHER, engine.pass_rows, room))
+    together = max(1, min(_TOGETHER, room))
     while (done := sequences.written) < count:
-        numbers = range(done, min(done + together, count))
         with ExitStack() as opened:
-            live = []
-            for number in numbers:
-                session = opened.enter_context(closing(engine.session(length)))
-                live.append(_Live(Prompt(prompts, number), session))
-            waiting = list(live)
-            while waiting:
-                _advance(engine, waiting, parts.eos_ids)
-                waiting = [each for each in waiting if each.left]
-                here = sum(length - each.left for each in live)
-                report("write", done * length + here, count * length)
+            live = [
+                _Live(
+                    parts(number),
+                    opened.enter_context(closing(engine.session(length))),
+                    np.random.default_rng((number, seed)),
+                )
+                for number in range(done, min(done + together, count))
+            ]
+            while waiting := [each for each in live if each.left]:
+                written = sum(length - each.left for each in live)
+                report("write", done * length + written, count * length, "")
+                _advance(engine, waiting, eos_ids)
             for each in live:
                 sequences.append(each.session.tokens, each.features.get(0, length))
 
@@ -215,16 +179,29 @@ def write_text(
 class _Live:
     """A sequence on its way: ``pending`` are the tokens that come next."""
 
-    def __init__(self, prompt: Prompt, session: NativeSession) -> None:
-        self.prompt = prompt
+    def __init__(
+        self, parts: Iterator[Sequence[int]], session: NativeSession, random: np.random.Generator
+    ) -> None:
         self.session = session
         self.features = session.record_features()
-        self.pending = prompt.first()
+        self._parts = parts
+        self._random = random
+        temperature = float(random.choice(_TEMPERATURES))
+        self._sampling = Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+        self.pending = list(next(self._parts))
 
     @property
     def left(self) -> int:
         """Tokens until it is complete."""
         return self.session.capacity - len(self.session.tokens)
+
+    def choose(self, logits: Floats, eos_ids: frozenset[int]) -> None:
+        """The next token, and what follows it where it is an end."""
+        token = draw(distribution(logits, self._sampling), float(self._random.random()))
+        self.pending = [token]
+        if token in eos_ids:
+            following = next(self._parts)
+            self.pending += following[1:] if following[0] == token else following
 
 
 def _advance(engine: NativeEngine, live: Sequence[_Live], eos_ids: frozenset[int]) -> None:
@@ -237,9 +214,11 @@ def _advance(engine: NativeEngine, live: Sequence[_Live], eos_ids: frozenset[int
         room -= len(piece)
         if piece:
             pieces.append((each, piece))
-    ends = [n for n, (each, _) in enumerate(pieces) if not each.pending]
+    ends = [
+        number
+        for number, (each, piece) in enumerate(pieces)
+        if not each.pending and each.left > len(piece)
+    ]
     passed = [(each.session, piece) for each, piece in pieces]
     for end, logits in zip(ends, engine.extend_batch(passed, wanted=ends), strict=True):
-        each = pieces[end][0]
-        token = each.prompt.choose(logits)
-        each.pending = each.prompt.ended(token) if token in eos_ids else [token]
+        pieces[end][0].choose(logits, eos_ids)
