@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from localrt.models.tokenizers.base import Detokenizer, Tokenizer
+from localrt.models.tokenizers.free_memory import return_free_memory
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints.base import Checkpoint
@@ -23,19 +24,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         TokenizerError: it has none (then only ``token_ids`` can be used), or a broken one.
         UnsupportedModelError: a kind of tokenizer that is not known here.
     """
-    from localrt.models.tokenizers.free_memory import return_free_memory
-
+    # Only one of the two is needed, and not by those who know a tokenizer's contract alone
     try:
-        return _load(checkpoint)
+        if checkpoint.kind == "gguf":
+            from localrt.models.tokenizers.gguf import gguf_tokenizer
+
+            return gguf_tokenizer(checkpoint.metadata)
+        from localrt.models.tokenizers.hf import hf_tokenizer
+
+        return hf_tokenizer(checkpoint.path, eos=checkpoint.generation_config.get("eos_token_id"))
     finally:
         return_free_memory()
-
-
-def _load(checkpoint: Checkpoint) -> Tokenizer:
-    if checkpoint.kind == "gguf":
-        from localrt.models.tokenizers.gguf import gguf_tokenizer
-
-        return gguf_tokenizer(checkpoint.metadata)
-    from localrt.models.tokenizers.hf import hf_tokenizer
-
-    return hf_tokenizer(checkpoint.path, eos=checkpoint.generation_config.get("eos_token_id"))

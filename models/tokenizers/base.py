@@ -1,42 +1,69 @@
-"""The contract of a tokenizer, and the streaming detokenizer that never emits half a character."""
+"""The contract of a tokenizer, and the streaming detokenizer that never emits half a character.
+
+A token may end in the middle of a UTF-8 character, so text is decoded from bytes: what is complete
+comes out, the rest waits for the next token. Malformed bytes become U+FFFD.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Sequence
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
-class Detokenizer(Protocol):
-    """Text of one growing token sequence, piece by piece."""
+
+class Detokenizer:
+    """Text of one growing token sequence, piece by piece, without the tokens in ``skip``.
+
+    ``strip_space`` drops one space at the very start: the one that such a vocabulary's encoder puts
+    in front of every text.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        *,
+        skip: Container[int] = (),
+        strip_space: bool = False,
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._skip = skip
+        self._strip_space = strip_space
+        self._decoder = _UTF8("replace")
 
     def push(self, token: int) -> str:
         """Text that is certain after ``token``: complete characters only, possibly none."""
+        if token in self._skip:
+            return ""
+        data = self._token_bytes(token)
+        if self._strip_space and data:
+            self._strip_space = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
 
     def flush(self) -> str:
         """What is left at the end; an incomplete character becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back. Thread-safe."""
+class Tokenizer(ABC):
+    """Text to token ids and back. Thread-safe.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows (a model's head may have more rows)."""
+    It knows ``vocab_size`` ids; a model's head may have more rows. ``eos_ids`` end a generation
+    (end of sequence, end of turn), ``special_ids`` are the control tokens. With ``strip_space``,
+    decoding drops the space that encoding puts in front of a text.
+    """
 
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-sequence id, if the model has one."""
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: frozenset[int]
+    special_ids: frozenset[int]
+    strip_space: bool
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Ids that end a generation: end of sequence, end of turn."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Control tokens, which ``decode`` leaves out by default."""
-
+    @abstractmethod
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
@@ -47,17 +74,24 @@ class Tokenizer(Protocol):
         templates, never for what a user typed.
         """
 
-    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of ``tokens``; malformed UTF-8 becomes U+FFFD."""
-
+    @abstractmethod
     def token_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; a control token stands for its own name."""
 
+    @abstractmethod
     def token_text(self, token: int) -> str:
         """The vocabulary's own spelling of ``token``, for logs and log-probabilities."""
 
+    @abstractmethod
     def token_id(self, text: str) -> int | None:
         """Id of the token that the vocabulary spells ``text``, if there is one."""
 
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of ``tokens``, without control tokens by default."""
+        stream = self.detokenizer(skip_special=skip_special)
+        return "".join([*map(stream.push, tokens), stream.flush()])
+
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """A fresh streaming detokenizer."""
+        skip = self.special_ids if skip_special else ()
+        return Detokenizer(self.token_bytes, skip=skip, strip_space=self.strip_space)

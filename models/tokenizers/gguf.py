@@ -19,7 +19,11 @@ from localrt.errors import TokenizerError, UnsupportedModelError
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.models.tokenizers.pieces import PieceTable, chunks
+from localrt.models.tokenizers.bpe import ByteLevelTokenizer
+from localrt.models.tokenizers.merges import MergeTable
+from localrt.models.tokenizers.pieces import PieceTable
+from localrt.models.tokenizers.pretokenizers import pre_type
+from localrt.models.tokenizers.spm import SentencePieceTokenizer
 from localrt.models.tokenizers.vocabulary import Vocabulary
 
 __all__ = ["gguf_tokenizer"]
@@ -74,12 +78,9 @@ class _Tokens:
     table: PieceTable
     types: npt.NDArray[np.integer[Any]]
 
-    def ids_of(self, *types: _Type) -> list[int]:
-        found: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
-        return found
-
     def of_type(self, *types: _Type) -> dict[str, int]:
-        return {self.table.text(token): token for token in self.ids_of(*types)}
+        ids: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
+        return {self.table.text(token): token for token in ids}
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -103,48 +104,24 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
-    from localrt.models.tokenizers.bpe import ByteLevelEncoder, ByteLevelTokenizer, WordMerger
-    from localrt.models.tokenizers.merges import MergeTable, split_merges
-    from localrt.models.tokenizers.pretokenizers import pre_type
-
     pre = pre_type(metadata.get(f"{_PREFIX}pre") or "default")
-    sides = split_merges(_strings(metadata, "merges"))
+    merges = MergeTable(tokens.table, _strings(metadata, "merges"))
     vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
-    words = _reachable(tokens, sides)
-    special = {tokens.table.text(token): token for token in vocabulary.special}
-    added = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED) | special
-    encoder = ByteLevelEncoder(
-        WordMerger(words, MergeTable(words, sides), whole_words=pre.whole_words),
-        added=added,
-        special=vocabulary.special,
+    # Merges may build any piece: the tokenizer spells out control tokens that they lead to
+    hidden = np.isin(tokens.types, (_Type.CONTROL, _Type.UNKNOWN, _Type.UNUSED))
+    return ByteLevelTokenizer(
+        vocabulary,
+        words=tokens.table.only(~hidden),
+        merges=merges,
+        whole_words=pre.whole_words,
+        added=_added(tokens, vocabulary),
         normalizer=pre.normalizer(),
         pre_tokenizer=pre.pre_tokenizer(),
         cut_long=True,
     )
-    return ByteLevelTokenizer(vocabulary, encoder=encoder, literal=added.values())
-
-
-def _reachable(tokens: _Tokens, sides: PackedStrings) -> PieceTable:
-    """Pieces that words may become: not those that text must not reach, unless merges build them.
-
-    ``sides`` are the merges' pieces in turn.
-    """
-    hidden = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.UNUSED)
-    members = np.ones(len(tokens.table), np.bool_)
-    for piece in hidden:
-        members[tokens.table.find_all(piece)] = False
-    names = PieceTable(PackedStrings.of(hidden))
-    data = np.frombuffer(sides.data, np.uint8)
-    for start, stop in chunks(len(sides) // 2 if hidden else 0):
-        offsets = sides.offsets[2 * start : 2 * stop + 1 : 2].astype(np.int64)
-        built = np.unique(names.find_many(data, offsets[:-1], np.diff(offsets)))
-        members[[hidden[names.text(name)] for name in built.tolist() if name >= 0]] = True
-    return tokens.table.only(members)
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
-    from localrt.models.tokenizers.spm import SentencePieceTokenizer
-
     scores = _numbers(metadata, "scores")
     if scores is None:
         raise _missing("scores")
@@ -156,7 +133,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
     vocabulary = _vocabulary(
         metadata, tokens, add_bos=True, bos=1, eos=2, unknown=0, strip_space=space_prefix
     )
-    added = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED)
+    added = _added(tokens, vocabulary)
     swallow: frozenset[int] = frozenset()
     if metadata.get("general.architecture") == "phi3":
         # Phi-3's tokenizer.json marks its role tokens so; GGUF has no place for the mark
@@ -167,10 +144,16 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
         words=tokens.table.only(np.isin(tokens.types, (_Type.NORMAL, _Type.USER_DEFINED))),
         scores=scores,
         byte_ids=_byte_ids(tokens),
-        added=added | {tokens.table.text(token): token for token in vocabulary.special},
+        added=added,
         space_prefix=space_prefix,
         swallow_space=swallow,
     )
+
+
+def _added(tokens: _Tokens, vocabulary: Vocabulary) -> dict[str, int]:
+    """The tokens that are found in text as a whole."""
+    added = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED)
+    return added | {tokens.table.text(token): token for token in vocabulary.special}
 
 
 def _read_tokens(metadata: Mapping[str, Any]) -> _Tokens:

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.errors import TokenizerError, UnsupportedModelError
-from localrt.models.tokenizers.bytelevel import BYTE_TO_CHAR, piece_bytes
+from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, piece_bytes
 from localrt.models.tokenizers.hf_packed import read_packed
 from localrt.models.tokenizers.pieces import Pieces
 from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-
-    from localrt.models.tokenizers.bpe import ByteLevelEncoder
 
 __all__ = ["HuggingFaceTokenizer", "hf_tokenizer", "read_json", "token_name"]
 
@@ -42,30 +40,16 @@ class _Decoder:
 
 
 class HuggingFaceTokenizer(VocabularyTokenizer):
-    """``backend`` encodes; ``added`` are the ids of added tokens: they stand for their names.
+    """``backend`` encodes; its added tokens stand for their names."""
 
-    With ``encoder``, it encodes, and ``backend`` is unused.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        vocabulary: Vocabulary,
-        *,
-        added: frozenset[int],
-        decoder: _Decoder,
-        encoder: ByteLevelEncoder | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, vocabulary: Vocabulary, decoder: _Decoder) -> None:
         super().__init__(vocabulary)
         self._backend = backend
         self._lock = threading.Lock()  # whether control tokens count is a flag on the backend
-        self._added = added
+        self._added = frozenset(backend.get_added_tokens_decoder())
         self._decoder = decoder
-        self._encoder = encoder
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
-        if self._encoder is not None:
-            return self._encoder.encode(text, parse_special)
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -110,7 +94,7 @@ class BackendPieces:
         return found
 
 
-def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> HuggingFaceTokenizer:
+def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> VocabularyTokenizer:
     """The tokenizer of a model folder; ``eos`` are more ids that end a generation.
 
     Raises:
@@ -122,24 +106,16 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Hug
         raise TokenizerError(f"this model has no tokenizer: {_what_is_there(folder)}")
     config = read_json(folder / "tokenizer_config.json")
     names = read_json(folder / "special_tokens_map.json") | config
+    ends = _id_list(eos) | _generation_eos(folder)
     packed = read_packed(path, declared=_declared(config))
-    pieces: Pieces
-    if packed is not None:
-        backend, pieces, encoder = packed.backend, packed.pieces, packed.encoder
-    else:
-        backend, encoder = _read_whole(path), None
-        _add_declared(backend, config)
-        pieces = BackendPieces(backend)
+    backend = _read_whole(path, config) if packed is None else packed.backend
     backend.no_truncation()
     backend.no_padding()
+    if packed is not None:
+        return packed.tokenizer(_vocabulary(backend, packed.pieces, names, ends))
     decoder = _decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
-    return HuggingFaceTokenizer(
-        backend,
-        _vocabulary(backend, pieces, names, _id_list(eos) | _generation_eos(folder), decoder),
-        added=frozenset(backend.get_added_tokens_decoder()),
-        decoder=decoder,
-        encoder=encoder,
-    )
+    vocabulary = _vocabulary(backend, BackendPieces(backend), names, ends, decoder.strip_space)
+    return HuggingFaceTokenizer(backend, vocabulary, decoder)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -175,14 +151,25 @@ def _what_is_there(folder: Path) -> str:
     return f"{folder} holds no tokenizer.json, so only token_ids can be used"
 
 
-def _read_whole(path: Path) -> Backend:
+def _read_whole(path: Path, config: Mapping[str, Any]) -> Backend:
+    """The file as the package reads it, with what tokenizer_config.json alone declares."""
+    from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend
 
     try:
-        return Backend.from_file(str(path))
+        backend: Backend = Backend.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the package raises nothing more precise
         reason = " ".join(str(error).split())
         raise TokenizerError(f"{path} cannot be read as a tokenizer: {reason}") from None
+    present = backend.get_added_tokens_decoder()
+    for token, entry in _declared(config).items():
+        name = token_name(entry)
+        if name is None or token in present:
+            continue
+        flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+        given = {flag: bool(entry[flag]) for flag in flags if flag in entry}
+        backend.add_tokens([AddedToken(name, **given)])
+    return backend
 
 
 def _declared(config: Mapping[str, Any]) -> dict[int, Any]:
@@ -193,26 +180,12 @@ def _declared(config: Mapping[str, Any]) -> dict[int, Any]:
     return {int(key): entry for key, entry in sorted(declared.items()) if key.isdecimal()}
 
 
-def _add_declared(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks."""
-    from tokenizers import AddedToken
-
-    present = backend.get_added_tokens_decoder()
-    for token, entry in sorted(_declared(config).items()):
-        name = token_name(entry)
-        if name is None or token in present:
-            continue
-        flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-        given = {flag: bool(entry[flag]) for flag in flags if flag in entry}
-        backend.add_tokens([AddedToken(name, **given)])
-
-
 def _vocabulary(
     backend: Backend,
     pieces: Pieces,
     names: Mapping[str, Any],
     eos: frozenset[int],
-    decoder: _Decoder,
+    strip_space: bool = False,
 ) -> Vocabulary:
     def named(key: str) -> int | None:
         name = token_name(names.get(key))
@@ -233,7 +206,7 @@ def _vocabulary(
         special=frozenset(special),
         prefix=prefix,
         suffix=suffix,
-        strip_space=decoder.strip_space,
+        strip_space=strip_space,
     )
 
 

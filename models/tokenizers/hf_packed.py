@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localrt.models.checkpoints.packed_strings import PackedStrings
-from localrt.models.tokenizers.bytelevel import BYTE_TO_CHAR
+from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, ByteLevelTokenizer
+from localrt.models.tokenizers.merges import MergeTable
 from localrt.models.tokenizers.pieces import PieceTable
+from localrt.models.tokenizers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-
-    from localrt.models.tokenizers.bpe import ByteLevelEncoder
 
 __all__ = ["PackedTokenizer", "read_packed"]
 
@@ -39,14 +39,29 @@ _STEPS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "By
 
 @dataclass(frozen=True, slots=True)
 class PackedTokenizer:
-    """``encoder`` encodes; ``backend`` has everything of the file but its vocabulary and merges.
+    """The parts of a file: ``backend`` has all of it but its vocabulary and merges.
 
-    ``pieces`` are those of the vocabulary and the added tokens.
+    ``words`` are the pieces that words may become, ``pieces`` those and the ``added`` tokens.
     """
 
     backend: Backend
+    words: PieceTable
     pieces: PieceTable
-    encoder: ByteLevelEncoder
+    merges: MergeTable
+    whole_words: bool
+    added: Mapping[str, int]
+
+    def tokenizer(self, vocabulary: Vocabulary) -> ByteLevelTokenizer:
+        """The tokenizer, once it is known what its ids mean."""
+        return ByteLevelTokenizer(
+            vocabulary,
+            words=self.words,
+            merges=self.merges,
+            whole_words=self.whole_words,
+            added=self.added,
+            normalizer=self.backend.normalizer,
+            pre_tokenizer=self.backend.pre_tokenizer,
+        )
 
 
 def read_packed(path: Path, *, declared: Mapping[int, Any]) -> PackedTokenizer | None:
@@ -54,10 +69,7 @@ def read_packed(path: Path, *, declared: Mapping[int, Any]) -> PackedTokenizer |
 
     None also where it lacks added tokens that are ``declared`` elsewhere, by id.
     """
-    from tokenizers import Tokenizer as Backend
-
-    from localrt.models.tokenizers.bpe import ByteLevelEncoder, WordMerger
-    from localrt.models.tokenizers.merges import MergeTable
+    from tokenizers import Tokenizer as Backend  # needed by tokenizer.json alone
 
     try:
         spec = json.loads(path.read_bytes())
@@ -68,26 +80,18 @@ def read_packed(path: Path, *, declared: Mapping[int, Any]) -> PackedTokenizer |
         names = {entry["content"]: entry["id"] for entry in added}
         if not declared.keys() <= set(names.values()):
             return None
-        sides = _sides(model.pop("merges"))
+        merges = _packed_merges(model.pop("merges"))
         words, pieces = _tables(vocab, names)
-        merger = WordMerger(
-            words, MergeTable(words, sides), whole_words=bool(model.get("ignore_merges"))
-        )
         known = {char: vocab[char] for char in BYTE_TO_CHAR} | names
         spec["model"] = {"type": "BPE", "vocab": known, "merges": []}
+        whole_words = bool(model.get("ignore_merges"))
         del model, vocab
         backend = Backend.from_str(json.dumps(spec))
+        return PackedTokenizer(
+            backend, words, pieces, MergeTable(words, merges), whole_words, names
+        )
     except Exception:  # noqa: BLE001 - broken in one of many ways; the package says in which
         return None
-    encoder = ByteLevelEncoder(
-        merger,
-        added=names,
-        special={entry["id"] for entry in added if entry["special"]},
-        normalizer=backend.normalizer,
-        pre_tokenizer=backend.pre_tokenizer,
-        special_hides=True,  # as the package has it
-    )
-    return PackedTokenizer(backend, pieces, encoder)
 
 
 def _is_plain(spec: Mapping[str, Any]) -> bool:
@@ -95,18 +99,24 @@ def _is_plain(spec: Mapping[str, Any]) -> bool:
 
     And whether added tokens are found in the text as it is, all in one go.
     """
-    model, cut = spec["model"], spec["pre_tokenizer"]
+    model = spec["model"]
     if model["type"] != "BPE" or any(model.get(key) for key in _EXTRAS):
         return False
-    steps = cut["pretokenizers"] if cut["type"] == "Sequence" else [cut]
-    kinds = [step["type"] for step in steps]
+    kinds = _kinds(spec["pre_tokenizer"], "pretokenizers")
     if kinds[-1] != "ByteLevel" or not set(kinds) <= _STEPS:
+        return False
+    if "ByteLevel" not in _kinds(spec["decoder"], "decoders"):
         return False
     added = spec["added_tokens"]
     if any(entry["lstrip"] or entry["rstrip"] or entry["single_word"] for entry in added):
         return False
     late = {bool(entry["normalized"]) for entry in added}
     return late <= {False} or (late == {True} and spec["normalizer"] is None)
+
+
+def _kinds(part: Mapping[str, Any], steps: str) -> list[str]:
+    """The type of each of a part's steps, which a sequence lists under ``steps``."""
+    return [step["type"] for step in (part[steps] if part["type"] == "Sequence" else [part])]
 
 
 def _are_ids(vocab: Mapping[str, Any]) -> bool:
@@ -147,16 +157,14 @@ def _tables(vocab: dict[str, int], names: dict[str, int]) -> tuple[PieceTable, P
     return table.only(in_words), table.only(known)
 
 
-def _sides(merges: list[str] | list[list[str]]) -> PackedStrings:
-    """Both sides of each merge in turn.
+def _packed_merges(merges: list[str] | list[list[str]]) -> PackedStrings:
+    """The merges as GGUF has them: two pieces and the space between them.
 
     Raises:
         ValueError: a merge is not two pieces.
     """
-    sides: list[str] = []
-    for merge in merges:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        if left.startswith("#version") or not isinstance(right, str):
+    spelled = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    for merge in spelled:
+        if merge.count(" ") != 1 or merge.startswith("#version"):
             raise ValueError(merge)
-        sides += (left, right)
-    return PackedStrings.of(sides)
+    return PackedStrings.of(spelled)

@@ -8,7 +8,7 @@ strings and numbers only, not what a token means.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 __all__ = ["TokenMatcher"]
 
@@ -47,10 +47,15 @@ class TokenMatcher:
                 return start + len(text[start : start + size]), token
         return None
 
-    def split(self, text: str) -> Iterator[str | int]:
-        """``text`` as an alternation of plain stretches (never empty) and token ids."""
+    def split(self, text: str, ignored: Container[int] = ()) -> Iterator[str | int]:
+        """``text`` as an alternation of plain stretches (never empty) and token ids.
+
+        Tokens in ``ignored`` remain text, in which no other token is found.
+        """
         end = 0
         for start, stop, token in self.spans(text):
+            if token in ignored:
+                continue
             if start > end:
                 yield text[end:start]
             yield token

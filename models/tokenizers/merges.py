@@ -15,7 +15,7 @@ from localrt.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.pieces import PieceTable, bucket_count, bucket_order, chunks
 
-__all__ = ["MergeTable", "split_merges"]
+__all__ = ["MergeTable"]
 
 _NONE = 1 << 32  # a rank behind all others
 _SHORT = 64  # ids; up to here a scan of the whole word beats a queue
@@ -23,42 +23,43 @@ _HALF = 24  # bits of an id in a pair's key; no GGUF array has more strings
 
 
 class MergeTable:
-    """Joins neighbouring ids.
-
-    ``sides`` has the left and the right piece of each merge in turn; ``words`` knows all of them,
-    and all that they join to.
+    """Joins neighbouring ids, as ``merges`` says: each is spelled ``"left right"``.
 
     Raises:
-        TokenizerError: a piece is not in ``words``.
+        TokenizerError: a merge lacks a side, or ``words`` lacks a side or what it joins to.
     """
 
-    def __init__(self, words: PieceTable, sides: PackedStrings) -> None:
-        count = len(sides) // 2
+    def __init__(self, words: PieceTable, merges: PackedStrings) -> None:
+        count = len(merges)
         keys, joined = np.empty(count, np.uint64), np.empty(count, np.uint32)
-        data = np.frombuffer(sides.data, np.uint8)
+        data = np.frombuffer(merges.data, np.uint8)
         for start, stop in chunks(count):
-            offsets = sides.offsets[2 * start : 2 * stop + 1].astype(np.int64)
-            left, middle, right = offsets[:-1:2], offsets[1::2], offsets[2::2]
-            lefts = words.find_many(data, left, middle - left)
-            rights = words.find_many(data, middle, right - middle)
-            both = words.find_many(data, left, right - left)
+            offsets = merges.offsets[start : stop + 1].astype(np.int64)
+            text = data[offsets[0] : offsets[-1]]
+            begins, ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
+            spaces = np.append(np.flatnonzero(text == ord(" ")), len(text))
+            space = spaces[np.searchsorted(spaces, begins)]  # the first one of each merge
+            if len(broken := np.flatnonzero((space == begins) | (space >= ends - 1))):
+                merge = merges[start + int(broken[0])]
+                raise TokenizerError(f"the model's BPE merge {merge!r} does not name two pieces")
+            lefts = words.find_many(text, begins, space - begins)
+            rights = words.find_many(text, space + 1, ends - space - 1)
+            spaces_before = np.arange(stop - start)
+            whole = np.delete(text, space)
+            both = words.find_many(whole, begins - spaces_before, ends - begins - 1)
             if len(missing := np.flatnonzero((lefts < 0) | (rights < 0) | (both < 0))):
-                at = 2 * (start + int(missing[0]))
+                left, right = merges[start + int(missing[0])].split(" ", 1)
                 raise TokenizerError(
                     "the model's BPE vocabulary cannot be used: the merge of "
-                    f"{sides[at]!r} and {sides[at + 1]!r} needs a piece that it lacks"
+                    f"{left!r} and {right!r} needs a piece that it lacks"
                 )
             keys[start:stop] = lefts << _HALF | rights
             joined[start:stop] = both
         self._buckets = bucket_count(count)
-        # Ranks fall within a bucket, so that the last of equal merges is met first: it counts
         buckets = (keys % np.uint64(self._buckets)).astype(np.uint32)
-        order, begins = bucket_order(buckets[::-1], self._buckets)
-        ranks = np.subtract(count - 1, order, out=order)
+        ranks, places = bucket_order(buckets, self._buckets)
         self._keys = keys[ranks].data
-        self._ranks = ranks.astype(np.uint32).data
-        self._joined = joined.data
-        self._begins = begins.data
+        self._ranks, self._begins, self._joined = ranks.data, places.data, joined.data
 
     def merge(self, ids: list[int]) -> list[int]:
         """``ids`` of one word with all merges applied."""
@@ -112,28 +113,3 @@ class MergeTable:
                     if rank != _NONE:
                         heappush(queue, (rank, left))
         return [token for token in ids if token >= 0]
-
-
-def split_merges(merges: PackedStrings) -> PackedStrings:
-    """Both sides of each merge, which is spelled ``"left right"``, in turn.
-
-    Raises:
-        TokenizerError: a merge lacks a side.
-    """
-    data = np.frombuffer(merges.data, np.uint8)
-    sides = np.zeros(2 * len(merges) + 1, merges.offsets.dtype)
-    parts = []
-    for start, stop in chunks(len(merges)):
-        offsets = merges.offsets[start : stop + 1].astype(np.int64)
-        text = data[offsets[0] : offsets[-1]]
-        offsets -= (base := offsets[0])
-        spaces = np.append(np.flatnonzero(text == ord(" ")), len(text))
-        space = spaces[np.searchsorted(spaces, offsets[:-1])]  # the first one behind each start
-        if len(broken := np.flatnonzero((space == offsets[:-1]) | (space >= offsets[1:] - 1))):
-            merge = merges[start + int(broken[0])]
-            raise TokenizerError(f"the model's BPE merge {merge!r} does not name two pieces")
-        before = np.arange(start, stop)  # the spaces that are left out before
-        sides[2 * start + 1 : 2 * stop : 2] = base + space - before
-        sides[2 * start + 2 : 2 * stop + 1 : 2] = base + offsets[1:] - before - 1
-        parts.append(np.delete(text, space).tobytes())
-    return PackedStrings(b"".join(parts), sides)

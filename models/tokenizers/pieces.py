@@ -55,10 +55,8 @@ class PieceTable:
             lengths = np.diff(offsets)
             self._longest = max(self._longest, int(lengths.max()))
             hashes[start:stop] = self._hash(self._data, offsets[:-1], lengths)
-        # Ids fall within a bucket, so that the last of equal pieces is met first
-        order, begins = bucket_order(hashes[::-1], self._buckets)
-        self._ids = np.subtract(count - 1, order, out=order).astype(np.uint32).data
-        self._begins = begins.data
+        ids, begins = bucket_order(hashes, self._buckets)
+        self._ids, self._begins = ids.data, begins.data
         self._members: memoryview | None = None
 
     @property
@@ -90,11 +88,6 @@ class PieceTable:
             ):
                 return token
         return None
-
-    def find_all(self, text: str) -> list[int]:
-        """All ids of the piece ``text``, the last one first."""
-        piece = text.encode("utf-8", "surrogatepass")
-        return [token for token in self._bucket(piece) if self.pieces.encoded(token) == piece]
 
     def _bucket(self, piece: bytes) -> memoryview:
         """Ids that ``piece`` may have."""
@@ -159,14 +152,16 @@ def bucket_count(count: int) -> int:
 
 def bucket_order(
     buckets: npt.NDArray[np.uint32], count: int
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint32]]:
-    """Entries sorted by their bucket, else in order, and where each of ``count`` buckets begins.
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Entries sorted by their bucket, and where each of ``count`` buckets begins.
 
-    The second array has one number more: where the last bucket ends.
+    Within a bucket they fall, so that the last of equal entries is met first. The second array has
+    one number more: where the last bucket ends.
     """
     begins = np.zeros(count + 1, np.uint32)
     np.cumsum(np.bincount(buckets, minlength=count), out=begins[1:])
-    return np.argsort(buckets, kind="stable"), begins
+    order = np.argsort(buckets[::-1], kind="stable")
+    return np.subtract(len(buckets) - 1, order, out=order).astype(np.uint32), begins
 
 
 def chunks(count: int) -> Iterator[tuple[int, int]]:

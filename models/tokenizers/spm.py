@@ -57,10 +57,8 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self._space_prefix = space_prefix
         self._swallow_space = swallow_space
         # U+2581 is a space, whether the vocabulary or the text writes it: match both as one
-        added = {text.replace(SPACE, " "): token for text, token in added.items()}
-        self._added = TokenMatcher(added)
-        self._always = TokenMatcher(
-            {text: token for text, token in added.items() if token not in vocabulary.special}
+        self._added = TokenMatcher(
+            {text.replace(SPACE, " "): token for text, token in added.items()}
         )
         self._boundary = _boundary(words)
         self._cached = lru_cache(_CACHED_CHUNKS)(self._merge)
@@ -68,8 +66,8 @@ class SentencePieceTokenizer(VocabularyTokenizer):
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         ids: list[int] = []
         after_token, swallow = True, False
-        added = self._added if parse_special else self._always
-        for part in added.split(text.replace(SPACE, " ")):
+        ignored = () if parse_special else self.special_ids
+        for part in self._added.split(text.replace(SPACE, " "), ignored):
             if isinstance(part, int):
                 ids.append(part)
                 after_token, swallow = True, part in self._swallow_space

@@ -1,4 +1,4 @@
-"""What every tokenizer here shares: the vocabulary, decoding, and the edges of encoding.
+"""What the tokenizers here share: the vocabulary, and the edges of encoding.
 
 The edges are the tokens around a text (BOS, EOS), text that was not UTF-8, and the promise that
 ``parse_special=False`` never yields a control token. How plain text becomes ids is the subclass's.
@@ -7,12 +7,11 @@ The edges are the tokens around a text (BOS, EOS), text that was not UTF-8, and 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localrt.models.tokenizers.base import Detokenizer
-from localrt.models.tokenizers.detokenize import StreamDetokenizer, decode_tokens
+from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.pieces import Pieces
 
 __all__ = ["Vocabulary", "VocabularyTokenizer"]
@@ -39,12 +38,17 @@ class Vocabulary:
     strip_space: bool = False
 
 
-class VocabularyTokenizer(ABC):
-    """A ``Tokenizer`` over a vocabulary. Thread-safe."""
+class VocabularyTokenizer(Tokenizer):
+    """A ``Tokenizer`` over a vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._forbidden = vocabulary.special - {vocabulary.unknown}
+        self.vocab_size = len(vocabulary.pieces)
+        self.bos_id = vocabulary.bos
+        self.eos_ids = vocabulary.eos
+        self.special_ids = vocabulary.special
+        self.strip_space = vocabulary.strip_space
 
     @abstractmethod
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
@@ -54,39 +58,10 @@ class VocabularyTokenizer(ABC):
     def _byte_id(self, byte: int) -> int | None:
         """The token of one byte, if the vocabulary has it."""
 
-    @abstractmethod
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of ``token``: a control token's name, nothing for an unknown id."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows (a model's head may have more rows)."""
-        return len(self._vocabulary.pieces)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-sequence id, if the model has one."""
-        return self._vocabulary.bos
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Ids that end a generation: end of sequence, end of turn."""
-        return self._vocabulary.eos
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Control tokens, which ``decode`` leaves out by default."""
-        return self._vocabulary.special
-
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        """Token ids of ``text``; lone surrogates stand for their bytes.
-
-        ``add_special`` adds what the model adds around plain text (BOS, mostly); ``parse_special``
-        reads control tokens written in the text as themselves: for rendered chat templates, never
-        for what a user typed.
-        """
+        """See ``Tokenizer``; lone surrogates stand for their bytes."""
         ids: list[int] = []
         for part in _valid_parts(text):
             if isinstance(part, str):
@@ -98,23 +73,6 @@ class VocabularyTokenizer(ABC):
         if add_special:
             return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
         return ids
-
-    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of ``tokens``; malformed UTF-8 becomes U+FFFD."""
-        return decode_tokens(
-            tokens,
-            self.token_bytes,
-            skip=self.special_ids if skip_special else (),
-            strip_space=self._vocabulary.strip_space,
-        )
-
-    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
-        """A fresh streaming detokenizer."""
-        return StreamDetokenizer(
-            self.token_bytes,
-            skip=self.special_ids if skip_special else (),
-            strip_space=self._vocabulary.strip_space,
-        )
 
     def token_text(self, token: int) -> str:
         """The vocabulary's own spelling of ``token``; empty for an id outside it."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from localrt.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.models.tokenizers.bytelevel import BYTE_TO_CHAR
+from localrt.models.tokenizers.bpe import BYTE_TO_CHAR
 from localrt.models.tokenizers.gguf import gguf_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6

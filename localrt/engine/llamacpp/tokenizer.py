@@ -7,19 +7,19 @@ is loaded, and must not be used after that is closed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 
 from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.errors import TokenizerError
-from localrt.models.tokenizers.detokenize import StreamDetokenizer, decode_tokens
+from localrt.models.tokenizers.base import Tokenizer
 
 __all__ = ["LlamaCppTokenizer"]
 
 _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 
 
-class LlamaCppTokenizer:
+class LlamaCppTokenizer(Tokenizer):
     """Text to token ids and back through llama.cpp. Thread-safe."""
 
     def __init__(self, model: LlamaCppModel) -> None:
@@ -28,17 +28,9 @@ class LlamaCppTokenizer:
         self._vocab = self._api.llama_model_get_vocab(model.handle)
         if self._api.llama_vocab_type(self._vocab) == _NO_VOCABULARY:
             raise TokenizerError("the model file has no tokenizer: pass token_ids instead of text")
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows."""
-        return int(self._api.llama_vocab_n_tokens(self._vocab))
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-sequence id, if the model has one."""
-        token = int(self._api.llama_vocab_bos(self._vocab))
-        return token if token >= 0 else None
+        self.vocab_size = int(self._api.llama_vocab_n_tokens(self._vocab))
+        bos = int(self._api.llama_vocab_bos(self._vocab))
+        self.bos_id = bos if bos >= 0 else None
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -69,11 +61,6 @@ class LlamaCppTokenizer:
             raise TokenizerError("llama.cpp cannot tokenize this text")
         return ids[:count]
 
-    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of ``tokens``; malformed UTF-8 becomes U+FFFD."""
-        skip = self.special_ids if skip_special else ()
-        return decode_tokens(tokens, self.token_bytes, skip=skip, strip_space=self._adds_space)
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; a control token stands for its own name."""
         if not 0 <= token < self.vocab_size:
@@ -96,13 +83,8 @@ class LlamaCppTokenizer:
         """Id of the token that the vocabulary spells ``text``, if there is one."""
         return self._ids.get(text)
 
-    def detokenizer(self, *, skip_special: bool = True) -> StreamDetokenizer:
-        """A fresh streaming detokenizer."""
-        skip = self.special_ids if skip_special else ()
-        return StreamDetokenizer(self.token_bytes, skip=skip, strip_space=self._adds_space)
-
     @cached_property
-    def _adds_space(self) -> bool:
+    def strip_space(self) -> bool:
         """Whether encoding puts a space in front of every text, as many SentencePiece ones do."""
         return self.token_bytes(self.encode("a", add_special=False)[0]).startswith(b" ")
 
