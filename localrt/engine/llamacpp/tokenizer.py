@@ -31,16 +31,10 @@ class LlamaCppTokenizer(Tokenizer):
         self.vocab_size = int(self._api.llama_vocab_n_tokens(self._vocab))
         bos = int(self._api.llama_vocab_bos(self._vocab))
         self.bos_id = bos if bos >= 0 else None
-
-    @cached_property
-    def eos_ids(self) -> frozenset[int]:
-        """Ids that end a generation."""
-        return self._where(self._api.llama_vocab_is_eog)
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Control tokens."""
-        return self._where(self._api.llama_vocab_is_control)
+        self.eos_ids = self._where(self._api.llama_vocab_is_eog)
+        self.special_ids = self._where(self._api.llama_vocab_is_control)
+        first = self.encode("a", add_special=False)[:1]
+        self.strip_space = bool(first) and self.token_bytes(first[0]).startswith(b" ")
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -82,11 +76,6 @@ class LlamaCppTokenizer(Tokenizer):
     def token_id(self, text: str) -> int | None:
         """Id of the token that the vocabulary spells ``text``, if there is one."""
         return self._ids.get(text)
-
-    @cached_property
-    def strip_space(self) -> bool:
-        """Whether encoding puts a space in front of every text, as many SentencePiece ones do."""
-        return self.token_bytes(self.encode("a", add_special=False)[0]).startswith(b" ")
 
     def _piece(self, token: int, buffer: ctypes.Array[ctypes.c_char]) -> int:
         api = self._api
