@@ -414,6 +414,12 @@ class RamForecast:
             held = min(held, self.room)
         return self.process + held + activation_nbytes(self.sizes, rows)
 
+    def within(self, budget: int) -> RamForecast:
+        """The same with another budget, where there is one."""
+        if self.budget is None:
+            return self
+        return replace(self, budget=budget - MARGIN_NBYTES)
+
     def spare(self, kv: int) -> int | None:
         """Bytes that the budget leaves beside caches of ``kv`` bytes, for passes and more caches.
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.models.timing import PipelineCounts
+from localrt.offload.memory.process import current_rss
 from localrt.offload.placement import Where
 from tests.conftest import write_tiny_model
+from tests.inside import core_of
 from tests.offload.cards.carded import on_card
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import extend, needs_kernels, pack_synthetic, passing, tokens
@@ -332,6 +335,16 @@ def test_a_card_gives_memory_back(stored: StoredModel) -> None:
             assert (found == extend(stored.resident, twin, tokens(3, seed=turn))).all()
         assert placed.residency.counts().memory_note.endswith("copied to the card: 1 byte less")
         assert placed.residency.memory.shrink_card(1 << 40, "all") == 0
+
+
+@needs_kernels
+def test_a_new_budget_bounds_the_trees_of_a_model_that_was_loaded_whole(tiny_folder: Path) -> None:
+    with localrt.load(tiny_folder) as model, closing(core_of(model).new_session()) as session:
+        rows = [session.tree_rows or 0]
+        for room in (32 << 20, 256 << 20):
+            model.set_budget(ram=current_rss() + room)
+            rows.append(session.tree_rows or 0)
+    assert 0 < rows[1] < rows[2] < rows[0]
 
 
 def test_budgets_of_a_model_that_was_loaded_whole(tiny: localrt.Model) -> None:

@@ -35,10 +35,7 @@ class Budgets:
         Raises:
             MemoryBudgetError: it takes more, and cannot give enough of it back.
         """
-        if self._engine.info.streamed:
-            self._engine.set_ram_budget(ram_budget(nbytes))
-            return_free_memory()
-        else:
+        if not self._engine.info.streamed:
             if current_rss() > nbytes:
                 free()
                 return_free_memory()
@@ -49,6 +46,9 @@ class Budgets:
                     f"more than {format_bytes(nbytes)}: load it again with ram={nbytes}, which "
                     "streams it"
                 )
+        self._engine.set_ram_budget(ram_budget(nbytes))
+        if self._engine.info.streamed:
+            return_free_memory()
         self.ram = nbytes
 
     def set_gpu_memory(self, nbytes: int) -> None:

@@ -302,7 +302,7 @@ class Engine(ABC):
         """
 
     def set_ram_budget(self, nbytes: int) -> None:  # noqa: B027  nothing to do
-        """Have the process take ``nbytes`` of RAM at most from the next pass on, if streamed.
+        """Have the process take ``nbytes`` of RAM at most from the next pass on.
 
         Raises:
             MemoryBudgetError: what cannot be streamed takes more; nothing changes then.

@@ -282,7 +282,8 @@ class NativeEngine(Engine):
         """
         with self._turn:
             self._loaded()
-            if self.plan is None:
+            if self.plan is None:  # what it holds stays: its next passes have other limits
+                self._ram.set_budget(nbytes)
                 return
             elsewhere = self.plan.request.budgets.ram - self.plan.for_weights_and_caches()
             elsewhere += self._taken

@@ -26,6 +26,11 @@ class RamMeter:
         self._caches.add(cache)
         return cache
 
+    def set_budget(self, nbytes: int) -> None:
+        """The process may take ``nbytes`` from now on."""
+        if self._forecast is not None:
+            self._forecast = self._forecast.within(nbytes)
+
     def passed(self, rows: int, logit_rows: int) -> None:
         """A pass of ``rows`` rows is over, ``logit_rows`` of them with logits."""
         self._kv = max(self._kv, sum(cache.nbytes for cache in self._caches))
