@@ -25,10 +25,10 @@ from localrt.engine.options import read_options
 from localrt.engine.parking.keeper import PERSON, Tier
 from localrt.engine.parking.prompt_cache import PromptCache
 from localrt.engine.pool import SessionPool
-from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.protocol import Engine, EngineSession, check_ids
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
-from localrt.errors import ContextOverflowError, LocalrtError, OptionError
+from localrt.errors import ContextOverflowError, LocalrtError
 from localrt.hub import resolve
 from localrt.hub.usage import note_use
 from localrt.loading.options import LoadOptions
@@ -198,8 +198,7 @@ class Core:
         ids = [int(token) for token in token_ids]
         if len(ids) > self.ctx:
             raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {self.ctx}")
-        if ids and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:
-            raise OptionError(f"token ids must be from 0 to {self.info.vocab_size - 1}")
+        check_ids(ids, self.info.vocab_size)
         return ids
 
     # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.engine.batch.batch import kv_room
-from localrt.engine.native.engine import NativeEngine, NativeSession
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.session import NativeSession
 from localrt.engine.sampling import Sampling, distribution, draw
 from localrt.errors import OptionError, StorageError
 from localrt.loading.parts import LoadedModel

@@ -6,7 +6,6 @@ logits, and does not know where they come from.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -220,7 +219,7 @@ class Meter:
 
     def __init__(self, request: Request, session: EngineSession, *, shared: bool = False) -> None:
         self._session = session
-        self._start = self._now()
+        self._start = session.now()
         self._first: float | None = None
         self.steps: Stepper | Guesser | None = None
         self.cached = 0
@@ -229,21 +228,16 @@ class Meter:
         self._forecast = None if shared else session.forecast()
         self._metrics = Metrics(prompt_tokens=len(request.prompt), exactness=request.exactness)
 
-    def _now(self) -> float:
-        """Seconds on the clock that the session runs on: a virtual card has its own."""
-        counts = self._session.counts()
-        return time.perf_counter() if counts is None else counts.clock_s
-
     def prefilled(self, cached: int) -> None:
         """The prompt has been computed, but for the ``cached`` tokens that were there."""
         m = self._metrics
         m.cached_tokens = self.cached = cached
-        elapsed = self._now() - self._start
+        elapsed = self._session.now() - self._start
         m.prefill_tok_s = (m.prompt_tokens - cached) / elapsed if elapsed > 0 else None
 
     def token(self) -> None:
         """One more token has been chosen."""
-        m, now = self._metrics, self._now()
+        m, now = self._metrics, self._session.now()
         m.completion_tokens += 1
         if self._first is None:
             self._first, m.ttft_s = now, now - self._start
@@ -270,7 +264,7 @@ class Meter:
 
     def _pipeline(self) -> None:
         """What streaming cost; efficiency is that of decoding, from the first token on."""
-        m, now, counts = self._metrics, self._now(), self._session.counts()
+        m, now, counts = self._metrics, self._session.now(), self._session.counts()
         forecast = self._forecast
         if forecast is not None:
             m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s

@@ -8,6 +8,7 @@ be unable to do has a default here that says so, and nobody asks for its class.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import OptionError, UnsupportedModelError
+from localrt.errors import ContextOverflowError, OptionError, UnsupportedModelError
 from localrt.models.timing import PipelineCounts, Task
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "Logits",
     "PutBlocks",
     "Rates",
+    "check_ids",
 ]
 
 Logits = npt.NDArray[np.float32]
@@ -91,6 +93,12 @@ Forecaster = Callable[[Rates], Forecast]
 """A forecast for the rates that there are."""
 
 
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ``OptionError`` where one of ``ids`` is not in the vocabulary."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise OptionError(f"token ids must be from 0 to {vocab_size - 1}")
+
+
 class EngineSession(ABC):
     """One sequence: the tokens whose keys and values are cached, in order. Not thread-safe.
 
@@ -139,9 +147,30 @@ class EngineSession(ABC):
     def close(self) -> None:
         """Free the cache."""
 
+    def check_tokens(self, tokens: Sequence[int], vocab_size: int) -> None:
+        """Whether ``tokens`` can be appended.
+
+        Raises:
+            OptionError: there are none, or an id outside the vocabulary.
+            ContextOverflowError: more than there is room for.
+        """
+        if not tokens:
+            raise OptionError("there are no tokens to compute")
+        check_ids(tokens, vocab_size)
+        length = len(self.tokens) + len(tokens)
+        if length > self.capacity:
+            raise ContextOverflowError(
+                f"{length} tokens do not fit a context of {self.capacity}: use a larger ctx"
+            )
+
     def counts(self) -> PipelineCounts | None:
         """What the engine's pipeline has done so far; None where there is none."""
         return None
+
+    def now(self) -> float:
+        """Seconds on the clock that passes run on: a virtual card has its own."""
+        counts = self.counts()
+        return time.perf_counter() if counts is None else counts.clock_s
 
     def forecast(self) -> Forecast | None:
         """What was planned; None where nothing was. Takes milliseconds."""
@@ -324,6 +353,10 @@ class Engine(ABC):
 
     def counts(self) -> PipelineCounts | None:
         """What the pipeline has done so far; None where everything is resident."""
+        return None
+
+    def forecast(self) -> Forecast | None:
+        """What was planned, for the disk as it has been lately; None where nothing was."""
         return None
 
     def trace(self, keep: int | None = None) -> list[Task]:

@@ -10,7 +10,6 @@ It knows no text, and no source beyond its protocol.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -165,7 +164,7 @@ class Stepper:
         self._plan: Plan | None = None
         self._computed: TreePass | None = None  # and not yet kept
         self._seconds = 0.0
-        self._prefill = self._now()
+        self._prefill = self._session.now()
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
         forecast = session.forecast() if self._preparing else None
         self._simulated = forecast is not None and forecast.simulated
@@ -178,7 +177,7 @@ class Stepper:
 
     def prefilled(self, rows: int) -> None:
         """A prompt of ``rows`` has just been computed."""
-        self._tuner.prompt(rows, self._now() - self._prefill)
+        self._tuner.prompt(rows, self._session.now() - self._prefill)
 
     def advance(self, token: int, left: int, check: Check) -> Logits:
         """Logits (vocab,) after ``token``, which was chosen; ``left`` more may be."""
@@ -210,10 +209,6 @@ class Stepper:
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _now(self) -> float:
-        counts = self._session.counts()
-        return time.perf_counter() if counts is None else counts.clock_s
-
     def _verified(self, token: int) -> Logits | None:
         computed = self._computed
         logits = None if computed is None else computed.after(token)
@@ -242,7 +237,7 @@ class Stepper:
         tree = self._draft(room, left - 1, check) if guess else TokenTree.empty()
         order = self._policy.ahead(self._plan, tree)
         work = None if order is None or left <= 1 else self._work(order)
-        started = self._now()
+        started = self._session.now()
         with GapWork(check, work) as gap_work:
             if len(tree):
                 try:
@@ -254,7 +249,7 @@ class Stepper:
                     self._note = "no more guesses: they need memory that the budget does not have"
             if not len(tree):
                 logits = session.extend([token], check=gap_work)[None]
-            seconds = self._now() - started
+            seconds = self._session.now() - started
             self._seconds = seconds
             if work is not None:
                 gap_work.ended(_likely(tree, logits))
@@ -296,17 +291,17 @@ class Stepper:
         if self._rest > 0:
             self._rest -= 1
             return TokenTree.empty()
-        began, charged, preparing = self._now(), 0.0, self._preparing
+        began, charged, preparing = self._session.now(), 0.0, self._preparing
         ready = {name: source.ready(self._history) for name, source in preparing.items()}
         missing = {name: source.missing(self._history) for name, source in preparing.items()}
         while (plan := self._policy.plan(room, ready, missing)) is not None:
             self._plan = plan
-            started = self._now()
+            started = self._session.now()
             try:
                 if tokens := missing.get(plan.source):
                     preparing[plan.source].catch_up(self._history, check=check)
                     missing[plan.source] = 0
-                    now = self._now()
+                    now = self._session.now()
                     self._policy.caught_up(plan.source, tokens, now - started)
                     charged += now - started
                     started = now
@@ -318,14 +313,14 @@ class Stepper:
             except LocalrtError as error:  # the answer is the same without it
                 self._policy.failed(plan.source, str(error))
                 continue
-            now = self._now()
+            now = self._session.now()
             charged += now - started
             worth = self._policy.drafted(plan, tree, now - started)
             if worth is not None:
                 break
         else:
             worth = TokenTree.empty()
-        seconds = self._now() - began
+        seconds = self._session.now() - began
         self._policy.thought(max(0.0, seconds - charged))
         self._rest_after(worth, seconds)
         return worth

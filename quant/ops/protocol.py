@@ -10,10 +10,10 @@ heads, G key/value heads, E head size, V vocabulary, K experts of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ __all__ = [
     "AttentionSpec",
     "AttentionWeights",
     "Batch",
+    "Forward",
     "KVCache",
     "MlpSpec",
     "MlpWeights",
@@ -55,6 +56,9 @@ __all__ = [
 ]
 
 Activation = Literal["silu", "gelu_tanh"]
+
+Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
+"""A decoder's ``forward``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,9 @@ class Ops(Protocol):
 
     def free_memory(self) -> int | None:
         """Bytes free on the device's own memory; None where it computes in RAM."""
+
+    def graphed(self, forward: Forward) -> Forward:
+        """``forward``, or a quicker way through the same pass (CUDA graphs)."""
 
     # -- weights, once ---------------------------------------------------------------------------
 

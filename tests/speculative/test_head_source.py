@@ -12,7 +12,8 @@ import pytest
 
 import localrt
 from localrt.drafts.head import HeadDraft
-from localrt.engine.native.engine import NativeEngine, NativeSession
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.session import NativeSession
 from localrt.engine.options import read_options
 from localrt.errors import CancelledError
 from localrt.quant.ops.native.abi import find_library

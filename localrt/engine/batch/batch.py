@@ -17,7 +17,7 @@ import numpy as np
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence
-from localrt.engine.protocol import Check, Engine
+from localrt.engine.protocol import Check, Engine, check_ids
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
 from localrt.errors import (
@@ -80,8 +80,7 @@ def check_request(request: Request, *, ctx: int, vocab_size: int) -> None:
     prompt = request.prompt
     if not prompt:
         raise OptionError("the prompt is empty: there is nothing to continue")
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise OptionError(f"token ids must be from 0 to {vocab_size - 1}")
+    check_ids(prompt, vocab_size)
     if len(prompt) >= ctx:
         raise ContextOverflowError(
             f"the prompt has {len(prompt)} tokens and the context holds {ctx}: shorten it, or "

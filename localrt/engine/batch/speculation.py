@@ -61,7 +61,8 @@ class BatchSpeculation(Generic[Owner]):
         trees = self._trees(tuner, running, guessers, beside)
         thinking = time.perf_counter() - began
         guesses = sum(map(len, trees))
-        started = _now(running)
+        session = running[0][1]
+        started = session.now()
         try:
             found = self._engine.extend_trees(
                 [
@@ -76,7 +77,7 @@ class BatchSpeculation(Generic[Owner]):
             for seq, _ in running if guesses else ():
                 seq.stop_guessing()
             return None
-        seconds = _now(running) - started
+        seconds = session.now() - started
         items, emitted = [], 0
         for (seq, session), guesser, tree, logits in zip(
             running, guessers, trees, found, strict=False
@@ -141,8 +142,3 @@ def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Chunks:
     while not seq.done and (logits := computed.after(seq.pending[0])) is not None:
         said += seq.accept(logits)
     return said
-
-
-def _now(running: Sequence[Running[Owner]]) -> float:
-    counts = running[0][1].counts()
-    return time.perf_counter() if counts is None else counts.clock_s

@@ -16,7 +16,7 @@ import numpy as np
 
 from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
 from localrt.engine.protocol import Check, EngineSession, Logits
-from localrt.errors import ContextOverflowError, LocalrtError, OptionError
+from localrt.errors import LocalrtError
 
 __all__ = ["LlamaCppSession"]
 
@@ -139,16 +139,8 @@ class LlamaCppSession(EngineSession):
     def _make_room(self, tokens: Sequence[int]) -> None:
         """Check ``tokens`` and have a context that they fit into."""
         self._model.check_open()
-        if not tokens:
-            raise OptionError("there are no tokens to run")
-        vocab = self._model.info.vocab_size
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            raise OptionError(f"token ids must be 0 to {vocab - 1}")
+        self.check_tokens(tokens, self._model.info.vocab_size)
         needed = len(self._tokens) + len(tokens)
-        if needed > self.capacity:
-            raise ContextOverflowError(
-                f"{needed} tokens do not fit the session's {self.capacity}: use a larger ctx"
-            )
         if needed > self._size:
             self._grow(needed)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from localrt.models.residency import Residency
 from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
+from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
 from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree
 
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from localrt.offload.account import RamForecast
     from localrt.offload.planner import Plan
 
-__all__ = ["NativeEngine", "NativeSession"]
-
-Forward: TypeAlias = Callable[..., Logits]  # of a decoder
+__all__ = ["NativeEngine"]
 
 # Rows of one prefill pass: enough for the matrix units, few enough for progress and small scratch.
 _PREFILL_ROWS = 512
@@ -84,16 +82,21 @@ class NativeEngine(Engine):
         self._vram = 0 if plan is None else plan.request.budgets.vram
         self._taken = 0  # bytes of the RAM budget that are neither weights nor caches
         self._rates = RecentRates(ssd_bytes_s)
-        # An implementation may know a quicker way through the same pass (CUDA graphs).
-        sparse = decoder.config.sparse  # who computes is decided on the way
-        graphed = None if sparse else getattr(decoder.ops, "graphed", None)
-        self._forward: Forward | None = graphed(decoder.forward) if graphed else decoder.forward
+        self._forward: Forward | None = decoder.forward
+        if not decoder.config.sparse:  # of a sparse model it is decided on the way who computes
+            self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
         self._turn = threading.Lock()
 
     def session(self, capacity: int) -> NativeSession:
         """A new, empty session."""
-        return NativeSession(self, self.cache(capacity))
+        return NativeSession(
+            self,
+            self.cache(capacity),
+            self._ram,
+            attention_key=self._attention_key,
+            reserve=self._reserve,
+        )
 
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
@@ -103,12 +106,12 @@ class NativeEngine(Engine):
             self._decoder = self._forward = self._forecaster = None
 
     def counts(self) -> PipelineCounts | None:
-        """What the pipeline has done so far; None where everything is resident."""
+        """See ``Engine``."""
         return self._residency.counts()
 
     @property
     def simulated(self) -> bool:
-        """Whether a virtual card's clock counts."""
+        """See ``Engine``."""
         return self.virtual_clock is not None
 
     @property
@@ -118,7 +121,7 @@ class NativeEngine(Engine):
         return clock if clock is not None and clock.simulated else None
 
     def forecast(self) -> Forecast | None:
-        """What was planned, for the disk as it has been lately; None where all is resident."""
+        """See ``Engine``."""
         counts = self.counts()
         if self._forecaster is None or counts is None:
             return None
@@ -126,7 +129,7 @@ class NativeEngine(Engine):
 
     @property
     def card_memory(self) -> tuple[int, int] | None:
-        """Bytes used of a card that weights are streamed to, and the most that may be."""
+        """See ``Engine``."""
         return self._residency.memory.card
 
     @property
@@ -135,31 +138,12 @@ class NativeEngine(Engine):
         return Mixture.of(self._loaded().config)
 
     def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
-        """Tell ``watch`` of every choice of experts, with the layer's number among the sparse."""
+        """See ``Engine``."""
         self._loaded().residency.watch_routing(watch)
 
     def trace(self, keep: int | None = None) -> list[Task]:
-        """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
+        """See ``Engine``."""
         return self._residency.tasks(keep)
-
-    def forward(
-        self,
-        cache: KVCache,
-        tokens: Sequence[int],
-        check: Check | None,
-        *,
-        want_logits: bool,
-        features: Logits | None = None,
-    ) -> Logits | None:
-        """One pass that appends ``tokens``; logits (vocab,) of the last row where wanted.
-
-        ``features``: see ``Decoder.forward``.
-        """
-        with self._turn:
-            rows = [len(tokens) - 1] if want_logits else []
-            batch = Batch.extend([(cache, tokens)])
-            logits = self._pass(batch, rows=rows, check=check, features=features)
-            return logits[0] if want_logits else None
 
     # -- trees and drafts (``localrt.engine.speculation``) -----------------------------------------
 
@@ -222,12 +206,12 @@ class NativeEngine(Engine):
         return self._ram.holds(self._loaded().cache(capacity))
 
     @cached_property
-    def attention_key(self) -> str:
+    def _attention_key(self) -> str:
         """Names windows, rotary frequencies and the like: some follow the context's length."""
         specs = repr(self._loaded().config.attention)
         return hashlib.sha256(specs.encode()).hexdigest()[:12]
 
-    def reserve(self, cache: KVCache, length: int) -> None:
+    def _reserve(self, cache: KVCache, length: int) -> None:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
         with self._turn:
             self._loaded().residency.reserve(cache, length)
@@ -240,24 +224,31 @@ class NativeEngine(Engine):
         check: Check | None = None,
         features: Logits | None = None,
     ) -> Logits:
-        """One pass; logits (rows, vocab) of the chosen rows, the caller's own."""
+        """One pass; logits (rows, vocab) of the chosen rows, the caller's own.
+
+        ``features``: see ``Decoder.forward``.
+        """
         with self._turn:
-            return self._pass(batch, rows=rows, check=check, features=features)
+            decoder = self._loaded()
+            logits: Logits
+            if features is not None:  # what is recorded as a graph gives logits only
+                logits = decoder.forward(batch, rows=rows, check=check, features=features)
+            else:
+                assert self._forward is not None, "there is one as long as there is a decoder"
+                logits = self._forward(batch, rows=rows, check=check)
+            self._ram.passed(len(batch.tokens), len(logits))
+            return logits
 
     # -- many sequences in one pass (``localrt.engine.batch``) -------------------------------------
 
     def kv_nbytes(self, length: int) -> int:
-        """Bytes of one sequence's cache once grown to ``length`` tokens."""
+        """See ``Engine``."""
         decoder = self._loaded()
         return decoder.ops.kv_nbytes(decoder.config.attention, length)
 
     def free_memory(self) -> int | None:
-        """Bytes free on the device's own memory; None where caches lie in RAM."""
+        """See ``Engine``."""
         return self._loaded().ops.free_memory()
-
-    def logit_rows(self) -> int | None:
-        """Rows with logits that a pass may have within the budget; None: as many as wanted."""
-        return self._ram.logit_rows
 
     def idle_sessions(self, capacity: int) -> int:
         """See ``Engine``."""
@@ -271,15 +262,11 @@ class NativeEngine(Engine):
         return self._ram.forecast()
 
     def reclaimable(self) -> int:
-        """Bytes of weights in RAM that would be streamed where caches need their room."""
+        """See ``Engine``."""
         return self._residency.memory.reclaimable
 
     def set_ram_budget(self, nbytes: int) -> None:
-        """Have the process take ``nbytes`` of RAM at most from the next pass on, if streamed.
-
-        Raises:
-            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
-        """
+        """See ``Engine``."""
         with self._turn:
             self._loaded()
             if self.plan is None:  # what it holds stays: its next passes have other limits
@@ -297,11 +284,7 @@ class NativeEngine(Engine):
                 ) from error
 
     def take_ram(self, nbytes: int) -> None:
-        """Leave ``nbytes`` of the RAM budget to something else; below zero gives them back.
-
-        Raises:
-            MemoryBudgetError: so much cannot be given; nothing changes then.
-        """
+        """See ``Engine``."""
         with self._turn:
             self._loaded()
             if self._residency.memory.streams:
@@ -309,11 +292,7 @@ class NativeEngine(Engine):
                 self._taken += nbytes
 
     def set_vram_budget(self, nbytes: int) -> None:
-        """Have ``nbytes`` of the card's memory at most. More than before is not used.
-
-        Raises:
-            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
-        """
+        """See ``Engine``."""
         with self._turn:
             self._loaded()
             less = self._vram - nbytes
@@ -394,32 +373,14 @@ class NativeEngine(Engine):
     def logits(
         self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
     ) -> Iterator[Logits]:
-        """Logits after each of ``tokens`` from index ``first`` on, computed from nothing.
-
-        Pieces (n, vocab) in order, n at most 64: all rows at once would be large. Each piece is the
-        caller's own.
-        """
+        """See ``Engine``: all rows at once would be large."""
         cache = self.cache(len(tokens))
         for start in range(0, first, self.pass_rows):
             chunk = tokens[start : min(start + self.pass_rows, first)]
-            self.forward(cache, chunk, check, want_logits=False)
+            self.run(Batch.extend([(cache, chunk)]), rows=[], check=check)
         rows = min(_LOGIT_ROWS, self.pass_rows)
         for start in range(first, len(tokens), rows):
-            with self._turn:
-                batch = Batch.extend([(cache, tokens[start : start + rows])])
-                piece = self._pass(batch, check=check)
-            yield piece
-
-    def _pass(self, batch: Batch, *, features: Logits | None = None, **options: Any) -> Logits:
-        decoder = self._loaded()
-        logits: Logits
-        if features is not None:  # what is recorded as a graph gives logits only
-            logits = decoder.forward(batch, features=features, **options)
-        else:
-            assert self._forward is not None, "there is one as long as there is a decoder"
-            logits = self._forward(batch, **options)
-        self._ram.passed(len(batch.tokens), len(logits))
-        return logits
+            yield self.run(Batch.extend([(cache, tokens[start : start + rows])]), check=check)
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:

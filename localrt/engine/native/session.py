@@ -6,80 +6,42 @@ Passes are the engine's. It does not know weights, text or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from localrt.engine.native.features import FeatureRows
-from localrt.engine.protocol import (
-    Check,
-    EngineInfo,
-    EngineSession,
-    Forecast,
-    Logits,
-    PutBlocks,
-)
-from localrt.errors import ContextOverflowError, LocalrtError, OptionError
+from localrt.engine.native.ram_meter import RamMeter
+from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits, PutBlocks
+from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts
 from localrt.quant.ops.kv import BlockCache, Bytes
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["NativeSession", "Passes"]
-
-
-class Passes(Protocol):
-    """What a session needs of its engine. ``attention_key``: what keys depend on beside weights."""
-
-    info: EngineInfo
-    pass_rows: int
-
-    @property
-    def hidden_size(self) -> int:
-        """Columns of the hidden states."""
-
-    @property
-    def attention_key(self) -> str:
-        """Part of ``kv_layout``."""
-
-    def forward(
-        self,
-        cache: KVCache,
-        tokens: Sequence[int],
-        check: Check | None,
-        *,
-        want_logits: bool,
-        features: Logits | None = None,
-    ) -> Logits | None:
-        """One pass that appends ``tokens``; logits (vocab,) of the last row where wanted."""
-
-    def extend_trees(
-        self,
-        parts: Sequence[tuple[EngineSession, int, TokenTree]],
-        *,
-        check: Check | None = None,
-    ) -> list[Logits]:
-        """See ``Engine``."""
-
-    def reserve(self, cache: KVCache, length: int) -> None:
-        """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
-
-    def logit_rows(self) -> int | None:
-        """Rows with logits that a pass may have; None: as many as wanted."""
-
-    def counts(self) -> PipelineCounts | None:
-        """See ``EngineSession``."""
-
-    def forecast(self) -> Forecast | None:
-        """See ``EngineSession``."""
+__all__ = ["NativeSession"]
 
 
 class NativeSession(EngineSession):
-    """See ``EngineSession``."""
+    """See ``EngineSession``.
+
+    ``attention_key`` names what keys depend on beside the weights. ``reserve`` makes room in a
+    cache for a number of tokens that do not come from a pass.
+    """
 
     takes_trees = True
 
-    def __init__(self, engine: Passes, cache: KVCache) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache,
+        ram: RamMeter,
+        *,
+        attention_key: str,
+        reserve: Callable[[KVCache, int], None],
+    ) -> None:
         self._engine = engine
         self._cache: KVCache | None = cache
+        self._ram = ram
+        self._attention_key = attention_key
+        self._reserve = reserve
         self._tokens: list[int] = []
         self._open: list[int] = []  # the tokens of a tree's rows, until some are kept
         self._features: FeatureRows | None = None
@@ -94,7 +56,7 @@ class NativeSession(EngineSession):
     @property
     def tree_rows(self) -> int | None:
         """See ``EngineSession``."""
-        return self._engine.logit_rows()
+        return self._ram.logit_rows
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -114,31 +76,17 @@ class NativeSession(EngineSession):
         on_progress: Callable[[int], None] | None = None,
     ) -> Logits:
         """Append ``tokens`` in passes of the engine's rows; logits after the last."""
-        if not tokens:
-            raise OptionError("there are no tokens to compute")
-        vocab = self._engine.info.vocab_size
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            raise OptionError(f"token ids must be from 0 to {vocab - 1}")
-        if len(self._tokens) + len(tokens) > self.capacity:
-            raise ContextOverflowError(
-                f"{len(self._tokens) + len(tokens)} tokens do not fit a context of {self.capacity}"
-            )
-        logits: Logits | None = None
+        self.check_tokens(tokens, self._engine.info.vocab_size)
         most = self._engine.pass_rows
         for start in range(0, len(tokens), most):
-            chunk = list(tokens[start : start + most])
-            last = start + len(chunk) == len(tokens)
-            features = None if self._features is None else self._features.room(len(chunk))
-            logits = self._engine.forward(
-                self.cache, chunk, check, want_logits=last, features=features
-            )
-            self._tokens += chunk
-            if self._features is not None:
-                self._features.advance(len(chunk))
+            chunk = tokens[start : start + most]
+            done = start + len(chunk)
+            wanted = [0] if done == len(tokens) else []
+            logits = self._engine.extend_batch([(self, chunk)], wanted=wanted, check=check)
             if on_progress is not None:
-                on_progress(start + len(chunk))
-        assert logits is not None, "the last chunk asks for logits"
-        return logits
+                on_progress(done)
+        last: Logits = logits[0]
+        return last
 
     def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
         """See ``EngineSession``."""
@@ -202,10 +150,10 @@ class NativeSession(EngineSession):
 
     @property
     def kv_layout(self) -> str:
-        """See ``EngineSession``. What keys depend on beside the weights is part of it."""
+        """See ``EngineSession``."""
         blocks = self._blocks
         layout = "" if blocks is None else blocks.kv_layout
-        return f"{layout} {self._engine.attention_key}" if layout else ""
+        return f"{layout} {self._attention_key}" if layout else ""
 
     @property
     def block_bytes(self) -> int:
@@ -225,7 +173,7 @@ class NativeSession(EngineSession):
             return 0
         self.trim(0)
         self._features = None
-        self._engine.reserve(blocks, len(tokens))
+        self._reserve(blocks, len(tokens))
         held = read(blocks.put_blocks)
         blocks.advance(held)
         self._tokens = list(tokens[:held])

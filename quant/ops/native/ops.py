@@ -64,7 +64,7 @@ from localrt.quant.ops.native.weights import (
     build_weight,
     locate,
 )
-from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
+from localrt.quant.ops.protocol import Batch, Forward, MlpSpec, MlpWeights
 
 __all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
 
@@ -114,6 +114,10 @@ class NativeOps:
     def free_memory(self) -> int | None:
         """It computes in RAM."""
         return None
+
+    def graphed(self, forward: Forward) -> Forward:
+        """As it is."""
+        return forward
 
     # -- weights ---------------------------------------------------------------------------------
 

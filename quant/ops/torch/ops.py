@@ -33,6 +33,7 @@ from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
     Batch,
+    Forward,
     MlpSpec,
     MlpWeights,
     Rope,
@@ -82,6 +83,10 @@ class TorchOps:
             return None
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free)
+
+    def graphed(self, forward: Forward) -> Forward:
+        """As it is."""
+        return forward
 
     # -- weights ---------------------------------------------------------------------------------
 

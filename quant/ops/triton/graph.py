@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.triton.linear import MOST_ROWS
-from localrt.quant.ops.triton.stream import Forward, Logits, Numbers, Recording, TritonPass
+from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, TritonPass
 
 __all__ = ["DecodeGraph", "GraphedForward", "RecordedOps"]
 

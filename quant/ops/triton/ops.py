@@ -34,6 +34,7 @@ from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
     Batch,
+    Forward,
     MlpSpec,
     MlpWeights,
     Rope,
@@ -54,14 +55,7 @@ from localrt.quant.ops.triton.mixture import combined
 from localrt.quant.ops.triton.products import multiply, multiply_heads
 from localrt.quant.ops.triton.rows import unpack_rows
 from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
-from localrt.quant.ops.triton.stream import (
-    Forward,
-    Logits,
-    Numbers,
-    Recording,
-    Stream,
-    TritonPass,
-)
+from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, Stream, TritonPass
 from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
 
 __all__ = ["TritonOps"]

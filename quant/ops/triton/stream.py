@@ -6,7 +6,7 @@ recorded CUDA graphs read them. It knows no kernels but the norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,10 +18,9 @@ from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.triton.steps import norm
 
-__all__ = ["Forward", "Logits", "Numbers", "Recording", "Stream", "TritonPass"]
+__all__ = ["Logits", "Numbers", "Recording", "Stream", "TritonPass"]
 
 Logits = npt.NDArray[np.float32]
-Forward = Callable[..., Logits]  # a decoder's
 
 
 @dataclass(slots=True)
