@@ -228,7 +228,7 @@ inline void rounding_left(const float* x, int cols, float* out) {
 }
 
 constexpr int PRECISE_ROWS = 32;         // at once
-constexpr size_t PRECISE_PRODUCTS = 8 << 20;  // bytes at once: a vocabulary times many rows is tens of megabytes
+constexpr size_t PRECISE_PRODUCTS = 2 << 20;  // bytes at once: they stay in the cache, and are not missing from a budget
 
 // out (count, stride): the products of pairs of rows, added, with the numbers of `stack`.
 inline void add_pairs(Context& context, const Stack& stack, const Acts& acts, int count, float* out, size_t stride) {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 __all__ = ["aligned_buffer", "large_floats"]
 
 _LARGE_PAGE = 1 << 21
-_LARGE_ARRAY = 4 << 20
+_LARGE_ARRAY = 1 << 20
 
 
 def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
