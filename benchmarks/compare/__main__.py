@@ -1,0 +1,136 @@
+"""This checkout and another one by turns, on the models of the README's first table.
+
+    python -m benchmarks.compare --against FOLDER [--runs 11] [--only WORDS] [--json FILE]
+
+Each run is a process of its own: it loads the model and answers once, greedily, without guesses.
+The checkouts take turns, in changing order, after a run of each that warms up. A ratio is this
+checkout's value over the other's in the same turn. The other checkout needs its compiled kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.command import ROOT, cited_command, find_model, make_parser
+from benchmarks.common.record import Record, save, setting
+from localrt.formatting import table
+
+_CHILD = Path(__file__).with_name("child.py")
+_MEASURES = ("decode_tok_s", "prefill_tok_s", "first_token_s", "load_s", "peak_ram_mb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """``tokens`` after ``prompt`` tokens within ``ram``; or a chat of ``prompt`` tokens resumed."""
+
+    name: str
+    model: str
+    prompt: int
+    tokens: int = 1
+    ram: str | None = None
+    resume: bool = False
+
+
+ROWS = (
+    Row(name="SmolLM2-135M", model="smollm2", prompt=512, tokens=128),
+    Row(name="Qwen2.5-1.5B", model="qwen1.5b", prompt=512, tokens=128),
+    *(
+        Row(name=f"Qwen2.5-1.5B in {ram}", model="qwen1.5b", prompt=32, tokens=64, ram=ram)
+        for ram in ("1GB", "700MB", "500MB")
+    ),
+    Row(name="Qwen2.5-1.5B, chat resumed", model="qwen1.5b", prompt=8000, resume=True),
+)
+
+
+def measure(row: Row, checkout: Path, cache: Path) -> dict[str, Any]:
+    """One process; a chat's KV cache is kept in ``cache``."""
+    load = {"ram": row.ram, "ctx": -(-(row.prompt + row.tokens + 256) // 256) * 256}
+    job = {**asdict(row), "model": str(find_model(row.model)), "load": load}
+    env = {**os.environ, "PYTHONPATH": str(checkout)}
+    if row.resume:
+        env["LOCALRT_CACHE"] = str(cache)
+    command = [sys.executable, "-P", str(_CHILD), json.dumps(job)]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{row.name} failed in {checkout.name}: see above")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if found["checkout"] != str(checkout):
+        raise SystemExit(f"localrt was imported from {found['checkout']}, not from {checkout}")
+    return found
+
+
+def compare(row: Row, checkouts: dict[str, Path], runs: int) -> Record:
+    """Medians and quartiles of both, and of their ratio in each turn."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+        for turn in range(runs + 1):
+            for name in sorted(checkouts, reverse=bool(turn % 2)):
+                found[name].append(measure(row, checkouts[name], Path(folder) / name))
+    counted = {name: each[1:] for name, each in found.items()}
+    measured = {}
+    for key in _MEASURES:
+        if key in counted["this"][0]:
+            values = {name: [one[key] for one in each] for name, each in counted.items()}
+            pairs = zip(values["this"], values["against"], strict=True)
+            values["ratio"] = [ours / theirs for ours, theirs in pairs]
+            measured[key] = {name: summary(samples) for name, samples in values.items()}
+    every = [one for each in counted.values() for one in each]
+    return {
+        "name": row.name,
+        "same_tokens": all(one["tokens"] == every[0]["tokens"] for one in every),
+        "measured": measured,
+    }
+
+
+def summary(samples: list[float]) -> Record:
+    """Median and quartiles."""
+    low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
+    return {"median": median, "quartiles": [low, high], "samples": samples}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure row by row, save, print; 1 if tokens differ."""
+    parser = make_parser(__doc__, results="compare")
+    parser.add_argument("--against", type=Path, required=True, help="another checkout")
+    parser.add_argument("--runs", type=int, default=11)
+    parser.add_argument("--only", action="append", default=[], help="rows whose name has this")
+    args = parser.parse_args(arguments)
+    checkouts = {"this": ROOT, "against": args.against.resolve()}
+    commits = {}
+    for name, checkout in checkouts.items():
+        if not any((checkout / "quant").rglob("_native.*")):
+            parser.error(f"{checkout} has no compiled kernels: run setup.py build_ext --inplace")
+        describe = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+        commits[name] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    record = setting(cited_command("compare", arguments), "numpy")
+    record |= {"checkouts": commits, "runs": args.runs, "results": []}
+    for row in ROWS:
+        if not args.only or any(word in row.name for word in args.only):
+            record["results"].append(compare(row, checkouts, args.runs))
+            save(args.json, record)
+            print(f"{row.name} is done", flush=True)
+    shown = []
+    for result in record["results"]:
+        for key, parts in result["measured"].items():
+            low, high = parts["ratio"]["quartiles"]
+            medians = [f"{parts[name]['median']:.4g}" for name in ("this", "against")]
+            ratio = [f"{parts['ratio']['median']:.3f}", f"{low:.3f} to {high:.3f}"]
+            shown.append([result["name"], key, *medians, *ratio])
+    print(table(shown, ["", "median", "this", "against", "ratio", "its quartiles"], "llrrrr"))
+    differ = [result["name"] for result in record["results"] if not result["same_tokens"]]
+    print(f"THE TOKENS DIFFER: {', '.join(differ)}" if differ else "The tokens are the same.")
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
