@@ -1,5 +1,6 @@
 """Measurements of localrt, run from the checkout's root: ``python -m benchmarks.NAME``.
 
-``kernels``, ``offload``, ``moe``, ``speculation``, ``quality``, ``app`` and ``gpu`` are packages.
+``kernels``, ``offload``, ``moe``, ``speculation``, ``quality``, ``app``, ``memory`` and ``gpu`` are
+packages; ``compare`` measures two checkouts by turns.
 Results go to ``benchmarks/results``; ``tables`` makes the docs' tables of them.
 """

@@ -23,13 +23,7 @@ from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
-from benchmarks.moe.tables import (
-    experts_table,
-    guesses_table,
-    hit_rates_table,
-    plans_table,
-    ssd_table,
-)
+from benchmarks.moe.tables import experts_table, ssd_table
 from benchmarks.offload.tables import offload_table
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.speculation.tables import speculation_short, speculation_table
@@ -111,14 +105,11 @@ def headline_table() -> str:
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": bench_table,
     "experts": experts_table,
-    "experts_prefetch": guesses_table,
     "experts_ssd": ssd_table,
     "gpu_check": gpu_tables,
     "kernels": kernels_table,
-    "moe_cache": hit_rates_table,
     "offload": offload_table,
     "passes": passes_table,
-    "plans": plans_table,
     "quality": short_table,
     "quality-full": full_tables,
     "speculation": speculation_table,

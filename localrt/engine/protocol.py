@@ -23,7 +23,6 @@ from localrt.models.timing import PipelineCounts, Task
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
     from localrt.offload.planner import Plan
-    from localrt.quant.ops.experts import Routing
     from localrt.quant.ops.kv import Bytes
     from localrt.speculative.tree import TokenTree
 
@@ -362,14 +361,6 @@ class Engine(ABC):
     def trace(self, keep: int | None = None) -> list[Task]:
         """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
         return []
-
-    def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
-        """Tell ``watch`` of every choice of experts, with the layer's number among the sparse.
-
-        Raises:
-            OptionError: it cannot.
-        """
-        raise OptionError("routing is recorded on the native engine alone")
 
     # -- hidden states ---------------------------------------------------------------------------
 

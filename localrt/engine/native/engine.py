@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
@@ -35,7 +35,6 @@ from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
 from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.quant.ops.arrays import vector_to_host
-from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
 from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree
@@ -136,10 +135,6 @@ class NativeEngine(Engine):
     def mixture(self) -> Mixture | None:
         """What the experts of a mixture are of a token's work; None of a dense model."""
         return Mixture.of(self._loaded().config)
-
-    def watch_routing(self, watch: Callable[[int, Routing], None]) -> None:
-        """See ``Engine``."""
-        self._loaded().residency.watch_routing(watch)
 
     def trace(self, keep: int | None = None) -> list[Task]:
         """See ``Engine``."""

@@ -1,11 +1,34 @@
-"""Small random routing, and hypothesis strategies for it."""
+"""Routing to replay through a cache: random, hypothesis strategies for it, or as a model did it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from benchmarks.moe.routing_trace import RoutingTrace, TraceHeader
+from localrt.offload.experts.cache import ExpertCache
+from localrt.offload.experts.policy import Values
+
+
+class Step(NamedTuple):
+    """What one layer asked for in one pass: best first, the first ``used`` columns are chosen."""
+
+    layer: int
+    experts: NDArray[Any]  # (rows, width)
+    scores: NDArray[Any]  # (rows, width)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every layer of every pass, in the order in which they were asked."""
+
+    layers: int
+    count: int
+    used: int
+    steps: tuple[Step, ...]
 
 
 def random_trace(
@@ -16,21 +39,21 @@ def random_trace(
     passes: tuple[int, ...] = (1,) * 40,
     skew: float = 0.8,
     seed: int = 0,
-) -> RoutingTrace:
+) -> Trace:
     """``passes`` gives the rows of each; experts are drawn in proportion to rank^-skew."""
-    header = TraceHeader(
-        model="tiny", architecture="test", fingerprint="f", layers=layers, count=count, used=used
-    )
     random = np.random.default_rng(seed)
     tokens = sum(passes)
     logits = -skew * np.log(np.arange(1, count + 1)) + random.gumbel(size=(tokens, layers, count))
-    experts = np.argsort(-logits, axis=-1)[..., : header.width]
+    experts = np.argsort(-logits, axis=-1)[..., : min(2 * used, count)]
     shares = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     scores = np.take_along_axis(shares, experts, -1)
-    pass_of = np.repeat(np.arange(len(passes)), passes)
-    return RoutingTrace(
-        header, experts.astype(np.int16), scores.astype(np.float16), pass_of.astype(np.int32)
+    parts = np.split(np.arange(tokens), np.cumsum(passes)[:-1])
+    steps = (
+        Step(layer, experts[rows, layer], scores[rows, layer])
+        for rows in parts
+        for layer in range(layers)
     )
+    return Trace(layers, count, used, tuple(steps))
 
 
 traces = st.builds(
@@ -49,3 +72,35 @@ traces = st.builds(
     st.floats(0, 2),
     st.integers(0, 1000),
 )
+
+
+class LRU:
+    """The least recently used expert goes first, on one clock for all layers: see ``Policy``."""
+
+    def __init__(self, layers: int, count: int) -> None:
+        self.value: Values = np.zeros((layers, count))
+        self._clock = 0.0
+
+    def touch(self, layer: int, chosen: NDArray[Any], *_: Any) -> None:
+        """See ``Policy``."""
+        self._clock += 1.0
+        self.value[layer, chosen] = self._clock
+
+
+def replay(trace: Trace, cache: ExpertCache) -> float:
+    """The share of hits, every miss being brought in if it is worth it."""
+    for layer, experts, scores in trace.steps:
+        demand = cache.touch(layer, experts, scores)
+        for expert in demand.experts[~demand.resident].tolist():
+            if cache.room and cache.keeps(layer, expert):
+                cache.admit(layer, expert)
+        cache.release(layer)
+    stats = cache.stats()
+    return sum(stats.hits) / sum(stats.demands)
+
+
+def hit_rates(trace: Trace, slots: int) -> tuple[float, float]:
+    """Least recently used, and the product's policy, from an empty cache."""
+    sizes = (trace.layers, trace.count, trace.used, slots)
+    lru = replay(trace, ExpertCache(*sizes, policy=LRU(*sizes[:2])))
+    return lru, replay(trace, ExpertCache(*sizes))

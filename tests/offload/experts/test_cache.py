@@ -7,20 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.moe.hit_rates import LRU, replay
-from benchmarks.moe.routing_trace import RoutingTrace
 from localrt.errors import MemoryBudgetError
 from localrt.offload.experts.cache import ExpertCache, slots_within
-from tests.offload.experts.routing import random_trace, traces
+from tests.offload.experts.routing import LRU, Trace, random_trace, replay, traces
 
 policies = st.sampled_from([LRU, None])  # None: the product's
 
 
 def cache_for(
-    trace: RoutingTrace, capacity: int, policy: type[LRU] | None = None, **more: object
+    trace: Trace, capacity: int, policy: type[LRU] | None = None, **more: object
 ) -> ExpertCache:
-    header = trace.header
-    sizes = (header.layers, header.count, header.used)
+    sizes = (trace.layers, trace.count, trace.used)
     made = policy and policy(*sizes[:2])
     return ExpertCache(*sizes, capacity, policy=made, **more)  # type: ignore[arg-type]
 
@@ -39,20 +36,19 @@ def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
 
 @settings(max_examples=60)
 @given(trace=traces, policy=policies, data=st.data())
-def test_it_is_a_cache(trace: RoutingTrace, policy: type[LRU] | None, data: st.DataObject) -> None:
+def test_it_is_a_cache(trace: Trace, policy: type[LRU] | None, data: st.DataObject) -> None:
     """Never too full, nothing in use or pinned evicted, the counts right: whatever happens."""
-    header = trace.header
-    every = [(layer, e) for layer in range(header.layers) for e in range(header.count)]
+    every = [(layer, e) for layer in range(trace.layers) for e in range(trace.count)]
     pinned = data.draw(st.lists(st.sampled_from(every), max_size=3, unique=True))
     capacity = data.draw(st.integers(max(1, len(pinned)), len(every) + 2))
     cache = cache_for(trace, capacity, policy, pinned=pinned)
     held = set(pinned)
     hits = demands = 0
-    for step in trace.steps():
+    for step in trace.steps:
         demand = cache.touch(step.layer, step.experts, step.scores)
-        wanted = set(step.experts[:, : header.used].ravel().tolist())
+        wanted = set(step.experts[:, : trace.used].ravel().tolist())
         assert set(demand.experts.tolist()) == wanted
-        assert demand.rows.sum() == step.experts[:, : header.used].size
+        assert demand.rows.sum() == step.experts[:, : trace.used].size
         using = {(step.layer, expert) for expert in wanted}
         hits, demands = hits + len(using & held), demands + len(using)
         for expert, resident in zip(demand.experts.tolist(), demand.resident, strict=True):
@@ -83,9 +79,9 @@ def test_it_is_a_cache(trace: RoutingTrace, policy: type[LRU] | None, data: st.D
 
 @settings(max_examples=30)
 @given(trace=traces, policy=policies, smaller=st.integers(1, 12))
-def test_memory_pressure(trace: RoutingTrace, policy: type[LRU] | None, smaller: int) -> None:
+def test_memory_pressure(trace: Trace, policy: type[LRU] | None, smaller: int) -> None:
     """Shrinking gives up just enough, the least worth first; growing makes room again."""
-    cache = cache_for(trace, trace.header.layers * trace.header.count, policy)
+    cache = cache_for(trace, trace.layers * trace.count, policy)
     replay(trace, cache)
     before = set(cache.keys())
     worth = cache.policy.value

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.moe.hit_rates import hit_rates
+from benchmarks.moe.fixture_model import FIXTURE, held_out
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import load_decoder, read_config
 from localrt.offload.experts.policy import Learned
-from tests.offload.experts.routing import random_trace
+from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.protocol import Batch
+from tests.offload.experts.routing import Step, Trace, hit_rates, random_trace
+from tests.offload.placed import needs_kernels
 
 
 def touch(policy: object, layer: int, experts: np.ndarray, scores: np.ndarray, used: int) -> None:
@@ -45,16 +52,37 @@ def test_learned_copes_with_nothing_to_learn() -> None:
 def test_a_sweep_over_the_layers_defeats_lru_but_not_the_learned_policy() -> None:
     """There are fewer slots than one pass asks for."""
     trace = random_trace(layers=12, count=4, used=1, passes=(1,) * 300, skew=1.5)
-    rates = hit_rates(trace, 10)
-    assert rates["lru"] < 0.15
-    assert rates["learned"] > rates["lru"] + 0.3
+    lru, learned = hit_rates(trace, 10)
+    assert lru < 0.15
+    assert learned > lru + 0.3
 
 
 def test_learned_finds_out_what_a_workload_goes_by() -> None:
     """Experts that stay popular, or that are so in long phases: it does well on both."""
     steady = random_trace(layers=4, count=16, used=2, passes=(1,) * 800, skew=1.2)
-    experts = (steady.experts + (np.arange(800) // 40 * 5)[:, None, None]) % 16
-    changing = replace(steady, experts=experts.astype(np.int16))
+    steps = (
+        step._replace(experts=(step.experts + index // 4 // 40 * 5) % 16)
+        for index, step in enumerate(steady.steps)
+    )
+    changing = replace(steady, steps=tuple(steps))
     for trace, least in ((steady, 0.13), (changing, 0.04)):
-        rates = hit_rates(trace, 16)
-        assert rates["learned"] > rates["lru"] + least
+        lru, learned = hit_rates(trace, 16)
+        assert learned > lru + least
+
+
+@needs_kernels
+def test_on_real_routing_scores_beat_recency() -> None:
+    tokens = 400
+    (ids,) = held_out(1, tokens, tokens)
+    found: dict[int, Routing] = {}
+    with closing(open_checkpoint(FIXTURE)) as checkpoint:
+        model = load_decoder(checkpoint, NativeOps(), read_config(checkpoint))
+    model.residency.watch_routing(found.__setitem__)
+    model.forward(Batch.extend([(model.cache(tokens), ids)]), rows=[])
+    steps = (
+        Step(layer, routing.experts[token, None], routing.scores[token, None])
+        for token in range(tokens)
+        for layer, routing in sorted(found.items())
+    )
+    lru, learned = hit_rates(Trace(8, 32, 4, tuple(steps)), 64)
+    assert learned > lru + 0.05
