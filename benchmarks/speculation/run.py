@@ -1,6 +1,6 @@
 """What the rows of the speculation benchmark share: children, turns, comparisons.
 
-Every engine runs in a child of its own; contestants take turns prompt by prompt, in changing order,
+Every model runs in a child of its own; contestants take turns prompt by prompt, in changing order,
 after a warm-up each, and every generation is compared with plain decoding, token by token.
 """
 
@@ -31,76 +31,43 @@ Prompt = str | list[int]  # a text goes through the chat template
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The models, prompts and sizes of a run. ``prompts`` and ``tokens`` override every row's."""
+    """The models and prompts of a run."""
 
     target: Path
     draft: Path
-    small: Path
-    head: str | None
     humaneval: Path
     mtbench: Path
-    card: str
     threads: int
-    prompts: int | None = None
-    tokens: int | None = None
-    rounds: int | None = None
     ctx: int = 2048
 
-    def encode(self, texts: Sequence[str], model: Path | None = None) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of raw texts: every engine is given the same."""
-        with closing(open_checkpoint(model or self.target)) as checkpoint:
+        with closing(open_checkpoint(self.target)) as checkpoint:
             tokenizer = load_tokenizer(checkpoint)
         return [tokenizer.encode(text, add_special=True) for text in texts]
 
     @contextmanager
-    def native(
-        self, target: Path | None = None, *, draft: str | Path | None = None, **options: Any
+    def child(
+        self, target: Path | None = None, *, draft: Path | None = None, limit: int | None = None
     ) -> Iterator[Running]:
-        """A child with a model of ours; ``limit`` among the options bounds its memory in bytes."""
-        values = {"threads": self.threads, "ctx": self.ctx, **options}
-        limit = values.pop("limit", None)
-        path = target or self.target
-        named = None if draft is None else str(draft)
-        with self._child(limit, engine="native", target=str(path), draft=named, **values) as child:
-            yield child
-
-    @contextmanager
-    def peer(
-        self,
-        *,
-        ctx: int,
-        draft: bool = False,
-        ahead: int = 0,
-        repack: bool = True,
-        limit: int | None = None,
-    ) -> Iterator[Running]:
-        """A child with llama.cpp, with the draft if wanted; repacked weights are its default."""
-        values: dict[str, Any] = {"threads": self.threads, "ctx": ctx, "repack": repack}
-        values |= {"draft": str(self.draft) if draft else None, "ahead": ahead}
-        with self._child(limit, engine="llamacpp", target=str(self.target), **values) as child:
-            yield child
-
-    @contextmanager
-    def _child(self, limit: int | None, **load: Any) -> Iterator[Running]:
+        """A process with a model, and with a draft; ``limit`` bounds its memory in bytes."""
         group = None
         if limit is not None:
             group = MemoryLimit.create(limit)
             drop_from_cache([self.target, self.draft])
-        with ChildProcess(child_command(module="benchmarks.speculation.child"), group) as child:
-            warm = min(self.tokens or _WARM_TOKENS, _WARM_TOKENS)
-            yield Running(child, group, child.ask("load", **load), warm)
+        command = child_command(module="benchmarks.speculation.child")
+        with ChildProcess(command, group) as child:
+            named = {"target": str(target or self.target), "draft": draft and str(draft)}
+            child.ask("load", **named, threads=self.threads, ctx=self.ctx)
+            yield Running(child, group)
 
 
 class Running:
-    """A child whose engine is loaded; it warms up with ``warm`` tokens."""
+    """A child whose model is loaded."""
 
-    def __init__(
-        self, child: ChildProcess, group: MemoryLimit | None, info: Answer, warm: int
-    ) -> None:
-        self._warm = warm
+    def __init__(self, child: ChildProcess, group: MemoryLimit | None) -> None:
         self._child = child
         self._group = group
-        self.info = info
 
     def ask(self, do: str, **values: Any) -> Any:
         """A request of ``child``."""
@@ -113,7 +80,7 @@ class Running:
 
     def warm_up(self, prompt: Prompt, **options: Any) -> None:
         """A generation that does not count."""
-        self.generate(prompt, self._warm, **options)
+        self.generate(prompt, _WARM_TOKENS, **options)
 
     def peak(self) -> int | None:
         """Most bytes that its memory group has held."""
@@ -172,12 +139,11 @@ def take_turns(
     contestants: Mapping[str, Contestant],
     rounds: int,
     *,
-    check: Check | None = None,
-    against: str = "plain",
+    check: Check,
 ) -> Turns:
     """Each contestant's answers to each prompt, in changing order.
 
-    ``check`` compares the tokens of all with those of ``against``.
+    ``check`` compares the tokens of all with those of "plain".
     """
     turns = Turns({name: [[] for _ in prompts] for name in contestants})
     for turn in range(rounds):
@@ -187,14 +153,14 @@ def take_turns(
             answers = {name: contestants[name](prompt) for name in names}
             for name, answer in answers.items():
                 turns.answers[name][index].append(answer)
-                if check is not None and name != against:
-                    check(answer, answers[against])
+                if name != "plain":
+                    check(answer, answers["plain"])
     return turns
 
 
-def compared(turns: Turns, ours: str, plain: str = "plain") -> Answer:
-    """``ours`` as a multiple of ``plain``: the median of all prompts' ratios, and the least."""
-    pairs = zip(turns.rates(ours), turns.rates(plain), strict=True)
+def compared(turns: Turns, ours: str) -> Answer:
+    """``ours`` as a multiple of plain decoding: the median of the prompts' ratios, the least."""
+    pairs = zip(turns.rates(ours), turns.rates("plain"), strict=True)
     ratios = [a / b for a, b in pairs if a and b]
     last = [rounds[-1] for rounds in turns.answers[ours]]
     return {
@@ -202,7 +168,7 @@ def compared(turns: Turns, ours: str, plain: str = "plain") -> Answer:
         "least": min(ratios),
         "of_each": ratios,
         "tok_s": turns.rate(ours),
-        "plain_tok_s": turns.rate(plain),
+        "plain_tok_s": turns.rate("plain"),
         "tokens_per_pass": turns.per_pass(ours),
         "why": [answer.get("why") for answer in last],
     }

@@ -14,11 +14,8 @@ Record = Mapping[str, Any]
 
 
 def speculation_table(record: Record) -> str:
-    """Every row, then the curve over K and llama.cpp's settings."""
-    parts = [_rows(record)]
-    for row in record["rows"]:
-        parts += [_curve(row), _peers(row)]
-    parts += [_notes(record), _footer(record)]
+    """Every row."""
+    parts = (_rows(record), _notes(record), _footer(record))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -28,7 +25,7 @@ def speculation_short(record: Record) -> str:
         [f"{row['name']}: {result['what']}", f"{_value(result)} {result['unit']}"]
         for row in record["rows"]
         for result in row["results"]
-        if result["unit"] != "tok/s" and not result.get("temperature")
+        if not result.get("temperature")
     ]
     return f"{markdown_table(['setting', 'measured'], rows)}\n\n{_footer(record)}"
 
@@ -42,7 +39,7 @@ def _rows(record: Record) -> str:
                 [
                     row["name"],
                     result["what"],
-                    f"{_value(result)} {result['unit']}" + (" *" * bool(result.get("simulated"))),
+                    f"{_value(result)} {result['unit']}",
                     _rates(result),
                     "" if per_pass is None else f"{per_pass:.1f}",
                     _prompts(row),
@@ -69,39 +66,6 @@ def _prompts(row: Record) -> str:
     return f"{row['prompts']}{rounds}, {row['tokens']} tokens"
 
 
-def _curve(row: Record) -> str:
-    if "points" not in row:
-        return ""
-    headers = [f"K, depth {row['depth']}", "tokens a pass", "seconds of a pass", "tok/s"]
-    points = [
-        [
-            str(point["tree_budget"]),
-            f"{point['tokens_per_pass']:.1f}",
-            f"{point['verify_s']:.3f}",
-            format_rate(point["tok_s"]),
-        ]
-        for point in row["points"]
-    ]
-    return markdown_table(headers, points)
-
-
-def _peers(row: Record) -> str:
-    """llama.cpp's settings, of which the best counts."""
-    known = row.get("llamacpp")
-    if not known:
-        return ""
-    settings: list[tuple[str, Record]] = []
-    for name, found in known.items():
-        if isinstance(found, list):
-            settings += [(f"{name}, {each['setting']}", each) for each in found]
-        else:
-            settings.append((name, found))
-    return f"llama.cpp in “{row['name']}”, by drafted tokens a pass: " + "; ".join(
-        f"{name}: {format_rate(found['tok_s'])} tok/s at {found['tokens_per_pass']:.1f} a pass"
-        for name, found in settings
-    )
-
-
 def _notes(record: Record) -> str:
     lines = []
     for row in record["rows"]:
@@ -111,9 +75,6 @@ def _notes(record: Record) -> str:
                 f"{format_bytes(row['draft_bytes'])} more, which the draft adds to a process."
             )
         for result in row["results"]:
-            if result.get("simulated"):
-                line = f"- \\* {row['name']}: simulated, on the clock of `{result['card']}`."
-                lines += [line] if line not in lines else []
             if "repeated_share" in result:
                 lines.append(
                     f"- {row['name']}: {result['repeated_share']:.0%} of an answer's runs of four "

@@ -1,4 +1,4 @@
-"""The speculation benchmark: rows go on, turns are fair, the peer verifies, tables follow."""
+"""The speculation benchmark: rows go on, turns are fair, tables follow."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import tables
 from benchmarks.common.record import load, pending, save
 from benchmarks.speculation import __main__ as speculation
-from benchmarks.speculation.llamacpp import generate
 from benchmarks.speculation.prompts import humaneval, repeated_share, repeating, spread
 from benchmarks.speculation.run import Check, Setup, compared, take_turns
 from benchmarks.speculation.tables import speculation_short, speculation_table
@@ -21,10 +19,10 @@ from localrt.errors import LocalrtError
 from tests.inside import core_of
 
 
-def setup(tmp_path: Path, **more: Any) -> Setup:
-    files = {name: tmp_path / f"{name}.gguf" for name in ("target", "draft", "small")}
+def setup(tmp_path: Path) -> Setup:
+    files = {name: tmp_path / f"{name}.gguf" for name in ("target", "draft")}
     prompts = {"humaneval": tmp_path / "h.jsonl", "mtbench": tmp_path / "m.jsonl"}
-    return Setup(**files, **prompts, head=None, card="virtual:X", threads=2, **more)
+    return Setup(**files, **prompts, threads=2)
 
 
 def result(what: str, unit: str, value: float, **more: Any) -> dict[str, Any]:
@@ -50,27 +48,11 @@ def record(*rows: dict[str, Any]) -> dict[str, Any]:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def test_rows_have_names_of_their_own_and_no_file_is_named_by_its_path() -> None:
+def test_rows_have_names_of_their_own() -> None:
     names = [row.name for row in speculation.ROWS]
-    assert len(set(names)) == len(names) == 10
+    assert len(set(names)) == len(names) == 5
     repeats = next(row for row in speculation.ROWS if row.name.startswith("n-gram"))
     assert repeats.prompts >= 20
-    arguments = ["--humaneval", "/a/h.jsonl", "--mtbench", "/a/m.jsonl", "--tokens", "16"]
-    args = speculation._arguments(arguments)
-    made = Setup(
-        target=Path("/a/t.gguf"),
-        draft=Path("/a/d.gguf"),
-        small=Path("/a/s.gguf"),
-        head="/a/head",
-        humaneval=args.humaneval,
-        mtbench=args.mtbench,
-        card=args.card,
-        threads=2,
-    )
-    command = speculation._command(args, made)
-    assert "/a/" not in command
-    assert "--head head" in command
-    assert "--tokens 16" in command
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -89,10 +71,10 @@ def test_what_fails_is_recorded_with_its_reason(tmp_path: Path) -> None:
         raise LocalrtError("no memory control group")
 
     made = speculation.measure(
-        speculation.Row(name="it", measure=fails, prompts=3), setup(tmp_path, prompts=1)
+        speculation.Row(name="it", measure=fails, prompts=3), setup(tmp_path)
     )
     assert made["skipped"] == "no memory control group"
-    assert (made["results"], made["prompts"], made["tokens"]) == ([], 1, 128)
+    assert (made["results"], made["prompts"], made["tokens"]) == ([], 3, 128)
 
 
 def test_messages_name_files_without_their_folders(tmp_path: Path) -> None:
@@ -175,67 +157,6 @@ def test_prompts(tmp_path: Path) -> None:
     assert repeated_share([1, 2], [1, 2]) == 0.0
 
 
-# -- the peer --------------------------------------------------------------------------------------
-
-
-class Chain:
-    """A model whose next token is a function of the last; it counts its passes."""
-
-    def __init__(self, step: dict[int, int], ends: frozenset[int] = frozenset()) -> None:
-        self.step, self.ends = step, ends
-        self.tokens: list[int] = []
-        self.passes: list[int] = []
-
-    def extend(self, tokens: Sequence[int], *, every: bool = False) -> Any:
-        self.tokens += tokens
-        self.passes.append(len(tokens))
-        rows = np.zeros((len(tokens), 16), np.float32)
-        for row, token in zip(rows, tokens, strict=True):
-            row[self.step.get(token, 0)] = 9.0
-        return rows if every else rows[-1:]
-
-    def trim(self, length: int) -> None:
-        del self.tokens[length:]
-
-    def catch_up(self, history: Sequence[int]) -> Any:
-        same = 0
-        while same < min(len(self.tokens), len(history) - 1):
-            if self.tokens[same] != history[same]:
-                break
-            same += 1
-        self.trim(same)
-        return self.extend(history[same:])[0]
-
-
-CYCLE = {i: (i + 1) % 8 for i in range(8)}
-
-
-@pytest.mark.parametrize("ahead", [1, 4, 8])
-def test_the_peer_says_what_it_says_without_a_draft(ahead: int) -> None:
-    plain = generate(Chain(CYCLE), [0], 40)  # type: ignore[arg-type]
-    wrong = {**CYCLE, 3: 9, 9: 9}  # every eighth guess is wrong
-    target, draft = Chain(CYCLE), Chain(wrong)
-    said = generate(target, [0], 40, draft=draft, ahead=ahead)  # type: ignore[arg-type]
-    assert said["ids"] == plain["ids"] == [(i + 1) % 8 for i in range(40)]
-    assert plain["per_pass"] == 1.0
-    assert said["per_pass"] == 39 / (len(target.passes) - 1)
-    assert said["per_pass"] > 1.5
-    assert max(target.passes[1:]) <= 1 + ahead  # all guesses in one pass
-    assert target.tokens == [0, *said["ids"][:-1]]
-    # A draft computes what is new to it only.
-    assert sum(draft.passes) < 3 * 40 + ahead * 8
-
-
-def test_the_peer_stops_at_its_end_and_where_it_is_unsure() -> None:
-    target = Chain(CYCLE, frozenset({5}))
-    draft = Chain(CYCLE, frozenset({5}))
-    said = generate(target, [0], 40, draft=draft, ahead=8)  # type: ignore[arg-type]
-    assert said["ids"] == [1, 2, 3, 4]
-    unsure = Chain(CYCLE)
-    said = generate(Chain(CYCLE), [0], 9, draft=unsure, ahead=4, p_min=0.999)  # type: ignore[arg-type]
-    assert said["per_pass"] == 1.0  # sixteen tokens share e^-9 each
-
-
 # -- tables ----------------------------------------------------------------------------------------
 
 
@@ -250,36 +171,19 @@ def test_tables_say_what_was_measured() -> None:
                 draft_bytes=430_000_000,
                 checked={"generations": 4, "same_tokens": 4},
             ),
-            row("virtual card", result("it", "x", 1.62, simulated=True, card="virtual:X")),
-            row("resident, trained head", skipped="there is no trained head"),
-            row(
-                "llama.cpp, resident",
-                result("best", "x", 2.5, **rates),
-                llamacpp={"4 tokens": {"tok_s": 16.0, "tokens_per_pass": 4.4}},
-            ),
-            row(
-                "K from 1 to 512",
-                result("plain", "tok/s", 30.0),
-                depth=16,
-                points=[
-                    {"tree_budget": 1, "tokens_per_pass": 1.8, "verify_s": 0.04, "tok_s": 33.0}
-                ],
-            ),
+            row("1000 MB in all", skipped="no memory control group"),
         )
     )
     line = next(line for line in text.splitlines() if line.startswith("| 850 MB"))
     assert line.endswith("| 2.99 x plain | 26.2, 8.75 | 9.4 | 4, 128 tokens |")
     assert "850 MB for the target, and 430 MB more" in text
-    assert "1.62 x *" in text
-    assert "simulated, on the clock of `virtual:X`" in text
-    assert "not measured: there is no trained head" in text
-    assert "4 tokens: 16.0 tok/s at 4.4 a pass" in text
-    assert "| 1 | 1.8 | 0.040 | 33.0 |" in text
+    assert "not measured: no memory control group" in text
     assert "4 of 4 generations have the tokens of plain decoding" in text
 
 
-def test_the_short_table_has_comparisons_only() -> None:
-    text = speculation_short(record(row("a", result("b", "x", 2.5), result("c", "tok/s", 30.0))))
+def test_the_short_table_has_greedy_decoding_only() -> None:
+    hot = result("c", "tokens per pass", 30.0, temperature=0.7)
+    text = speculation_short(record(row("a", result("b", "x", 2.5), hot)))
     assert "| a: b | 2.50 x |" in text
     assert "30.0" not in text
 
