@@ -24,7 +24,7 @@ from benchmarks.quality.bench import Bench, Row, jobs
 from benchmarks.quality.peers import PEERS, peer_package
 from benchmarks.quality.rows import Measure
 from benchmarks.quality.speeds import measure_speeds
-from benchmarks.quality.texts import Corpus, calibration_file, prose, python_source
+from benchmarks.quality.texts import Corpus, prose, python_source
 from localrt.errors import LocalrtError, OptionError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import METHODS
@@ -82,10 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, row by row."""
     options = _parse(arguments)
     try:
-        corpora = [prose(options.text)] if options.text else []
-        corpora += [python_source()] if options.python_source else []
-        if not corpora:
-            raise OptionError("there is no text: give --text or --python-source")
+        corpora = [prose(options.text), *([python_source()] if options.python_source else [])]
         results = Results(options.json, _settings(options, corpora), _command(options))
         for name in options.models:
             if options.speeds:
@@ -105,13 +102,7 @@ def _rows(
     bench = Bench(
         find_model(name),
         corpora,
-        Measure(
-            ctx=options.ctx,
-            tokens=options.tokens,
-            reference_format=options.reference,
-            float_format=options.float_format,
-        ),
-        calibration=calibration_file(options.calibration, corpora) if options.calibration else None,
+        Measure(ctx=options.ctx, tokens=options.tokens),
         calibration_tokens=options.calibration_tokens,
         cache=options.cache,
         work=options.work,
@@ -143,18 +134,13 @@ def _speeds(options: argparse.Namespace, name: str, corpus: Corpus, results: Res
 
 def describe(row: Row) -> str:
     """A row as one line."""
-    head = f"{row['model']}  {row['name']:16s}"
-    if row.get("skipped"):
-        return f"{head} skipped: {row['skipped']}"
-    parts = [head, f"{row['bits_per_weight']:.3f} bits"]
-    parts += [
-        f"{s['text']}/{s['path']} {s['perplexity']:.3f} ({100 * s['change']:+.2f} ± "
-        f"{100 * s['change_error']:.2f} %), KL {max(s['kl'], 0):.4f}, top-1 {100 * s['top1']:.1f} %"
+    scores = [
+        f"{s['text']}/{s['path']} {100 * s['change']:+.2f} ± {100 * s['change_error']:.2f} %"
         for s in row["scores"]
     ]
-    if row.get("no_kernel"):
-        parts.append(f"no kernel: {row['no_kernel']}")
-    return "; ".join(parts)
+    if row.get("skipped"):
+        scores = [f"skipped: {row['skipped']}"]
+    return f"{row['model']}  {row['name']:16s} {'; '.join(scores)}"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -165,16 +151,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--formats", type=listed(CODECS), default=list(FORMATS))
     parser.add_argument("--methods", type=listed(METHODS), default=list(METHODS))
     parser.add_argument("--peers", type=listed(peers), default=list(peers), help="may be empty")
-    parser.add_argument("--text", type=Path, help="prose: passages between blank lines")
+    parser.add_argument("--text", type=Path, required=True, help="passages between blank lines")
     parser.add_argument("--python-source", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--calibration", type=Path, help="default: what is not evaluated on")
     parser.add_argument("--tokens", type=int, default=8192, help="of each text")
     parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--speeds", action="store_true", help="the rows' decode speeds, and no row")
     parser.add_argument("--runs", type=int, default=5, help="turns of --speeds")
-    parser.add_argument("--reference", choices=("f32", "bf16"), default="f32")
-    parser.add_argument("--float-format", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")
     parser.add_argument("--work", type=Path, help="where quantized models lie for a while")
     return parser.parse_args(arguments)
@@ -182,13 +165,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _settings(options: argparse.Namespace, corpora: Sequence[Corpus]) -> dict[str, Any]:
     """All that a row's numbers depend on beside the model: rows of one table share it."""
-    own = options.calibration
     return {
         "ctx": options.ctx,
         "tokens": options.tokens,
-        "reference": options.reference,
-        "float_format": options.float_format,
-        "calibration": own.name if own else "the rest of the texts, in turn",
         "calibration_tokens": options.calibration_tokens,
         "texts": [corpus.to_dict() for corpus in corpora],
     }
@@ -196,16 +175,10 @@ def _settings(options: argparse.Namespace, corpora: Sequence[Corpus]) -> dict[st
 
 def _command(options: argparse.Namespace) -> str:
     """The command without this machine's paths and without the rows that it made this time."""
-    parts = ["python -m benchmarks.quality"]
-    if options.text:
-        parts.append(f"--text {options.text.name}")
-    if not options.python_source:
-        parts.append("--no-python-source")
-    if options.calibration:
-        parts.append(f"--calibration {options.calibration.name}")
-    parts.append(f"--tokens {options.tokens} --ctx {options.ctx}")
-    parts.append(f"--calibration-tokens {options.calibration_tokens}")
-    return " ".join(parts)
+    return (
+        f"python -m benchmarks.quality --text {options.text.name} --tokens {options.tokens}"
+        f" --ctx {options.ctx} --calibration-tokens {options.calibration_tokens}"
+    )
 
 
 def _key(row: Row) -> tuple[str, str]:

@@ -64,8 +64,7 @@ def jobs(formats: Sequence[str], methods: Sequence[str], peers: Sequence[str]) -
 class Bench:
     """One model: its references, made when the first row needs them, and its rows.
 
-    ``calibration`` is a text, or None for the corpora's own, in turn. Logits are kept in ``cache``,
-    quantized models for a while in ``work``.
+    Logits are kept in ``cache``, quantized models for a while in ``work``.
     """
 
     def __init__(
@@ -74,14 +73,13 @@ class Bench:
         corpora: Sequence[Corpus],
         measure: Measure,
         *,
-        calibration: str | None,
         calibration_tokens: int,
         cache: Path,
         work: Path | None,
     ) -> None:
         self.source, self.name = source, source.stem
         self._corpora, self._measure = corpora, measure
-        self._calibration, self._calibration_tokens = calibration, calibration_tokens
+        self._calibration_tokens = calibration_tokens
         self._cache, self._work = cache, work
         self._made: list[Reference] = []
         self._tokens: list[int] = []
@@ -172,8 +170,6 @@ class Bench:
     def _calibration_ids(self) -> list[int]:
         if not self._tokens:
             texts = [corpus.calibration for corpus in self._corpora]
-            if self._calibration is not None:
-                texts = [self._calibration]
             with localrt.load(self.source, ctx=self._measure.ctx, engine="native") as model:
                 parts = [model.tokenizer.encode(text, add_special=False) for text in texts]
             self._tokens = interleaved(parts, total=self._calibration_tokens)

@@ -50,12 +50,10 @@ _ROWS = 256  # logits of a float pass at a time: 156 MB at a vocabulary of 151,9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """How every row is measured. ``float_format`` is what dequantized weights compute in."""
+    """``tokens`` of each text, in windows of ``ctx``."""
 
     ctx: int
     tokens: int
-    reference_format: str
-    float_format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +103,14 @@ def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) 
         )
         vocab = model.info.vocab_size
     targets = np.array(windows.targets())
-    path = cache / f"{_key(source, windows, measure.reference_format)}.npy"
+    path = cache / f"{_key(source, windows)}.npy"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial.npy")
         shape = (len(targets), vocab)
         out = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float16, shape=shape)
         row = 0
-        decoder = _decoder(source, measure.ctx, measure.reference_format)
+        decoder = _decoder(source, measure.ctx)
         for window in windows.windows:
             for piece in _logits(decoder, window[:-1], windows.first):
                 out[row : row + len(piece)] = log_softmax(piece)
@@ -147,15 +145,14 @@ def kernel_scores(
 
 def float_scores(source: Path, references: Sequence[Reference], measure: Measure) -> Scores:
     """Scores of a model's weights, unpacked, in the plain torch implementation."""
-    decoder = _decoder(source, measure.ctx, measure.float_format)
-    return _scores_of(decoder, references)
+    return _scores_of(_decoder(source, measure.ctx), references)
 
 
 def peer_scores(
     source: Path, peer: str, references: Sequence[Reference], measure: Measure
 ) -> tuple[Scores, float]:
     """Scores of the layers' weights as another library leaves them, and its bits per weight."""
-    decoder = _decoder(source, measure.ctx, measure.float_format)
+    decoder = _decoder(source, measure.ctx)
     weights = nbytes = 0
     with decoder.ops.scope():
         for part in decoder.residency.body[1:]:  # behind the embedding
@@ -174,11 +171,11 @@ def _scores_of(decoder: Any, references: Sequence[Reference]) -> Scores:
     return [{"path": "float", **reference.score(pieces)} for reference in references]
 
 
-def _decoder(source: Path, ctx: int, format_: str) -> Any:
-    """The model in torch, its weights unpacked to ``format_``."""
+def _decoder(source: Path, ctx: int) -> Any:
+    """The model in torch, its weights unpacked to float32."""
     with closing(open_checkpoint(source)) as checkpoint:
         config = read_config(checkpoint, context=ctx)
-        return load_decoder(checkpoint, TorchOps(compute_format=format_), config)
+        return load_decoder(checkpoint, TorchOps(compute_format="f32"), config)
 
 
 def _logits(decoder: Any, tokens: Sequence[int], first: int) -> Iterator[Logits]:
@@ -203,9 +200,9 @@ def bits_per_weight(source: Path) -> float:
     return 8 * sum(info.nbytes for info in infos) / weights
 
 
-def _key(source: Path, windows: Windows, format_: str) -> str:
+def _key(source: Path, windows: Windows) -> str:
     """A name for what the reference depends on, without reading all of the model."""
-    digest = hashlib.sha256(repr((format_, windows)).encode())
+    digest = hashlib.sha256(repr(("f32", windows)).encode())
     for path in sorted(source.iterdir()) if source.is_dir() else [source]:
         with path.open("rb") as file:
             digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 20))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ _PROMPT_TOKENS = 64
 _WARM_UP_TOKENS = 16
 _TOKENS = 64
 _LEAST_CALIBRATION = 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    name: str
-    path: Path
-    engine: str = "native"
 
 
 def measure_speeds(
@@ -58,31 +50,33 @@ def measure_speeds(
     """
     with localrt.load(source, ctx=_CTX, engine="native", draft="off") as model:
         tokens = model.tokenize(text, add_special=False)
-    candidates = [_Candidate("published", source), _Candidate("llamacpp", source, "llamacpp")]
+    candidates = {"published": source, "llamacpp": source}
     timed = [method for method in ("rtn", "mr-gptq") if method in methods]
     for job in jobs(formats, timed, []):
         if job.format is not None:
             path = work / f"{source.stem}-{job.format}-{job.method}"
             if not path.exists():
+                calibration = None if job.method == "rtn" else tokens
                 recipe = Recipe(
                     job.format,
                     method=job.method,
-                    calibration=None if job.method == "rtn" else tokens,
+                    calibration=calibration,
                     calibration_tokens=_LEAST_CALIBRATION,
                 )
                 quantize_model(source, path, recipe)
-            candidates.append(_Candidate(job.name, path))
-    samples: dict[str, list[float]] = {}
+            candidates[job.name] = path
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     for run in range(runs + 1):
-        for candidate in candidates:
+        for name, path in candidates.items():
+            engine = "llamacpp" if name == "llamacpp" else "native"
             try:
-                speed = _decode(candidate, tokens[:_PROMPT_TOKENS])
+                speed = _decode(path, engine, tokens[:_PROMPT_TOKENS])
             except LocalrtError as error:  # no llama.cpp here, or a format without a kernel
                 if not run:
-                    print(f"quality: {candidate.name} is not timed: {error}", file=sys.stderr)
+                    print(f"quality: {name} is not timed: {error}", file=sys.stderr)
                 continue
             if run:
-                samples.setdefault(candidate.name, []).append(speed)
+                samples[name].append(speed)
     return [
         {
             "model": source.stem,
@@ -91,13 +85,13 @@ def measure_speeds(
             "samples": speeds,
         }
         for name, speeds in samples.items()
+        if speeds
     ]
 
 
-def _decode(candidate: _Candidate, prompt: list[int]) -> float:
+def _decode(path: Path, engine: str, prompt: list[int]) -> float:
     options = {"token_ids": prompt, "temperature": 0, "ignore_eos": True}
-    engine = candidate.engine
-    with localrt.load(candidate.path, ctx=_CTX, engine=engine, draft="off") as model:
+    with localrt.load(path, ctx=_CTX, engine=engine, draft="off") as model:
         model.generate(max_tokens=_WARM_UP_TOKENS, **options)
         speed = model.generate(max_tokens=_TOKENS, **options).metrics.decode_tok_s
     assert speed is not None

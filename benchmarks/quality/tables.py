@@ -108,13 +108,12 @@ def _caption(record: Record) -> str:
     settings = record["settings"]
     texts = "; ".join(f"{text['name']}: {text['source']}" for text in settings["texts"])
     return (
-        f"`{record['command']}`. The reference is each file's own weights, unpacked, in "
-        f"{settings['reference']}; changes and KL are against it, ± one standard error. Weights "
-        f"alone are measured in {settings['float_format']}. Embedding and head stay as published. "
-        f"{settings['tokens']} tokens of each text in windows of {settings['ctx']}, of which the "
-        f"second half is scored. {texts}. Calibrated on {settings['calibration']}, "
-        f"{settings['calibration_tokens']} tokens, none of which is evaluated on. "
-        f"{machine_of(record)}. {versions_of(record)}."
+        f"`{record['command']}`. The reference is each file's own weights, unpacked, in f32; "
+        "changes and KL are against it, ± one standard error. Weights alone are measured in f32. "
+        f"Embedding and head stay as published. {settings['tokens']} tokens of each text in "
+        f"windows of {settings['ctx']}, of which the second half is scored. {texts}. Calibrated on "
+        f"the rest of the texts, in turn, {settings['calibration_tokens']} tokens, none of which "
+        f"is evaluated on. {machine_of(record)}. {versions_of(record)}."
     )
 
 

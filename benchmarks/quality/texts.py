@@ -17,7 +17,7 @@ from typing import Any
 
 from localrt.errors import OptionError
 
-__all__ = ["Corpus", "calibration_file", "interleaved", "prose", "python_source"]
+__all__ = ["Corpus", "interleaved", "prose", "python_source"]
 
 _PIECE = 8000  # characters of one source file: many files, so that no single style decides
 _ENOUGH = 600_000  # characters of code on either side
@@ -72,23 +72,6 @@ def python_source(folder: Path | None = None) -> Corpus:
         f"modules; calibration on {len(sides[1])} others"
     )
     return Corpus("code", "\n".join(sides[0]), "\n".join(sides[1]), source)
-
-
-def calibration_file(path: Path, corpora: Sequence[Corpus]) -> str:
-    """The text of a calibration file of the user's own.
-
-    Raises:
-        OptionError: it shares a long stretch with a text that is evaluated on.
-    """
-    text = path.read_text(encoding="utf-8")
-    for corpus in corpora:
-        # 200 characters at a time are enough to find a shared passage, and too many by chance.
-        starts = range(0, max(1, len(corpus.evaluation) - 200), 200)
-        if any(corpus.evaluation[start : start + 200] in text for start in starts):
-            raise OptionError(
-                f"{path.name} holds {corpus.name} that is evaluated on: calibrate on other text"
-            )
-    return text
 
 
 def interleaved(parts: Sequence[Sequence[int]], *, total: int, length: int = 512) -> list[int]:

@@ -14,7 +14,7 @@ from benchmarks.quality import rows as quality_rows
 from benchmarks.quality.bench import jobs
 from benchmarks.quality.peers import PEERS
 from benchmarks.quality.tables import full_tables, short_table
-from benchmarks.quality.texts import calibration_file, interleaved, prose, python_source
+from benchmarks.quality.texts import interleaved, prose, python_source
 from localrt.errors import OptionError
 
 WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]
@@ -51,17 +51,6 @@ def test_python_source_is_the_same_every_time_and_disjoint(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     with pytest.raises(OptionError, match="too few Python files"):
         python_source(tmp_path / "empty")
-
-
-def test_calibrating_on_evaluated_text_is_refused(tmp_path: Path) -> None:
-    path, own = tmp_path / "prose.txt", tmp_path / "own.txt"
-    path.write_text(passages(40))
-    corpus = prose(path)
-    own.write_text(corpus.calibration)
-    assert calibration_file(own, [corpus]) == corpus.calibration
-    own.write_text("before " + corpus.evaluation[400:1000])
-    with pytest.raises(OptionError, match="holds prose that is evaluated on"):
-        calibration_file(own, [corpus])
 
 
 def test_calibration_takes_turns() -> None:
@@ -149,11 +138,8 @@ def test_tables_show_every_row_in_order() -> None:
         ],
         "settings": {
             "texts": [{"name": "prose", "source": "a file"}],
-            "reference": "f32",
-            "float_format": "f32",
             "tokens": 8,
             "ctx": 4,
-            "calibration": "the rest",
             "calibration_tokens": 16,
         },
         "machine": {"cpu": {"name": "a processor", "usable_cores": 2}},
@@ -213,15 +199,15 @@ def test_a_run_goes_on_where_it_was(
     shown = capsys.readouterr().out
     assert shown.count("int8-g32 rtn") == 1
 
-    assert quality.main([*common, "--formats", "mxfp4", "--reference", "bf16"]) == 2
-    assert "made with other reference: choose another --json" in capsys.readouterr().err
+    assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
+    assert "made with other tokens: choose another --json" in capsys.readouterr().err
     assert json.loads(out.read_text()) == second
 
 
 def test_a_reference_is_computed_once(tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "prose.txt"
     path.write_text(passages(40))
-    measure = quality_rows.Measure(ctx=64, tokens=256, reference_format="f32", float_format="f32")
+    measure = quality_rows.Measure(ctx=64, tokens=256)
     made = [
         quality_rows.make_reference(tiny_folder, prose(path), measure, tmp_path) for _ in range(2)
     ]
