@@ -1,7 +1,7 @@
-"""Attention as mixtures have it: sinks, and latents that are keys and values.
+"""Attention: with a window and a soft cap, with sinks, and over latents.
 
 Each against float64, for a tree; a row's bits alone and among others; and how fast one row is over
-a long cache beside a copy.
+a long cache beside a copy, and beside torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.gpu.timing import (
     Result,
@@ -21,11 +22,31 @@ from benchmarks.gpu.timing import (
 from localrt.quant.ops.triton.attention import attend
 from localrt.quant.ops.triton.latent import attend_latent_rows
 
-__all__ = ["check_mixture_attention"]
+__all__ = ["check_attention", "check_mixture_attention"]
 
 BOUND = 0.02
 ROPE, LATENT = 64, 512  # DeepSeek's
 Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
+
+
+def check_attention(device: str) -> list[Result]:
+    """One row and a tree of 16 over long caches; right against float64 on a short one."""
+    results = guarded("attention", lambda: [windowed("attention", device)])
+    ceiling = copy_bandwidth(device)
+    cuda = device.startswith("cuda")
+    shapes = ((12, 2, 128), (32, 8, 128)) if cuda else ((4, 2, 32),)
+    for heads, groups, size in shapes:
+        for length in (1024, 8192, 32768) if cuda else (130,):
+            values: dict[str, Any] = {}
+            for n in (1, 16) if cuda else (1,):
+                run, plain, nbytes = attention_launches(n, heads, groups, size, length, device)
+                seconds = launch_seconds(run, device)
+                values[f"us_{n}"] = seconds * 1e6
+                values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
+                values[f"against_sdpa_{n}"] = launch_seconds(plain, device) / seconds
+            name = f"attention {heads}/{groups}x{size} over {length}"
+            results.append(Result(name, True, values=values))
+    return results
 
 
 def check_mixture_attention(device: str) -> list[Result]:
@@ -48,31 +69,55 @@ def tree_of(n: int) -> torch.Tensor:
     return tree
 
 
+def windowed(name: str, device: str) -> Result:
+    """Gemma's heads: a window and a soft cap."""
+    return heads_against_float64(name, device, heads=4, size=64, window=100, softcap=20.0)
+
+
 def sinks(name: str, device: str) -> Result:
-    n, heads, groups, size, held, window = 7, 16, 2, 64, 300, 128
+    """gpt-oss's heads: a window and sinks."""
+    sinks = torch.linspace(-3, 6, 16, device=device)
+    return heads_against_float64(name, device, heads=16, size=64, window=128, sinks=sinks)
+
+
+def heads_against_float64(
+    name: str,
+    device: str,
+    *,
+    heads: int,
+    size: int,
+    window: int,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> Result:
+    """A tree over 300 keys of two groups."""
+    n, groups, held, scale = 7, 2, 300, 0.125
     k, v = (torch.randn(groups, 512, size, device=device).bfloat16() for _ in range(2))
-    logits = torch.linspace(-3, 6, heads, device=device)
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
         place = torch.full((len(q),), at, device=device)
         place += torch.arange(len(q), device=device) if mask is None else mask.sum(1) - 1
         return attend(
             q, k, v, torch.tensor([at], device=device), place,
-            scale=0.125, window=window, softcap=None, mask=mask, longest=512, sinks=logits,
+            scale=scale, window=window, softcap=softcap, mask=mask, longest=512, sinks=sinks,
         )  # fmt: skip
 
     def exact(q: torch.Tensor, tree: torch.Tensor) -> torch.Tensor:
         keys, values = (
             t[:, : held + n].double().repeat_interleave(heads // groups, 0) for t in (k, v)
         )
-        scores = torch.einsum("nhe,hle->nhl", q.double(), keys) * 0.125
+        scores = torch.einsum("nhe,hle->nhl", q.double(), keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         places = held + tree.sum(1) - 1
         at = torch.cat([torch.arange(held), places])
         seen = places[:, None] - at < window
         seen[:, held:] &= tree
         scores.masked_fill_(~seen[:, None].to(device), float("-inf"))
-        own = logits.double()[None, :, None].expand(n, heads, 1)
-        shares = torch.cat([scores, own], -1).softmax(-1)[..., :-1]
+        if sinks is not None:
+            own = sinks.double()[None, :, None].expand(n, heads, 1)
+            scores = torch.cat([scores, own], -1)
+        shares = scores.softmax(-1)[..., : held + n]
         return torch.einsum("nhl,hle->nhe", shares, values).flatten(1)
 
     q = torch.randn(n, heads, size, device=device).bfloat16()
@@ -145,3 +190,37 @@ def latent_speed(device: str) -> list[Result]:
             values[f"share_of_copy_{length}"] = nbytes / seconds / ceiling
         results.append(Result(f"latent attention of {heads} heads", True, values=values))
     return results
+
+
+def attention_launches(
+    n: int, heads: int, groups: int, size: int, length: int, device: str
+) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]], int]:
+    """Ours, torch's, and the bytes of keys and values."""
+    nbytes = 2 * groups * length * size * 2
+    count = copies_beyond_cache(nbytes, device)
+    q = torch.randn(n, heads, size, device=device).bfloat16()
+    caches = [
+        [torch.randn(groups, length, size, device=device).bfloat16() for _ in range(2)]
+        for _ in range(count)
+    ]
+    held = torch.tensor([length - n], device=device)
+    positions = torch.arange(length - n, length, device=device)
+    mask = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
+
+    def ours(k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attend(
+            q, k, v, held, positions,
+            scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
+        )  # fmt: skip
+
+    def torchs(k: torch.Tensor, v: torch.Tensor) -> Any:
+        return F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None], v[None],
+            attn_mask=None if n == 1 else mask, enable_gqa=True,
+        )  # fmt: skip
+
+    return (
+        [lambda c=c: ours(*c) for c in caches],
+        [lambda c=c: torchs(*c) for c in caches],
+        nbytes,
+    )

@@ -6,7 +6,6 @@ it is installed, bitsandbytes' 4-bit product. Weights are random bytes with sane
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from benchmarks.gpu.timing import (
 )
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile
-from localrt.quant.ops.triton.attention import attend
 from localrt.quant.ops.triton.formats import layout_of
 from localrt.quant.ops.triton.linear import Tiles, Tiling, tiled_linear, tiling
 from localrt.quant.ops.triton.rows import unpack_rows
@@ -53,6 +51,11 @@ def copy_of(weight: Tiles) -> Tiles:
     """The same matrix elsewhere in memory."""
     data = weight.w8.clone()
     return replace(weight, w8=data, w16=data.view(torch.float16), w32=data.view(torch.int32))
+
+
+def check_copy(device: str) -> list[Result]:
+    """The ceiling: device copy bandwidth, bytes read and written counted."""
+    return [Result("copy bandwidth", True, values={"gb_s": copy_bandwidth(device) / 1e9})]
 
 
 def check_products(device: str) -> list[Result]:
@@ -161,26 +164,6 @@ def check_unpacking(device: str) -> list[Result]:
     return results
 
 
-def check_attention(device: str) -> list[Result]:
-    """One row and a tree of 16 over long caches; right against float64 on a short one."""
-    cuda = device.startswith("cuda")
-    results = [attention_error(device)]
-    ceiling = copy_bandwidth(device)
-    shapes = ((12, 2, 128), (32, 8, 128)) if cuda else ((4, 2, 32),)
-    for heads, groups, size in shapes:
-        for length in (1024, 8192, 32768) if cuda else (130,):
-            values: dict[str, Any] = {}
-            for n in (1, 16) if cuda else (1,):
-                run, plain, nbytes = attention_launches(n, heads, groups, size, length, device)
-                seconds = launch_seconds(run, device)
-                values[f"us_{n}"] = seconds * 1e6
-                values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
-                values[f"against_sdpa_{n}"] = launch_seconds(plain, device) / seconds
-            name = f"attention {heads}/{groups}x{size} over {length}"
-            results.append(Result(name, True, values=values))
-    return results
-
-
 # -- parts -----------------------------------------------------------------------------------------
 
 
@@ -228,60 +211,3 @@ def bitsandbytes_seconds(x: torch.Tensor, rows: int, device: str) -> float | Non
     except Exception as error:  # noqa: BLE001  a peer's trouble is not ours
         print(f"bitsandbytes: {error}")
         return None
-
-
-def attention_error(device: str) -> Result:
-    """A tree of five over 150 keys, with a window and a soft cap, against float64."""
-    n, heads, groups, size, held = 5, 4, 2, 64, 150
-    q = torch.randn(n, heads, size, device=device).bfloat16()
-    k, v = (torch.randn(groups, 256, size, device=device).bfloat16() for _ in range(2))
-    tree = torch.eye(n, dtype=torch.bool)
-    tree[1:, 0] = tree[3, 1] = tree[4, 2] = True
-    positions = (held + tree.sum(1) - 1).to(device)
-    got = attend(
-        q, k, v, torch.tensor([held], device=device), positions,
-        scale=0.125, window=100, softcap=20.0, mask=tree.to(torch.int8).to(device), longest=256,
-    )  # fmt: skip
-    keys, values = (t[:, : held + n].double().repeat_interleave(2, 0) for t in (k, v))
-    scores = 20 * torch.tanh(torch.einsum("nhe,hle->nhl", q.double(), keys) * 0.125 / 20)
-    at = torch.cat([torch.arange(held, device=device), positions])
-    seen = positions[:, None] - at < 100
-    seen[:, held:] &= tree.to(device)
-    scores.masked_fill_(~seen[:, None], float("-inf"))
-    wanted = torch.einsum("nhl,hle->nhe", scores.softmax(-1), values).reshape(n, -1)
-    error = float((got.double() - wanted).abs().max() / wanted.abs().max())
-    return Result("attention", error < 0.02, values={"relative_error": error, "bound": 0.02})
-
-
-def attention_launches(
-    n: int, heads: int, groups: int, size: int, length: int, device: str
-) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]], int]:
-    """Ours, torch's, and the bytes of keys and values."""
-    nbytes = 2 * groups * length * size * 2
-    count = copies_beyond_cache(nbytes, device)
-    q = torch.randn(n, heads, size, device=device).bfloat16()
-    caches = [
-        [torch.randn(groups, length, size, device=device).bfloat16() for _ in range(2)]
-        for _ in range(count)
-    ]
-    held = torch.tensor([length - n], device=device)
-    positions = torch.arange(length - n, length, device=device)
-    mask = torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)
-
-    def ours(k: torch.Tensor, v: torch.Tensor) -> Any:
-        return attend(
-            q, k, v, held, positions,
-            scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
-        )  # fmt: skip
-
-    def torchs(k: torch.Tensor, v: torch.Tensor) -> Any:
-        return F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None],
-            attn_mask=None if n == 1 else mask, enable_gqa=True,
-        )  # fmt: skip
-
-    return (
-        [lambda c=c: ours(*c) for c in caches],
-        [lambda c=c: torchs(*c) for c in caches],
-        nbytes,
-    )

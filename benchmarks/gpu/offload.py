@@ -322,21 +322,21 @@ class Layer(nn.Module):
 
 
 def peer(device: str, size: Size, ours: float | None) -> Result:
-    """Seconds per layer of Accelerate's CPU offload, or of what it does where it is not here."""
+    """Seconds per layer of Accelerate's CPU offload."""
+    try:
+        from accelerate import cpu_offload
+    except ImportError:
+        skipped = "accelerate is not installed"
+        return Result("offload peer in bf16", True, values={"skipped": skipped})
     layers = nn.Sequential(*(Layer(size.config) for _ in range(size.peer_layers)))
     nbytes = sum(p.numel() * p.element_size() for p in layers.parameters())
     x = torch.full((1, size.config["hidden_size"]), 1e-3, dtype=torch.bfloat16, device=device)
-    try:
-        from accelerate import cpu_offload
-
-        run, name = cpu_offload(layers, execution_device=torch.device(device)), "accelerate"
-    except ImportError:
-        run, name = Synchronous(layers, device), "stand-in: a synchronous copy of each layer"
+    run = cpu_offload(layers, execution_device=torch.device(device))
     with torch.inference_mode():
         run(x)
         seconds = statistics.median(timed(lambda: run(x)) for _ in range(3))
     values: dict[str, Any] = {
-        "peer": name,
+        "peer": "accelerate",
         "layers": size.peer_layers,
         "bf16_bytes": nbytes,
         "s_per_layer": seconds / size.peer_layers,
@@ -346,16 +346,3 @@ def peer(device: str, size: Size, ours: float | None) -> Result:
         values["ours_s_per_layer"] = ours
         values["times_faster"] = values["s_per_layer"] / ours
     return Result("offload peer in bf16", True, values=values)
-
-
-class Synchronous:
-    """Each layer is copied to the card, computed and dropped, as Accelerate's hooks do it."""
-
-    def __init__(self, layers: nn.Sequential, device: str) -> None:
-        self._layers, self._device = layers, device
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self._layers:
-            there = {k: v.to(self._device) for k, v in layer.state_dict().items()}
-            x = torch.func.functional_call(layer, there, (x,))
-        return x

@@ -74,12 +74,11 @@ def _whole(results: Sequence[Record]) -> str:
     rows = []
     for name, values in _named(results, "resident "):
         graph = values.get("decode_tok_s_graph")
-        plain = values.get("decode_tok_s_plain", values.get("decode_tok_s"))
         rows.append(
             [
                 name.removeprefix("1.5B "),
                 f"{graph:.0f}" if graph else "",
-                f"{plain:.0f}",
+                f"{values['decode_tok_s_plain']:.0f}",
                 f"{values['prefill_tok_s']:.0f}",
             ]
         )
