@@ -44,7 +44,6 @@ class Terminal(HeadlessDriver):
     """A terminal that counts what it is sent."""
 
     painted = 0
-    sent = 0
 
     @property
     def is_headless(self) -> bool:
@@ -54,7 +53,6 @@ class Terminal(HeadlessDriver):
     def write(self, data: str) -> None:
         """A part of a frame."""
         Terminal.painted += 1
-        Terminal.sent += len(data)
 
 
 class Kept:
@@ -135,16 +133,6 @@ async def frame_after(act: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def summary(what: str, seconds: list[float]) -> Record:
-    """Median and worst in milliseconds."""
-    return {
-        "what": what,
-        "median_ms": statistics.median(seconds) * 1e3,
-        "worst_ms": max(seconds) * 1e3,
-        "samples": len(seconds),
-    }
-
-
 async def responsiveness(lines: int, result: list[Record]) -> None:
     """Typing and scrolling in a conversation of ``lines`` lines."""
 
@@ -173,7 +161,8 @@ async def responsiveness(lines: int, result: list[Record]) -> None:
             for act in acts:
                 seconds.append(await frame_after(act))
                 await asyncio.sleep(pause)
-            result.append(summary(what, seconds))
+            median_ms, worst_ms = statistics.median(seconds) * 1e3, max(seconds) * 1e3
+            result.append({"what": what, "median_ms": median_ms, "worst_ms": worst_ms})
 
         letters = "the quick brown fox jumps over the lazy dog" * 3
         typed = [press("space" if letter == " " else letter, letter) for letter in letters]
@@ -230,7 +219,7 @@ async def shown(model: localrt.Model, tokens: int, lines: int) -> tuple[float, f
 
 def decoding(name: str, runs: int, tokens: int, lines: int) -> Record:
     """Both by turns, after one of each to warm up."""
-    rates: dict[str, list[float]] = {"bare": [], "app": [], "core": []}
+    rates: dict[str, list[float]] = {"bare": [], "app": [], "core": [], "cost": []}
     with localrt.load(name) as model:
         for run in range(runs + 1):
             before = bare(model, tokens)
@@ -240,15 +229,13 @@ def decoding(name: str, runs: int, tokens: int, lines: int) -> Record:
                 rates["bare"].append((before + after) / 2)  # of the same seconds
                 rates["app"].append(rate)
                 rates["core"].append(core)
+                rates["cost"].append(1 - rate / rates["bare"][-1])
     medians = {key: statistics.median(values) for key, values in rates.items()}
     return {
         "what": f"decoding {Path(name).name}, {tokens} tokens",
         "bare_tok_s": medians["bare"],
         "app_tok_s": medians["app"],
-        "cost": 1
-        - statistics.median(
-            app / bare for app, bare in zip(rates["app"], rates["bare"], strict=True)
-        ),
+        "cost": medians["cost"],
         "app_share_of_a_core": medians["core"],
         "runs": rates,
     }
@@ -261,7 +248,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--no-decode", action="store_true", help="leave the model out")
     args = parser.parse_args(arguments)
     os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
     os.environ.pop("NO_COLOR", None)
@@ -276,14 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for r in results
     ]
     print(table(rows, ["", "median", "worst"], "lrr"))
-    if not args.no_decode:
-        cost = decoding(str(find_model(args.model)), args.runs, args.tokens, args.lines)
-        results.append(cost)
-        print(
-            f"\n{cost['what']}: {cost['bare_tok_s']:.1f} tok/s bare, "
-            f"{cost['app_tok_s']:.1f} in the app: a cost of {cost['cost']:.1%}; "
-            f"the app took {cost['app_share_of_a_core']:.1%} of one core"
-        )
+    cost = decoding(str(find_model(args.model)), args.runs, args.tokens, args.lines)
+    results.append(cost)
+    print(
+        f"{cost['what']}: {cost['bare_tok_s']:.1f} tok/s bare, {cost['app_tok_s']:.1f} in the app:"
+        f" a cost of {cost['cost']:.1%}; the app took {cost['app_share_of_a_core']:.1%} of one core"
+    )
     save(args.json, {**setting(cited_command("app", arguments), "textual"), "results": results})
     return 0
 

@@ -25,8 +25,8 @@ def app_table(results: Path) -> str:
             continue
         record = json.loads(path.read_text(encoding="utf-8"))
         machine = record.get("machine") or record["results"][-1]["machine"]
-        for what, measured in rows_of(record):
-            rows.append([what, measured, f"`{_MODULES.get(name, f'benchmarks.app.{name}')}`"])
+        module = "benchmarks.app" if name == "app" else f"benchmarks.app.{name}"
+        rows += [[what, measured, f"`{module}`"] for what, measured in rows_of(record)]
     if machine is None:
         return "Not measured yet."
     table = markdown_table(["what", "measured", "by `python -m`"], rows)
@@ -80,7 +80,6 @@ def _leaks(record: dict[str, Any]) -> Iterator[Row]:
         yield f"memory that {record[name]} {what} leave behind", format_bytes(max(0, grown))
 
 
-_MODULES = {"app": "benchmarks.app"}
 _FILES: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "chat_start": _start,
     "app": _app,
