@@ -35,10 +35,6 @@ LLAMACPP = ("plain", "repacked")  # both mapped
 # Just below what the resident engine asks for, and more than the pipeline needs: all is resident.
 PIPELINE_RAM = 1190 * MB
 
-# A card scaled to a model of 1.1 GB, as 8 GB are to a model of 30 GB.
-CARD = "virtual:300MB@12GB/s,256GB/s,20TFLOPS"
-CARD_RAM = 600 * MB
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -80,12 +76,6 @@ def all_rows() -> Iterator[Row]:
         engines=("native",),
         workload=Workload(prompt_tokens=32, tokens=64, runs=7),
         more={"variants": {"resident": {}, "pipeline": {"ram": PIPELINE_RAM}}},
-    )
-    yield Row(
-        name="virtual card",
-        engines=("native",),
-        workload=Workload(prompt_tokens=32, tokens=32, runs=5),
-        more={"device": CARD, "ram": CARD_RAM},
     )
     yield Row(
         name="no limit llamacpp",

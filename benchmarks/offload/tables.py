@@ -19,9 +19,9 @@ _HEADERS = (
 
 
 def offload_table(record: Mapping[str, Any]) -> str:
-    """Limits by engines, then the same model without a limit, then a virtual card."""
+    """Limits by engines, then the same model without a limit."""
     rows = {row["name"]: row for row in record["rows"]}
-    parts = [_limits(rows), _unlimited(rows), _card(rows.get("virtual card"))]
+    parts = [_limits(rows), _unlimited(rows)]
     where, installed = machine_of(record), versions_of(record)
     parts.append(f"`{record['command']}` on {where}; medians. {installed}.")
     return "\n\n".join(part for part in parts if part)
@@ -81,20 +81,6 @@ def _unlimited(rows: Mapping[str, Mapping[str, Any]]) -> str:
         f"Without a limit: the resident engine {format_rate(rates['resident'])} tok/s, the pipeline"
         f" {format_rate(rates['pipeline'])} ({rates['pipeline'] / rates['resident']:.2f}x){peer}."
     )
-
-
-def _card(row: Mapping[str, Any] | None) -> str:
-    for result in (row or {}).get("results", ()):
-        ceiling = result.get("ceiling_tok_s")
-        share = (
-            f", {100 * result['decode_tok_s'] / ceiling:.0f} % of its ceiling" if ceiling else ""
-        )
-        return (
-            f"Simulated, on the virtual clock of `{(row or {})['device']}` with"
-            f" {format_bytes((row or {})['ram'])} of RAM: {format_rate(result['decode_tok_s'])}"
-            f" tok/s{share}."
-        )
-    return ""
 
 
 def _best(row: Mapping[str, Any]) -> list[Result]:
