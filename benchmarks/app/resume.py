@@ -1,6 +1,6 @@
 """A long conversation comes back: its KV cache from the disk, against computing it again.
 
-    python -m benchmarks.app.resume [MODEL] [--tokens 8192] [--runs 5] [--kv-format bf16]
+    python -m benchmarks.app.resume [MODEL] [--tokens 8192] [--runs 5] [--json FILE]
 
 Both are the time to the first token of a next turn in a process that has the model loaded: one
 where the disk has nothing, one after ``ChatSession.park``. The reading is measured with the file in
@@ -25,6 +25,7 @@ from localrt.formatting import format_bytes
 
 TEXT = "the store keeps what was packed and brings it back in order"
 WORDS = TEXT.split(" ")
+PREFILLS = 3  # they take long
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,8 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--prefills", type=int, default=3, help="they take long")
-    parser.add_argument("--kv-format", choices=("bf16", "int8", "int4"))
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         os.environ["LOCALRT_CACHE"] = folder
@@ -43,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json is not None:
         row = {**found, **setting(cited_command("app.resume", arguments))}
         rows = load(args.json, results=[])["results"]
-        key = (row["model"], row["kv_format"])
-        kept = [other for other in rows if (other["model"], other["kv_format"]) != key]
+        kept = [other for other in rows if other["model"] != row["model"]]
         save(args.json, {"results": [*kept, row]})
     return 0
 
@@ -52,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace, folder: Path) -> Record:
     """One model's figures."""
     ctx = args.tokens + 256
-    with localrt.load(args.model, ctx=ctx, kv_format=args.kv_format) as model:
+    with localrt.load(args.model, ctx=ctx) as model:
         messages = conversation(model, args.tokens)
 
         def answered(least_cached: int = 0) -> float:
@@ -62,7 +60,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Record:
             chat.close()
             return seconds
 
-        prefill = statistics.median(answered() for _ in range(args.prefills))
+        prefill = statistics.median(answered() for _ in range(PREFILLS))
         chat = model.chat()
         chat.messages = list(messages)
         chat.send("Why?", max_tokens=1, temperature=0.0)
@@ -76,7 +74,6 @@ def measure(args: argparse.Namespace, folder: Path) -> Record:
         return {
             "model": Path(model.name).name,
             "tokens": model.count(messages),
-            "kv_format": args.kv_format or "bf16",
             "saved_bytes": saved,
             "prefill_s": prefill,
             "resume_s": warm,

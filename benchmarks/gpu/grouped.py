@@ -20,7 +20,7 @@ from benchmarks.gpu.timing import RUNS, Result, copy_bandwidth, guarded, launch_
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
-from localrt.quant.ops.torch.experts import run_each, slots_of
+from localrt.quant.ops.torch.experts import run_each
 from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import run_kind
 from localrt.quant.ops.triton.grouped import plan_blocks
@@ -195,7 +195,7 @@ class Layer:
     # -- how fast ----------------------------------------------------------------------------------
 
     def speed(self, name: str, rows: int, ceiling: float) -> Result:
-        """Microseconds of kernels and of whole steps, grouped and each expert apart."""
+        """Microseconds of kernels and of whole steps."""
         x = self.inputs(rows)
         count = ROUTINGS if self.device.startswith("cuda") else 1
         routings = [self.routing(rows, seed) for seed in range(count)]
@@ -204,27 +204,16 @@ class Layer:
         slots = self.ops.expert_slots(x, routings[0])
         kernels = [self._kernels(x, routing, slots) for routing in routings]
         seconds = launch_seconds(kernels, self.device)
-        apart = launch_seconds([self._apart(x, r) for r in routings], self.device)
 
-        def together(x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> None:
-            self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
-
-        def steps(run: Callable[..., None]) -> float:
-            def work() -> None:
-                for routing in routings:
-                    run(x, routing, slots)
-
-            return statistics.median([timed(work) for _ in range(RUNS)][1:]) / count
+        def steps() -> None:
+            for routing in routings:
+                self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
 
         values = {
             "us": seconds * 1e6,
             "gb_s": nbytes / seconds / 1e9,
             "share_of_copy": nbytes / seconds / ceiling,
-            "us_apart": apart * 1e6,
-            "gb_s_apart": nbytes / apart / 1e9,
-            "times_apart": apart / seconds,
-            "us_step": steps(together) * 1e6,
-            "us_step_apart": steps(self.one_by_one) * 1e6,
+            "us_step": statistics.median([timed(steps) for _ in range(RUNS)][1:]) / count * 1e6,
         }
         return Result(name, True, values=values)
 
@@ -247,21 +236,6 @@ class Layer:
             long=len(x) > MOST_ROWS,
         )  # fmt: skip
         return lambda: run_kind(x, plan, self.kind, self.shape.spec, slots)
-
-    def _apart(self, x: torch.Tensor, routing: Routing) -> Callable[[], None]:
-        """A product for each expert, its rows gathered and scattered on the device."""
-        places = [
-            (expert, torch.from_numpy(filled).to(self.device))
-            for expert, filled in slots_of(routing, None)
-        ]
-        out = self.ops.expert_slots(x, routing)
-
-        def run() -> None:
-            for expert, index in places:
-                rows = x[index // routing.used]
-                out[index] = self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
-
-        return run
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

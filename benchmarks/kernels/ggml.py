@@ -25,32 +25,25 @@ class _InitParams(Structure):
 class _Ggml:
     """The few functions that a product needs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
         cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"), mode=ctypes.RTLD_GLOBAL)
-        pointers = {
-            "ggml_init": (_InitParams,),
-            "ggml_new_tensor_2d": (c_void_p, c_int, c_int64, c_int64),
-            "ggml_mul_mat": (c_void_p, c_void_p, c_void_p),
-            "ggml_new_graph": (c_void_p,),
-            "ggml_backend_alloc_ctx_tensors": (c_void_p, c_void_p),
-            "ggml_backend_alloc_ctx_tensors_from_buft": (c_void_p, c_void_p),
+        signatures = {
+            "ggml_init": (c_void_p, _InitParams),
+            "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
+            "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
+            "ggml_new_graph": (c_void_p, c_void_p),
+            "ggml_build_forward_expand": (None, c_void_p, c_void_p),
+            "ggml_backend_alloc_ctx_tensors": (c_void_p, c_void_p, c_void_p),
+            "ggml_backend_alloc_ctx_tensors_from_buft": (c_void_p, c_void_p, c_void_p),
+            "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
+            "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
+            "ggml_backend_buffer_free": (None, c_void_p),
+            "ggml_free": (None, c_void_p),
         }
-        for name, arguments in pointers.items():
+        for name, (result, *arguments) in signatures.items():
             function = getattr(base, name)
-            function.restype, function.argtypes = c_void_p, list(arguments)
-            setattr(self, name, function)
-        others = {
-            "ggml_build_forward_expand": (None, (c_void_p, c_void_p)),
-            "ggml_backend_tensor_set": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
-            "ggml_backend_tensor_get": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
-            "ggml_backend_graph_compute": (c_int, (c_void_p, c_void_p)),
-            "ggml_backend_buffer_free": (None, (c_void_p,)),
-            "ggml_free": (None, (c_void_p,)),
-        }
-        for name, (result, arguments) in others.items():
-            function = getattr(base, name)
-            function.restype, function.argtypes = result, list(arguments)
+            function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
         cpu.ggml_backend_cpu_init.restype = c_void_p
         cpu.ggml_backend_cpu_set_n_threads.argtypes = [c_void_p, c_int]
@@ -60,10 +53,7 @@ class _Ggml:
         plain.restype = c_void_p
         self.buffer_types = {"repacked": repack(), "plain": plain()}
         self.backend = cpu.ggml_backend_cpu_init()
-        self._set_threads = cpu.ggml_backend_cpu_set_n_threads
-
-    def set_threads(self, threads: int) -> None:
-        self._set_threads(self.backend, threads)
+        cpu.ggml_backend_cpu_set_n_threads(self.backend, threads)
 
 
 def find_ggml(threads: int) -> _Ggml | None:
@@ -71,9 +61,7 @@ def find_ggml(threads: int) -> _Ggml | None:
     spec = find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         return None
-    found = _Ggml(Path(spec.origin).parent / "lib")
-    found.set_threads(threads)
-    return found
+    return _Ggml(Path(spec.origin).parent / "lib", threads)
 
 
 class GgmlProduct:
@@ -101,27 +89,19 @@ class GgmlProduct:
             ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
         self._context = ggml.ggml_init(_InitParams(64 << 20, None, True))
         inputs = ggml.ggml_new_tensor_2d(self._context, TYPES["f32"], cols, len(x))
-        self._graphs, self._outputs = [], []
+        self._graphs = []
         for tensor in tensors:
             output = ggml.ggml_mul_mat(self._context, tensor, inputs)
             graph = ggml.ggml_new_graph(self._context)
             ggml.ggml_build_forward_expand(graph, output)
             self._graphs.append(graph)
-            self._outputs.append(output)
         self._buffers.append(ggml.ggml_backend_alloc_ctx_tensors(self._context, ggml.backend))
         x = np.ascontiguousarray(x, np.float32)
         ggml.ggml_backend_tensor_set(inputs, x.ctypes.data, 0, x.nbytes)
-        self._shape = (len(x), rows)
 
     def run(self, index: int) -> None:
         """Compute."""
         self._ggml.ggml_backend_graph_compute(self._ggml.backend, self._graphs[index])
-
-    def result(self, index: int) -> npt.NDArray[np.float32]:
-        """What ``run(index)`` gave, (R, rows)."""
-        out = np.empty(self._shape, np.float32)
-        self._ggml.ggml_backend_tensor_get(self._outputs[index], out.ctypes.data, 0, out.nbytes)
-        return out
 
     def close(self) -> None:
         """Free everything."""

@@ -10,10 +10,9 @@ before it. Rows are saved as they are done, and a row that is there is not measu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.record import Record, load, pending, save_row, setting
@@ -32,70 +31,55 @@ MB = 1_000_000
 LIMITS = tuple(size * MB for size in (1000, 850, 700, 500))
 STREAMERS_LIMIT = 2500 * MB  # what Accelerate and AirLLM need
 LLAMACPP = ("plain", "repacked")  # both mapped
-# Just below what the resident engine asks for, and more than the pipeline needs: all is resident.
-PIPELINE_RAM = 1190 * MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement: an engine under a limit, or several that take turns."""
+    """One measurement: an engine under a limit in bytes."""
 
-    name: str
-    engines: tuple[str, ...]
+    engine: str
+    limit: int
     workload: Workload
-    memory_limit: int | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` and ``--again`` look for."""
+        return f"{self.limit // MB} MB {self.engine}"
 
     def options(self, path: Path, threads: int, settings: Settings) -> BenchOptions:
         """As the runner takes them."""
         return BenchOptions(
             path=path,
-            engines=self.engines,
+            engines=(self.engine,),
             workload=self.workload,
-            memory_limit=self.memory_limit,
+            memory_limit=self.limit,
             threads=threads,
-            settings={"llamacpp": LLAMACPP} if self.memory_limit is not None else None,
+            settings={"llamacpp": LLAMACPP},
             cache=settings.cache_dir / "bench",
             stores=settings.data_dir / "stores",
-            **self.more,
         )
 
 
 def all_rows() -> Iterator[Row]:
     """In the order they are measured: what matters most first, the slow peers last."""
     for limit in LIMITS:
-        name = f"{limit // MB} MB"
         yield Row(
-            name=f"{name} native",
-            engines=("native",),
+            engine="native",
+            limit=limit,
             workload=Workload(prompt_tokens=32, tokens=64, runs=5),
-            memory_limit=limit,
         )
-    yield Row(
-        name="no limit native",  # alone: both fit at once and take turns
-        engines=("native",),
-        workload=Workload(prompt_tokens=32, tokens=64, runs=7),
-        more={"variants": {"resident": {}, "pipeline": {"ram": PIPELINE_RAM}}},
-    )
-    yield Row(
-        name="no limit llamacpp",
-        engines=("llamacpp",),
-        workload=Workload(prompt_tokens=32, tokens=64, runs=5),
-    )
     for limit in LIMITS:
         yield Row(
-            name=f"{limit // MB} MB llamacpp",
-            engines=("llamacpp",),
+            engine="llamacpp",
+            limit=limit,
             workload=Workload(prompt_tokens=8, tokens=16, runs=5),
-            memory_limit=limit,
         )
     # Tens of seconds a token.
     for engine, tokens in (("accelerate", 4), ("airllm", 3)):
         yield Row(
-            name=f"{STREAMERS_LIMIT // MB} MB {engine}",
-            engines=(engine,),
+            engine=engine,
+            limit=STREAMERS_LIMIT,
             workload=Workload(prompt_tokens=8, tokens=tokens, runs=5),
-            memory_limit=STREAMERS_LIMIT,
         )
 
 

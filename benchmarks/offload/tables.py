@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
@@ -19,38 +19,38 @@ _HEADERS = (
 
 
 def offload_table(record: Mapping[str, Any]) -> str:
-    """Limits by engines, then the same model without a limit."""
-    rows = {row["name"]: row for row in record["rows"]}
-    parts = [_limits(rows), _unlimited(rows)]
-    where, installed = machine_of(record), versions_of(record)
-    parts.append(f"`{record['command']}` on {where}; medians. {installed}.")
-    return "\n\n".join(part for part in parts if part)
-
-
-def _limits(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Limits by engines: the largest limit first, native before the others."""
+    rows = sorted(
+        record["rows"], key=lambda row: (-row["memory_limit"], not row["name"].endswith("native"))
+    )
     lines: list[list[str]] = []
-    peers: list[tuple[str, float]] = []
-    for row in rows.values():
-        for result in _best(row):
-            if row.get("memory_limit") == 2_500_000_000:
-                peers.append((result["engine"], result["decode_tok_s"]))
-    for row in _by_limit(rows):
+    streamers: list[tuple[str, float]] = []  # accelerate and the like: under the largest limit
+    for row in rows:
         limit = row["memory_limit"]
-        theirs = [r for r in _all_results(rows, limit) if r["engine"] == "llamacpp"]
-        for result in _best(row):
-            notes = []
-            if result["engine"] == "native":
-                best = max((peer["decode_tok_s"] for peer in theirs), default=None)
-                notes += [f"{result['decode_tok_s'] / best:.1f}x llama.cpp"] if best else []
-                if limit == 1_000_000_000:
-                    notes += [f"{result['decode_tok_s'] / rate:.0f}x {n}" for n, rate in peers]
-            lines.append(_line(format_bytes(limit), result, notes))
-        lines += [
-            [format_bytes(limit), skip.get("engine", ""), skip["reason"], "", "", "", ""]
-            for skip in row["skipped"]
-            if not row["results"]
+        theirs = [
+            result["decode_tok_s"]
+            for other in rows
+            if other["memory_limit"] == limit
+            for result in other["results"]
+            if result["engine"] == "llamacpp"
         ]
-    return markdown_table(_HEADERS, lines) if lines else ""
+        for result in _best(row):
+            notes, rate = [], result["decode_tok_s"]
+            if result["engine"] == "native":
+                notes += [f"{rate / max(theirs):.1f}x llama.cpp"] if theirs else []
+                if limit == 1_000_000_000:
+                    notes += [f"{rate / slow:.0f}x {name}" for name, slow in streamers]
+            elif result["engine"] != "llamacpp":
+                streamers.append((result["engine"], rate))
+            lines.append(_line(format_bytes(limit), result, notes))
+        if not row["results"]:
+            for skip in row["skipped"]:
+                lines.append([format_bytes(limit), skip.get("engine", ""), skip["reason"]])
+                lines[-1] += [""] * 4
+    return (
+        f"{markdown_table(_HEADERS, lines)}\n\n`{record['command']}` on {machine_of(record)}; "
+        f"medians. {versions_of(record)}."
+    )
 
 
 def _line(limit: str, result: Result, notes: list[str]) -> list[str]:
@@ -68,21 +68,6 @@ def _line(limit: str, result: Result, notes: list[str]) -> list[str]:
     ]
 
 
-def _unlimited(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The pipeline with nothing to stream, beside the engine that has no pipeline."""
-    ours = rows.get("no limit native", {}).get("results", ())
-    rates = {r["setting"]: r["decode_tok_s"] for r in ours}
-    if "resident" not in rates or "pipeline" not in rates:
-        return ""
-    peers = rows.get("no limit llamacpp", {}).get("results", ())
-    theirs = max((r["decode_tok_s"] for r in peers), default=None)
-    peer = "" if theirs is None else f"; llama.cpp {format_rate(theirs)}"
-    return (
-        f"Without a limit: the resident engine {format_rate(rates['resident'])} tok/s, the pipeline"
-        f" {format_rate(rates['pipeline'])} ({rates['pipeline'] / rates['resident']:.2f}x){peer}."
-    )
-
-
 def _best(row: Mapping[str, Any]) -> list[Result]:
     """Each engine's fastest setting for decoding."""
     best: dict[str, Result] = {}
@@ -91,17 +76,3 @@ def _best(row: Mapping[str, Any]) -> list[Result]:
         if known is None or result["decode_tok_s"] > known["decode_tok_s"]:
             best[result["engine"]] = result
     return list(best.values())
-
-
-def _by_limit(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Rows with a limit: the largest first, and native before the others."""
-    limited = [row for row in rows.values() if row.get("memory_limit")]
-    yield from sorted(
-        limited, key=lambda row: (-row["memory_limit"], not row["name"].endswith("native"))
-    )
-
-
-def _all_results(rows: Mapping[str, Mapping[str, Any]], limit: int) -> Iterator[Result]:
-    for row in rows.values():
-        if row.get("memory_limit") == limit:
-            yield from row["results"]

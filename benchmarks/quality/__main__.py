@@ -55,26 +55,15 @@ class Results:
         self.record |= {**setting(command, *PACKAGES), "settings": settings}
 
     def __contains__(self, key: tuple[str, str]) -> bool:
-        return any(_key(row) == key and not row.get("skipped") for row in self.record["rows"])
+        rows = self.record["rows"]
+        return any((row["model"], row["name"]) == key and not row.get("skipped") for row in rows)
 
-    def add(self, row: Row) -> None:
-        """Save a row in place of an older attempt."""
-        kept = [other for other in self.record["rows"] if _key(other) != _key(row)]
-        self._save(rows=[*kept, row])
-
-    def add_reference(self, row: Row) -> None:
-        """Save a model's reference."""
-        known = [other for other in self.record["references"] if other["model"] != row["model"]]
-        self._save(references=[*known, row])
-
-    def add_speeds(self, speeds: Sequence[Row]) -> None:
-        """Save the speeds of a model in place of all that it had."""
-        models = {one["model"] for one in speeds}
-        kept = [one for one in self.record.get("speeds", []) if one["model"] not in models]
-        self._save(speeds=[*kept, *speeds])
-
-    def _save(self, **changed: Any) -> None:
-        self.record |= changed
+    def put(self, kind: str, rows: Sequence[Row], *keys: str) -> None:
+        """Save ``rows`` in place of all that have the same ``keys``."""
+        new = [tuple(row[key] for key in keys) for row in rows]
+        old = self.record.get(kind, [])
+        kept = [row for row in old if tuple(row[key] for key in keys) not in new]
+        self.record[kind] = [*kept, *rows]
         save(self._path, self.record)
 
 
@@ -110,9 +99,9 @@ def _rows(
     todo = jobs(options.formats, options.methods, options.peers)
     missing = [job for job in todo if (bench.name, job.name) not in results]
     if missing:
-        results.add_reference(bench.reference_row())
+        results.put("references", [bench.reference_row()], "model")
     for job in missing:
-        results.add(bench.row(job))
+        results.put("rows", [bench.row(job)], "model", "name")
         print(describe(results.record["rows"][-1]), flush=True)
 
 
@@ -127,7 +116,7 @@ def _speeds(options: argparse.Namespace, name: str, corpus: Corpus, results: Res
             options.work or Path(temporary),
             runs=options.runs,
         )
-    results.add_speeds(speeds)
+    results.put("speeds", speeds, "model")
     for one in speeds:
         print(f"{one['model']}  {one['name']:16s} {one['decode_tok_s']:.1f} tok/s")
 
@@ -179,10 +168,6 @@ def _command(options: argparse.Namespace) -> str:
         f"python -m benchmarks.quality --text {options.text.name} --tokens {options.tokens}"
         f" --ctx {options.ctx} --calibration-tokens {options.calibration_tokens}"
     )
-
-
-def _key(row: Row) -> tuple[str, str]:
-    return row["model"], row["name"]
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ class BenchOptions:
 
     ``ram``, ``gpu_memory``, ``device``, ``format`` and ``kv_format`` are the native engine's;
     ``ctx`` is every engine's context, by default just long enough. ``settings`` names those of an
-    engine to measure, by default all; ``variants`` are several ways to load the native engine, as
-    fields of `Launch` by name, measured like settings. Weights that peers need in another form are
-    kept below ``cache``; ``stores`` is where the native engine keeps its own. ``trace`` asks for
-    the native engine's tasks in its last run.
+    engine to measure, by default all. Weights that peers need in another form are kept below
+    ``cache``; ``stores`` is where the native engine keeps its own. ``trace`` asks for the native
+    engine's tasks in its last run.
     """
 
     path: Path
@@ -40,7 +39,6 @@ class BenchOptions:
     cache: Path | None = None
     stores: Path | None = None
     trace: bool = False
-    variants: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         needed = self.workload.prompt_tokens + self.workload.tokens

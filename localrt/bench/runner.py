@@ -254,8 +254,7 @@ def _native_candidates(options: BenchOptions) -> Iterator[_Candidate]:
         ram=options.ram,
         kv_format=options.kv_format,
     )
-    for variant, values in (options.variants or {"": {}}).items():
-        yield _Candidate(variant, replace(launch, **values))
+    yield _Candidate("", launch)
 
 
 def _launch(engine: str, options: BenchOptions) -> Launch:

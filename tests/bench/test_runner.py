@@ -161,18 +161,14 @@ def test_budgets_reach_the_native_engine_alone(tmp_path: Path) -> None:
         _options(tmp_path, "good", "native", ctx=24)
 
 
-def test_variants_and_settings_choose_what_is_measured(tmp_path: Path) -> None:
+def test_settings_choose_what_is_measured(tmp_path: Path) -> None:
     options = _options(
-        tmp_path,
-        "good",
-        "native llamacpp",
-        variants={"resident": {}, "pipeline": {"ram": 10**9}},
-        settings={"llamacpp": ["plain"]},
+        tmp_path, "good", "native llamacpp", ram=10**9, settings={"llamacpp": ["plain"]}
     )
     outcome = _run(options)
     names = [(result.engine, result.setting) for result in outcome.results]
-    assert names == [("native", "resident"), ("native", "pipeline"), ("llamacpp", "plain")]
-    assert [r.info["launch"]["ram"] for r in outcome.results] == [None, 10**9, None]
+    assert names == [("native", ""), ("llamacpp", "plain")]
+    assert [r.info["launch"]["ram"] for r in outcome.results] == [10**9, None]
 
 
 def test_peers_that_stream_get_a_folder_and_run_alone(
