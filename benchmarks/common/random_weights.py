@@ -100,40 +100,28 @@ class RandomCheckpoint:
     kind = "safetensors"
     path = Path("random-weights")
 
-    def __init__(
-        self, architecture: str, config: Mapping[str, Any], *, format: Format = BF16, seed: int = 0
-    ) -> None:
+    def __init__(self, architecture: str, config: Mapping[str, Any], format: Format = BF16) -> None:
         self.architecture = architecture
         self.config = config
         self.generation_config: Mapping[str, Any] = {}
         self.metadata: Mapping[str, Any] = {}
-        self._seed = seed
         self.tensors = {
-            name: TensorInfo(name, shape, self._format(shape, format), self._nbytes(shape, format))
+            name: _info(name, shape, F32 if len(shape) == 1 else format)
             for name, shape in decoder_shapes(architecture, config).items()
         }
-
-    @staticmethod
-    def _format(shape: tuple[int, ...], format: Format) -> Format:
-        return F32 if len(shape) == 1 else format
-
-    def _nbytes(self, shape: tuple[int, ...], format: Format) -> int:
-        rows = shape[0] if len(shape) == 2 else 1
-        return rows * self._format(shape, format).row_bytes(shape[-1])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
         """Rows of a tensor."""
         info = self.tensors[name]
-        rng = np.random.default_rng([self._seed, *name.encode()])
+        rng = np.random.default_rng([0, *name.encode()])
         values = rng.standard_normal(info.shape, np.float32)
         # Unit variance through a matrix; norms and biases near one half, so that none is neutral.
         values = values * 0.1 + 0.5 if len(info.shape) == 1 else values / info.shape[1] ** 0.5
         if len(info.shape) == 1:
             return PackedTensor(name, info.format, info.shape, values[None].view(np.uint8))
         rows = values[start:stop]
-        bits = rows.view(np.uint32) >> 16 if info.format is BF16 else rows
-        packed = bits.astype(np.uint16) if info.format is BF16 else bits
-        return PackedTensor(name, info.format, rows.shape, packed.view(np.uint8))
+        bits = (rows.view(np.uint32) >> 16).astype(np.uint16)
+        return PackedTensor(name, BF16, rows.shape, bits.view(np.uint8))
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
         """The whole tensor at once: it was made whole."""
@@ -146,20 +134,8 @@ class RandomCheckpoint:
 class RandomPackedCheckpoint(RandomCheckpoint):
     """A ``RandomCheckpoint`` whose matrices are packed, and come in tiles as from a store."""
 
-    def __init__(
-        self, architecture: str, config: Mapping[str, Any], name: str, *, seed: int = 0
-    ) -> None:
-        super().__init__(architecture, config, seed=seed)
-        self._name = name
-        self.tensors = {
-            key: info
-            if len(info.shape) == 1
-            else TensorInfo(key, info.shape, FORMATS[name], self._bytes(info.shape))
-            for key, info in self.tensors.items()
-        }
-
-    def _bytes(self, shape: tuple[int, ...]) -> int:
-        return shape[0] * FORMATS[self._name].row_bytes(shape[1])
+    def __init__(self, architecture: str, config: Mapping[str, Any], name: str) -> None:
+        super().__init__(architecture, config, FORMATS[name])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
         """Rows of a tensor."""
@@ -167,11 +143,15 @@ class RandomPackedCheckpoint(RandomCheckpoint):
         if info.format is F32:
             return super().read(name, start, stop)
         rows, columns = info.shape
-        seed = sum(name.encode()) + self._seed
-        whole = random_packed(self._name, rows, columns, seed=seed)
+        whole = random_packed(info.format.name, rows, columns, seed=sum(name.encode()))
         return whole.take_rows(np.arange(rows)[start:stop])
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor | TiledTensor]:
         """The whole tensor at once."""
         whole = self.read(name)
         yield whole if len(whole.shape) == 1 else tile_tensor(whole)
+
+
+def _info(name: str, shape: tuple[int, ...], format: Format) -> TensorInfo:
+    rows = shape[0] if len(shape) == 2 else 1
+    return TensorInfo(name, shape, format, rows * format.row_bytes(shape[-1]))
