@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from localrt.speculative.costs import Retry
 from localrt.speculative.tree import TokenTree
-from localrt.speculative.tuner import MARGIN, REFRESH, TOLERANCE, Tuner
-from localrt.speculative.worth import FIRST_WAIT, node_counts
+from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
+from localrt.speculative.worth import nodes_worth
 
 __all__ = ["BatchTuner"]
 
 _ASSUMED = 96  # passes that are taken to come: what may be lost at the start
 _CREDIT = 8  # passes: what was gained long ago is no reason to lose now
-_LONGEST_WAIT = 512  # passes between attempts that are not expected to pay, in the end
 
 
 class BatchTuner:
@@ -32,7 +32,7 @@ class BatchTuner:
         self._spent = 0.0  # seconds of passes
         self._lost = 0.0  # seconds beyond passes without guesses; negative: gained
         self._since_plain = 0
-        self._wait, self._next_wait = 0, FIRST_WAIT
+        self._retry = Retry()
 
     def looks(self, sequences: int) -> bool:
         """Whether guesses are wanted for the next pass, which so many share."""
@@ -70,12 +70,8 @@ class BatchTuner:
             if guesses:
                 beyond += seconds - emitted * plain / self._sequences
             self._lost = max(self._lost + beyond, -_CREDIT * plain)
-            if guesses and beyond < 0:
-                self._next_wait = FIRST_WAIT
-                self._wait = 0
-            elif guesses:
-                self._wait = self._next_wait
-                self._next_wait = min(2 * self._next_wait, _LONGEST_WAIT)
+            if guesses:
+                self._retry.tried(paid=beyond < 0)
 
     @property
     def plain(self) -> float | None:
@@ -94,17 +90,13 @@ class BatchTuner:
             def affordable(count: int) -> bool:
                 return cost.seconds(base + count) - cost.seconds(base) <= limit
 
-            best, best_value = 0, 0.0
-            for count in node_counts(len(sums)):
-                if not affordable(count):
-                    break
-                longer = cost.seconds(base + count, hopeful=True)
-                longer -= cost.seconds(base, hopeful=True)
-                value = float(sums[count - 1]) - MARGIN * longer * rows / plain
-                if value > best_value:
-                    best, best_value = count, value
+            def longer_s(count: int) -> float:
+                longest = cost.seconds(base + count, hopeful=True)
+                return longest - cost.seconds(base, hopeful=True)
+
+            best = nodes_worth(sums, plain / rows, longer_s, affordable)
             if best or beside:
                 return best
-            self._wait -= 1
+            self._retry.wait -= 1
             attempt = min(rows, len(sums))
-            return attempt if self._wait < 0 and affordable(attempt) else 0
+            return attempt if self._retry.wait < 0 and affordable(attempt) else 0

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from localrt.models.config import DecoderConfig
+import numpy as np
 
-__all__ = ["DraftCost", "GapWorth", "Mixture", "PassCost"]
+__all__ = ["AHEAD_S", "DraftCost", "GapWorth", "PassCost", "Retry"]
+
+# Passes that wait less than this leave no room for drafting: about one level of a small draft.
+AHEAD_S = 0.005
 
 _KEPT = 7
 # Before anything is known of larger passes, a row is taken to cost at most this share of a plain
@@ -24,9 +24,10 @@ _KEPT = 7
 # again, for the logits; in hope, the other shares of it.
 _MOST, _MOST_STREAMED, _LOGITS = 0.5, 0.25, 1.5
 _HOPED, _HOPED_UNKNOWN = 0.2, 0.04
-_HOPED_EXPERTS = 0.5  # of the experts that tokens without any in common would touch
+# Of a mixture, whose passes of several tokens touch more experts, at most and in hope.
+_MOST_MIXTURE, _HOPED_MIXTURE = 0.75, 0.35
 _BLEND = 0.2  # of a new measurement in a running mean
-_TRIES, _REST = 8, 64  # passes before drafting ahead is judged, and after it has not paid
+_FIRST_WAIT, _LONGEST_WAIT = 4, 512
 
 
 def _bucket(rows: int) -> int:
@@ -34,75 +35,52 @@ def _bucket(rows: int) -> int:
     return rows if rows <= 8 else 8 + round(math.log(rows / 8) / math.log(1.2))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """A target of which ``used`` of ``count`` experts see a token, ``share`` of its work for it.
+class Retry:
+    """When to try again what did not pay: after 4, 8, 16, ... 512 passes, which count ``wait``."""
 
-    Passes of several tokens touch more experts, and so read more weights.
-    """
+    def __init__(self) -> None:
+        self.wait = 0
+        self._next = _FIRST_WAIT
 
-    count: int
-    used: int
-    share: float
-
-    @classmethod
-    def of(cls, config: DecoderConfig) -> Mixture | None:
-        """That of a model, by the weights that a token meets; None of a dense one."""
-        sparse = [mixture for mixture in config.mixtures if mixture is not None]
-        if not sparse:
-            return None
-        hidden = config.hidden_size
-        experts = sum(3 * m.inner * hidden * m.router.used for m in sparse)
-        dense = config.layers - len(sparse)
-        rest = 3 * dense * config.intermediate_size * hidden + config.vocab_size * hidden
-        rest += sum(3 * m.shared * hidden for m in sparse)
-        rest += sum((2 * a.heads + 2 * a.kv_heads) * a.head_dim * hidden for a in config.attention)
-        first = sparse[0].router
-        return cls(count=first.count, used=first.used, share=experts / (experts + rest))
-
-    def growth(self, rows: float) -> float:
-        """What the experts of a pass of ``rows`` cost of a plain pass, were they all different.
-
-        That is the most: neighbouring tokens have experts in common.
-        """
-        missed: float = (1 - self.used / self.count) ** rows
-        return self.share * self.count * (1 - missed) / self.used
+    def tried(self, *, paid: bool) -> None:
+        """An attempt has ended."""
+        self.wait = 0 if paid else self._next
+        self._next = _FIRST_WAIT if paid else min(2 * self._next, _LONGEST_WAIT)
 
 
 class PassCost:
     """Seconds of a target pass by its rows. ``streamed``: the pass waits for weights.
 
-    ``mixture`` where the target has experts.
+    ``mixture``: more tokens touch more experts.
     """
 
-    def __init__(self, *, streamed: bool = False, mixture: Mixture | None = None) -> None:
+    def __init__(self, *, streamed: bool = False, mixture: bool = False) -> None:
         self._most = _MOST_STREAMED if streamed else _MOST
         self._mixture = mixture
         self._seen: dict[int, deque[tuple[int, float]]] = {}
-        self._curve: list[tuple[float, float]] = []  # rows and seconds, both rising
-        self._plain: float | None = None
+        self._curve: tuple[list[float], list[float]] = ([], [])  # rows and seconds, both rising
+        self.plain: float | None = None  # seconds of a pass of one row, once one was measured
         self._row: float | None = None  # seconds per row of a prompt
         self._prompt = 0  # and that prompt's rows: of short ones, a row costs more than it must
 
     def add(self, rows: int, seconds: float) -> None:
         """A pass of ``rows`` took ``seconds``."""
         self._seen.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append((rows, seconds))
-        self._curve = []  # made when it is asked for
+        self._curve = ([], [])  # made when it is asked for
         if rows == 1:
             times = sorted(s for _, s in self._seen[1])
             # A plain step that was disturbed would make guessing look better than it is.
-            self._plain = times[len(times) // 4]
+            self.plain = times[len(times) // 4]
 
-    def _points(self) -> list[tuple[float, float]]:
+    def _points(self) -> tuple[list[float], list[float]]:
         """Rows and seconds, both rising."""
-        if self._curve:
-            return self._curve
-        low = 0.0
-        for key in sorted(self._seen):
+        sizes, times = self._curve
+        for key in sorted(self._seen) if not sizes else ():
             usual = median(s for _, s in self._seen[key])
-            low = max(low, self._plain if key == 1 and self._plain is not None else usual)
-            self._curve.append((median(r for r, _ in self._seen[key]), low))
-        return self._curve
+            low = self.plain if key == 1 and self.plain is not None else usual
+            sizes.append(median(r for r, _ in self._seen[key]))
+            times.append(max(low, times[-1] if times else 0.0))
+        return sizes, times
 
     def add_prompt(self, rows: int, seconds: float) -> None:
         """A long pass without logits: says what a row costs at most."""
@@ -115,18 +93,13 @@ class PassCost:
         return self._row
 
     @property
-    def plain(self) -> float | None:
-        """Seconds of a pass of one row; None before one was measured."""
-        return self._plain
-
-    @property
     def plain_count(self) -> int:
         """How many such passes were measured, up to those kept."""
         return len(self._seen.get(1, ()))
 
     def covers(self, rows: int) -> bool:
         """Whether a pass of so many rows, or of more, was measured."""
-        return any(at >= rows for at, _ in self._points())
+        return max(self._points()[0], default=0) >= rows
 
     def seconds(self, rows: int, *, hopeful: bool = False) -> float:
         """Of a pass of ``rows``, never less than of a smaller one.
@@ -137,36 +110,29 @@ class PassCost:
         Raises:
             ValueError: nothing was measured yet.
         """
-        points = self._points()
-        if not points:
+        sizes, times = self._points()
+        if not sizes:
             raise ValueError("a pass must be measured first")
-        below, low = points[0]
-        plain = low  # of the fewest rows where a single one was never measured
-        for at, value in points:
-            if at >= rows:
-                return value if at <= below else low + (value - low) * (rows - below) / (at - below)
-            below, low = at, value
-        first = points[0][0]
-        row = self._most * plain
-        if self._row is not None:
-            row = min(plain, _LOGITS * self._row)
-        if hopeful and below > first:
-            row = min(row, (low - plain) / (below - first))
-        elif hopeful:
-            row *= _HOPED_UNKNOWN if self._row is None else _HOPED
-        more = (rows - below) * row
-        if self._mixture is not None:
-            experts = plain * (self._mixture.growth(rows) - self._mixture.growth(below))
-            more = max(more, _HOPED_EXPERTS * experts if hopeful else experts)
-        return low + more
+        if rows <= sizes[-1]:
+            return float(np.interp(rows, sizes, times))
+        plain = times[0]  # of the fewest rows where a single one was never measured
+        if self._mixture:
+            row = (_HOPED_MIXTURE if hopeful else _MOST_MIXTURE) * plain
+        else:
+            row = self._most * plain if self._row is None else min(plain, _LOGITS * self._row)
+            if hopeful and len(sizes) == 1:
+                row *= _HOPED_UNKNOWN if self._row is None else _HOPED
+        if hopeful and len(sizes) > 1:
+            row = min(row, (times[-1] - plain) / (sizes[-1] - sizes[0]))
+        return times[-1] + (rows - sizes[-1]) * row
 
 
 class DraftCost:
     """Seconds of a draft by its budget and depth: a draft takes about as many passes as levels."""
 
     def __init__(self) -> None:
-        self._median: dict[int, float] = {}
         self._levels: dict[int, deque[float]] = {}  # by budget: seconds per level
+        self._median: dict[int, float] = {}
 
     def add(self, budget: int, levels: int, seconds: float) -> None:
         """A tree of ``levels`` took ``seconds``; of levels that were there, none."""
@@ -174,16 +140,11 @@ class DraftCost:
         kept.append(seconds / (levels + 1))
         self._median[budget] = median(kept)
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._levels)
-
     def seconds(self, budget: int, depth: int) -> float | None:
         """Of a tree of that budget and depth; None before anything was measured."""
-        if not self._levels:
+        if not self._median:
             return None
-        nearest = min(self._levels, key=lambda b: abs(math.log(b / budget)))
+        nearest = min(self._median, key=lambda b: abs(math.log(b / budget)))
         # More nodes in a level cost more, but less than as many passes.
         wider = math.sqrt(max(1.0, budget / nearest))
         return self._median[nearest] * wider * (depth + 1)
@@ -194,33 +155,22 @@ class GapWorth:
 
     def __init__(self) -> None:
         self._waited: dict[int, deque[float]] = {}  # seconds, by rows
-        self._saved = 0.0  # seconds of drafting that a pass's gaps have spared, in the mean
-        self._lost = 0.0  # and that it has shared its processor for
-        self._tries = 0
-        self._rest = 0  # passes without, before it is tried again
+        self._retry = Retry()
+        self._gain = AHEAD_S  # seconds of drafting spared, less those shared, in the mean
 
-    def passed(self, rows: int, waited: float, shared: float, ahead: bool) -> None:
-        """A pass of ``rows`` waited, and shared the processor, for so many seconds."""
+    def passed(self, rows: int, waited: float) -> None:
+        """A pass of ``rows`` waited for so many seconds."""
         self._waited.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(waited)
-        self._rest -= 1
-        if ahead:
-            self._lost += _BLEND * (shared - self._lost)
+        self._retry.wait -= 1
 
-    def spared(self, seconds: float) -> None:
-        """The gaps of the pass before have made this much of the next draft unnecessary."""
-        self._saved += _BLEND * (seconds - self._saved)
-        self._tries += 1
-        if self._tries >= _TRIES and self._saved < self._lost:
-            self._tries, self._rest = 0, _REST
+    def drafted(self, spared: float, shared: float) -> None:
+        """The gaps of a pass have ``spared`` so much drafting, and it ``shared`` its processor."""
+        self._gain += _BLEND * (spared - shared - self._gain)
+        self._retry.tried(paid=self._gain >= 0)
 
-    def waited(self, rows: int) -> float:
-        """Seconds that a pass of about ``rows`` is expected to wait; 0 before any was seen."""
-        if not self._waited:
-            return 0.0
+    def pays(self, rows: int) -> bool:
+        """Whether a pass of about ``rows`` waits long enough, as far as was seen."""
+        if not self._waited or self._retry.wait > 0:
+            return False
         key = _bucket(rows)
-        return median(self._waited[min(self._waited, key=lambda k: abs(k - key))])
-
-    @property
-    def pays(self) -> bool:
-        """Whether it has not turned out to cost more than it saves, of late."""
-        return self._rest <= 0
+        return median(self._waited[min(self._waited, key=lambda k: abs(k - key))]) >= AHEAD_S

@@ -21,7 +21,7 @@ from localrt.speculative.best_first import Children, Expand, Growth, likeliest
 from localrt.speculative.calibration import FirstChoices
 from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.ngram import common_length
-from localrt.speculative.policy import MOST_NODES
+from localrt.speculative.plan import MOST_NODES
 from localrt.speculative.source import Check, DraftFailedError, DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
 

@@ -4,7 +4,8 @@ A ``Tuner`` belongs to a model and learns the seconds of a pass by its rows, a d
 how often each source's guesses come true. A ``Run`` is one generation: it takes the plan with the
 most tokens per second, keeps of what all sources guessed the nodes that pay for their rows, lets a
 draft go on while passes wait for weights, and never risks more time than ``TOLERANCE`` of plain
-decoding beyond what it has gained in the same generation. It knows no model: seconds in, plans out.
+decoding beyond what it has gained in the same generation. An explicit size is obeyed instead. It
+knows no model: seconds in, plans out.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from localrt.speculative.costs import GapWorth, Mixture, PassCost
+from localrt.speculative.costs import GapWorth, PassCost
 from localrt.speculative.mixed import MixedTree
-from localrt.speculative.policy import AHEAD_S, Ahead, Gaps, Plan, Policy
-from localrt.speculative.tree import TokenTree
-from localrt.speculative.worth import BUDGETS, DEPTHS, FIRST_WAIT, Source, node_counts
+from localrt.speculative.plan import Ahead, Plan, TreeSize
+from localrt.speculative.tree import TokenTree, merge
+from localrt.speculative.worth import BUDGETS, DEPTHS, MARGIN, Source, nodes_worth
 
-__all__ = ["MARGIN", "REFRESH", "TOLERANCE", "Run", "Tuner"]
+__all__ = ["REFRESH", "TOLERANCE", "Run", "Tuner"]
 
 # The share of plain decoding's time that attempts may lose in a generation.
 TOLERANCE = 0.015
@@ -28,11 +29,10 @@ TOLERANCE = 0.015
 _ASSUMED = 96
 _PLAIN_FIRST = 2  # plain steps before the first attempt
 REFRESH = 128  # passes after which a plain step is measured again
-_LONGEST_WAIT = 512  # steps between attempts that are not expected to pay, in the end
 _LOOKUP_NODES = 64
-MARGIN = 1.02  # what is expected must be better than plain by this much
 _MARGIN_RESIDENT = 1.08  # where a draft takes the processor and its caches from the target
 _FEW = 8  # tokens that a draft may have to catch up with at no cost worth counting
+_ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth of what is not expected to pay
 
 
 class Tuner:
@@ -44,16 +44,12 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, float],
-        *,
-        streamed: bool = False,
-        mixture: Mixture | None = None,
+        self, sources: Mapping[str, float], *, streamed: bool = False, mixture: bool = False
     ) -> None:
         self.lock = threading.RLock()
         self.cost = PassCost(streamed=streamed, mixture=mixture)
         self.gaps = GapWorth()
-        self.sources = {name: Source(level == 0, level) for name, level in sources.items()}
+        self.sources = {name: Source(level) for name, level in sources.items()}
         self.streamed = streamed
 
     @property
@@ -72,74 +68,105 @@ class Tuner:
         with self.lock:
             self.cost.add(rows, seconds)
 
-    def start(self, limit: int, sources: Sequence[str], *, in_gaps: bool = True) -> Run:
-        """The policy of a generation of at most ``limit`` tokens that has these sources.
+    def start(
+        self,
+        limit: int,
+        sources: Sequence[str],
+        *,
+        size: TreeSize | None = None,
+        in_gaps: bool = True,
+    ) -> Run:
+        """The decisions of a generation of at most ``limit`` tokens that has these sources.
 
-        ``in_gaps`` False: nothing is drafted while passes run.
+        ``size``: all sources guess for every pass, in one tree of that size. ``in_gaps`` False:
+        nothing is drafted while passes run.
         """
-        return Run(self, limit, tuple(sources), in_gaps=in_gaps)
+        return Run(self, limit, tuple(sources), size, in_gaps=in_gaps)
 
 
-class Run(Policy):
-    """See ``Policy``."""
+class Run:
+    """Asked before every pass and told what came of it, for one generation. Seconds everywhere."""
 
     def __init__(
-        self, tuner: Tuner, limit: int, sources: tuple[str, ...], *, in_gaps: bool = True
+        self,
+        tuner: Tuner,
+        limit: int,
+        sources: tuple[str, ...],
+        size: TreeSize | None,
+        *,
+        in_gaps: bool,
     ) -> None:
         self._tuner = tuner
         self._in_gaps = in_gaps
         self._names = sources
         self._limit = limit
+        self._size = size
         self._tokens = 0  # emitted by passes
-        self._passes = 0
         self._since_plain = 0
         self._lost = 0.0  # seconds beyond plain decoding of as many tokens; negative: gained
         self._draft_s = 0.0  # spent for the pass to come
         self._guessed = 0  # passes with guesses
         self._came_true = 0
         self._forced = False
-        self._tried: set[str] = set()  # lookups that were asked for the pass to come
-        self._mixed = MixedTree()  # what was proposed for it
+        self._trees: dict[str, TokenTree] = {}  # of sources that were asked for the pass to come
+        self._mixed = MixedTree()  # of them, by what they have proved to be worth
         self._room = 0
         self._ready: Mapping[str, int] = {}
         self._missing: Mapping[str, int] = {}
         self._invested = 0.0  # seconds in which a draft has caught up
         self._went_ahead = ""  # the source that did so during the pass before
+        self._shared_s = 0.0  # of its processor's time
         self._ahead = 0  # passes during which one did
         self._failures: dict[str, str] = {}
-
-    # -- the policy ------------------------------------------------------------------------------
 
     def plan(
         self, room: int, ready: Mapping[str, int] = {}, missing: Mapping[str, int] = {}
     ) -> Plan | None:
-        """See ``Policy``."""
+        """What to draft for the next pass; None for a plain step. ``room`` bounds the nodes.
+
+        ``ready`` are the levels that sources have prepared, ``missing`` the tokens that they must
+        compute before they can draft.
+        """
         with self._tuner.lock:
-            plain = self._tuner.cost.plain
+            cost = self._tuner.cost
             self._forced = False
             self._room, self._ready, self._missing = room, ready, missing
+            waiting = [name for name in self._usable() if name not in self._trees]
+            if self._size is not None:
+                if not waiting or room < 1:
+                    return None
+                name = waiting[-1]  # the last one first, since it is the one that may fail
+                budget = min(self._size.budget, room)
+                return Plan(name, budget, self._size.depth, ready.get(name, 0))
             self._judge_gaps()
-            if plain is None or self._tuner.cost.plain_count < _PLAIN_FIRST or room < 1:
+            if cost.plain_count < _PLAIN_FIRST or room < 1 or self._since_plain >= REFRESH:
                 return None
-            if self._since_plain >= REFRESH:
-                return None
-            for name in self._usable():
+            for name in waiting:
                 # Drafting is free: what to verify is decided on the tree itself.
-                if self._tuner.sources[name].cheap and name not in self._tried:
+                if self._cheap(name):
                     return Plan(name, min(room, _LOOKUP_NODES), DEPTHS[-1])
             return self._model_plan(room)[0]
 
     def caught_up(self, source: str, tokens: int, seconds: float) -> None:
-        """See ``Policy``."""
+        """``source`` has computed what was missing, to draft as planned."""
         with self._tuner.lock:
             self._invested += seconds
-            if tokens > _FEW:
+            if tokens > _FEW and self._size is None:
                 self._tuner.sources[source].row_s = seconds / tokens
 
     def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
-        """See ``Policy``."""
+        """The part of the drafted trees to verify, an empty one for a plain step.
+
+        None: there is another plan, to be asked for.
+        """
         tuner = self._tuner
         with tuner.lock:
+            self._trees[plan.source] = tree
+            waiting = [name for name in self._usable() if name not in self._trees]
+            if self._size is not None:
+                if waiting:
+                    return None
+                return merge((self._trees[name] for name in self._usable()), plan.budget)
             source = tuner.sources[plan.source]
             self._draft_s += seconds
             if not source.cheap:
@@ -150,10 +177,8 @@ class Run(Policy):
             if len(tree):
                 source.note_tree(tree, plan)
             self._mixed.add(plan.source, tree, source.calibration)
-            if source.cheap:
-                self._tried.add(plan.source)
-                if any(n not in self._tried for n in self._usable() if self._cheap(n)):
-                    return None
+            if source.cheap and any(map(self._cheap, waiting)):
+                return None
             worth, rate = self._worthwhile(source, self._mixed.tree(self._room))
             if source.cheap:
                 other, better = self._model_plan(self._room)
@@ -162,71 +187,74 @@ class Run(Policy):
             return worth
 
     def thought(self, seconds: float) -> None:
-        """See ``Policy``."""
+        """Choosing what to guess has itself taken so long."""
         with self._tuner.lock:
             self._lost += seconds
 
     def ahead(self, plan: Plan | None, tree: TokenTree) -> Ahead | None:
-        """See ``Policy``."""
+        """What to prepare while the pass over ``tree`` runs; None: nothing."""
         with self._tuner.lock:
             self._went_ahead = ""
-            gaps = self._tuner.gaps
-            if not self._in_gaps or not gaps.pays or gaps.waited(1 + len(tree)) < AHEAD_S:
+            if not self._in_gaps or not self._tuner.gaps.pays(1 + len(tree)):
                 return None
-            if plan is None or self._cheap(plan.source) or not len(tree):
-                # A draft that could be of use reads the prompt meanwhile.
-                behind = (n for n in self._usable() if self._missing.get(n, 0) > _FEW)
-                return next((Ahead(name, 0) for name in behind), None)
-            self._went_ahead = plan.source
+            if self._size is not None:
+                names = self._usable() if plan is not None else []
+                source = names[-1] if names else None
+            else:
+                source = plan.source if plan is not None and len(tree) else None
+                if source is None or self._cheap(source):
+                    # A draft that could be of use reads the prompt meanwhile.
+                    behind = (n for n in self._usable() if self._missing.get(n, 0) > _FEW)
+                    return next((Ahead(name, 0) for name in behind), None)
+            if source is None or plan is None:
+                return None
+            self._went_ahead = source
             self._ahead += 1
-            return Ahead(plan.source, 2 * plan.budget + plan.depth)
+            return Ahead(source, 2 * plan.budget + plan.depth)
 
-    def passed(self, gaps: Gaps) -> None:
-        """See ``Policy``."""
+    def passed(self, rows: int, waited_s: float, shared_s: float = 0.0) -> None:
+        """A pass of ``rows``, or a plain step, waited so long for weights.
+
+        For up to ``shared_s`` it computed beside drafting ahead.
+        """
         with self._tuner.lock:
-            self._tuner.gaps.passed(gaps.rows, gaps.waited_s, gaps.shared_s, gaps.ahead)
+            self._tuner.gaps.passed(rows, waited_s)
+            self._shared_s = shared_s
 
     def verified(
         self, plan: Plan | None, tree: TokenTree, path: Sequence[int], seconds: float
     ) -> None:
-        """See ``Policy``."""
+        """A target pass over ``tree`` ended: ``path`` came true. A plain step has no plan."""
         tuner = self._tuner
         with tuner.lock:
-            rows = 1 + len(tree)
-            emitted = 1 + len(path)
+            rows, emitted = 1 + len(tree), 1 + len(path)
             spent = seconds + self._draft_s
             self._draft_s = 0.0
-            self._tried.clear()
+            self._trees.clear()
+            if self._size is not None:
+                return
             if rows > 1:
                 self._mixed.learn(tree, tuple(path))
             self._mixed.clear()
             plain = tuner.cost.plain or seconds
-            self._passes += 1
             self._tokens += emitted
             self._since_plain = 0 if rows == 1 else self._since_plain + 1
             if plan is None:
                 return
             self._lost += spent - emitted * plain if rows > 1 else spent - seconds
-            if rows == 1:
-                return
-            self._guessed += 1
-            self._came_true += len(path)
-            source = tuner.sources[plan.source]
-            if spent < emitted * plain:
-                source.next_wait = FIRST_WAIT
-                source.wait = 0
-            else:
-                source.wait = source.next_wait
-                source.next_wait = min(2 * source.next_wait, _LONGEST_WAIT)
+            if rows > 1:
+                self._guessed += 1
+                self._came_true += len(path)
+                tuner.sources[plan.source].retry.tried(paid=spent < emitted * plain)
 
     def failed(self, source: str, why: str) -> None:
-        """See ``Policy``."""
+        """A source is of no use any more."""
         self._failures[source] = why
         self._draft_s = 0.0
 
     @property
     def reason(self) -> str:
-        """See ``Policy``."""
+        """What is done and why, in one sentence."""
         with self._tuner.lock:
             return f"speculation: {self._why()}"
 
@@ -250,10 +278,8 @@ class Run(Policy):
         if not name or name in self._failures:
             return
         levels = self._ready.get(name, 0)
-        spared = 0.0
-        if levels:
-            spared = self._tuner.sources[name].cost.seconds(1, levels - 1) or 0.0
-        self._tuner.gaps.spared(spared)
+        spared = self._tuner.sources[name].cost.seconds(1, levels - 1) if levels else None
+        self._tuner.gaps.drafted(spared or 0.0, self._shared_s)
 
     def _usable(self) -> list[str]:
         return [name for name in self._names if name not in self._failures]
@@ -272,9 +298,9 @@ class Run(Policy):
             plan, rate = self._best_of(name, source, room)
             if plan is not None and rate > best_rate and self._worth_reading(name, source, rate):
                 best, best_rate = plan, rate
-            elif best is None and source.wait <= 0:
+            elif best is None and source.retry.wait <= 0:
                 best = self._attempt(name, source, room)
-            source.wait -= 1
+            source.retry.wait -= 1
         return best, best_rate
 
     def _reading(self, name: str, source: Source) -> float:
@@ -282,10 +308,9 @@ class Run(Policy):
         tokens = self._missing.get(name, 0)
         if tokens <= _FEW:
             return 0.0
-        cost = self._tuner.cost
         row = source.row_s
         if row is None:
-            row = source.level * (cost.prompt_row or self._plain / 4)
+            row = source.level * (self._tuner.cost.prompt_row or self._plain / 4)
         return tokens * row
 
     def _worth_reading(self, name: str, source: Source, rate: float) -> bool:
@@ -300,13 +325,9 @@ class Run(Policy):
         """The plan with the most expected tokens per second, and their number."""
         cost = self._tuner.cost
         best, best_rate = None, 0.0
-        for budget in BUDGETS:
-            if budget > room:
-                break
+        for budget in (budget for budget in BUDGETS if budget <= room):
             most, least = cost.seconds(1 + budget), cost.seconds(1 + budget, hopeful=True)
-            for depth in DEPTHS:
-                if depth > budget:
-                    break
+            for depth in (depth for depth in DEPTHS if depth <= budget):
                 draft = self._draft_seconds(name, source, budget, depth)
                 if not self._affordable(draft + most):
                     continue
@@ -318,7 +339,7 @@ class Run(Policy):
     def _attempt(self, name: str, source: Source, room: int) -> Plan | None:
         """A cheap attempt with a source that is not expected to pay, where that may be risked."""
         cost = self._tuner.cost
-        for budget, depth in ((8, 4), (4, 2), (2, 1)):
+        for budget, depth in _ATTEMPTS:
             draft = self._draft_seconds(name, source, budget, depth) + self._reading(name, source)
             if budget <= room and self._affordable(draft + cost.seconds(1 + budget)):
                 self._forced = True
@@ -343,39 +364,35 @@ class Run(Policy):
         With the tokens per second of their pass. ``source`` proposed the last of them.
         """
         cost, plain = self._tuner.cost, self._plain
-        chances = np.exp(tree.scores)
         order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.scores))
-        sums = np.cumsum(chances[order])
-        best, best_value = 0, 0.0
-        for count in node_counts(len(tree)):
-            if not self._affordable(cost.seconds(1 + count) + self._draft_s):
-                break
-            seconds = cost.seconds(1 + count, hopeful=True)
-            # Time is worth plain decoding's tokens, and a little more: guesses must pay.
-            value = float(sums[count - 1]) - MARGIN * (seconds - plain) / plain
-            if value > best_value:
-                best, best_value = count, value
+        sums = np.cumsum(np.exp(tree.scores)[order])
+
+        def affordable(count: int) -> bool:
+            return self._affordable(cost.seconds(1 + count) + self._draft_s)
+
+        def longer_s(count: int) -> float:
+            return cost.seconds(1 + count, hopeful=True) - plain
+
+        best = nodes_worth(sums, plain, longer_s, affordable)
         if not best and self._may_try(source):
-            best = next((n for n in node_counts(min(8, len(tree))) if sums[n - 1] > 0), 0)
-            if not self._affordable(cost.seconds(1 + best) + self._draft_s):
-                best = 0
+            best = int(len(tree) > 0 and affordable(1))
         gain = float(sums[best - 1]) if best else 0.0
         return tree.trim(best), (1 + gain) / cost.seconds(1 + best)
 
     def _may_try(self, source: Source) -> bool:
         """Whether it is time to see if a source that did not pay has become better."""
-        if self._forced:
-            return True
-        if not source.cheap:
-            return False
-        source.wait -= 1
-        return source.wait < 0
+        if self._forced or not source.cheap:
+            return self._forced
+        source.retry.wait -= 1
+        return source.retry.wait < 0
 
     def _why(self) -> str:
         cost = self._tuner.cost
         plain = cost.plain
         if self._failures and len(self._failures) == len(self._names):
             return f"off, {next(iter(self._failures.values()))}"
+        if self._size is not None:
+            return f"{'+'.join(sorted(self._names))}, {self._size.budget} guesses a pass as asked"
         if plain is None or cost.plain_count < _PLAIN_FIRST:
             return "off, still measuring"
         names = " and ".join(self._names)
@@ -388,7 +405,7 @@ class Run(Policy):
             return (
                 f"{names}, {each:.1f} tokens a pass with guesses, {speed:.2f}x plain decoding{when}"
             )
-        sources = [self._tuner.sources[n] for n in self._names if n not in self._failures]
+        sources = [self._tuner.sources[name] for name in self._usable()]
         if all(source.cheap and not source.gains for source in sources):
             return f"waiting, {names} has nothing to guess from yet"
         gain = max(source.gain(8, 4) for source in sources if source.gains or not source.cheap)

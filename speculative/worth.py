@@ -6,21 +6,23 @@ nothing; see ``tuner.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost
-from localrt.speculative.policy import Plan
+from localrt.speculative.costs import DraftCost, Retry
+from localrt.speculative.plan import Plan
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["BUDGETS", "DEPTHS", "FIRST_WAIT", "Source", "node_counts"]
+__all__ = ["BUDGETS", "DEPTHS", "MARGIN", "Source", "nodes_worth"]
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEPTHS = (1, 2, 4, 8, 16)
-FIRST_WAIT = 4
-"""Steps until the next attempt, after one that was not expected to pay."""
+MARGIN = 1.02
+"""What is expected must be better than plain decoding by this much."""
 
 _BLEND = 0.2  # of a new measurement in a running mean
 _PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
@@ -30,14 +32,17 @@ _PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
 class Source:
     """What is known of one source."""
 
-    cheap: bool
     level: float  # of a plain step that a level of its draft is taken to cost, before one was made
     cost: DraftCost = field(default_factory=DraftCost)
     calibration: Calibration = field(default_factory=Calibration)
     gains: dict[tuple[int, int], float] = field(default_factory=dict)
     row_s: float | None = None  # of a token that it computes to catch up
-    wait: int = 0  # steps until an attempt that is not expected to pay
-    next_wait: int = FIRST_WAIT
+    retry: Retry = field(default_factory=Retry)  # of attempts that are not expected to pay
+
+    @property
+    def cheap(self) -> bool:
+        """Whether its guesses cost next to nothing: those of lookups."""
+        return self.level == 0
 
     def gain(self, budget: int, depth: int) -> float:
         """Guesses of a tree that come true."""
@@ -56,17 +61,13 @@ class Source:
         """What trees of this and of smaller budgets and depths would have brought."""
         chances = self.calibration.probabilities(tree)
         order = np.lexsort((np.arange(len(tree)), -tree.scores))
-        for depth in DEPTHS:
-            if depth > plan.depth:
-                break
+        for depth in (depth for depth in DEPTHS if depth <= plan.depth):
             deep = order[tree.depths[order] <= depth]
             sums = np.concatenate([[0.0], np.cumsum(chances[deep])])
-            for budget in BUDGETS:
-                if budget > plan.budget:
-                    break
+            for budget in (budget for budget in BUDGETS if budget <= plan.budget):
                 new = float(sums[min(budget, len(deep))])
-                old = self.gains.get((budget, depth))
-                self.gains[budget, depth] = new if old is None else old + _BLEND * (new - old)
+                old = self.gains.get((budget, depth), new)
+                self.gains[budget, depth] = old + _BLEND * (new - old)
 
 
 def _chain(chance: float, levels: int) -> float:
@@ -83,10 +84,23 @@ def _chance(gain: float, levels: int) -> float:
     return (low + high) / 2
 
 
-def node_counts(most: int) -> list[int]:
-    """Numbers of nodes to consider: all of few, then in steps."""
-    counts, count = [], 1
-    while count < most:
-        counts.append(count)
-        count = max(count + 1, count * 9 // 8)
-    return [*counts, most] if most else []
+def nodes_worth(
+    sums: npt.NDArray[np.float64],
+    token_s: float,
+    longer_s: Callable[[int], float],
+    affordable: Callable[[int], bool],
+) -> int:
+    """How many of the likeliest nodes to verify, which together bring ``sums`` tokens.
+
+    As many as bring more tokens than their rows cost time: a token is worth ``token_s``, and so
+    many nodes make the pass ``longer_s``. Where one number is not ``affordable``, no larger one is.
+    """
+    best, best_value = 0, 0.0
+    count, most = 1, len(sums)
+    while count <= most and affordable(count):
+        value = float(sums[count - 1]) - MARGIN * longer_s(count) / token_s
+        if value > best_value:
+            best, best_value = count, value
+        # All small numbers, then steps, and the whole tree.
+        count = count + 1 if count == most else min(max(count + 1, count * 9 // 8), most)
+    return best

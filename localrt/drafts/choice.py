@@ -24,7 +24,7 @@ from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.loading.parts import LoadedModel
 from localrt.settings import Settings
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.policy import DEPTH, TreeSize
+from localrt.speculative.plan import DEPTH, TreeSize
 from localrt.speculative.tree_source import TreeSource
 from localrt.speculative.tuner import Tuner
 
@@ -154,7 +154,7 @@ class Drafts:
             levels[draft.kind] = draft.level_share
         tuner = self._tuners.setdefault(
             guesser,
-            Tuner(levels, streamed=engine.counts() is not None, mixture=engine.mixture),
+            Tuner(levels, streamed=engine.counts() is not None, mixture=engine.is_mixture),
         )
         size = None
         if explicit:

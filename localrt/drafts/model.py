@@ -28,7 +28,7 @@ from localrt.models.timing import Clock
 from localrt.quant.ops.protocol import Batch, KVCache
 from localrt.speculative.calibration import FirstChoices
 from localrt.speculative.drafter import ModelDrafter
-from localrt.speculative.policy import MOST_NODES
+from localrt.speculative.plan import MOST_NODES
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree_source import TreeLimits, TreeSource
 

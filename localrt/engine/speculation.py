@@ -18,10 +18,10 @@ from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.speculative.gap_work import GapWork, Work
 from localrt.speculative.mixed import MixedTree
 from localrt.speculative.ngram import Archive
-from localrt.speculative.policy import DEPTH, Ahead, Fixed, Gaps, Plan, Policy, TreeSize
+from localrt.speculative.plan import DEPTH, Ahead, Plan, TreeSize
 from localrt.speculative.source import DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import Tuner
+from localrt.speculative.tuner import Run, Tuner
 from localrt.speculative.verify import follow
 
 __all__ = ["Guesser", "MakeSource", "Speculation", "Stepper", "TreePass"]
@@ -102,16 +102,12 @@ class Speculation:
         if not session.takes_trees:
             return None
         sources = self._begin(session, prompt, list(self._makers))
-        policy: Policy
-        if self._fixed is not None:
-            policy = Fixed(list(sources), self._fixed, in_gaps=self.in_gaps)
-        else:
-            policy = self._tuner.start(limit, list(sources), in_gaps=self.in_gaps)
+        run = self._tuner.start(limit, list(sources), size=self._fixed, in_gaps=self.in_gaps)
         return Stepper(
             session,
             prompt,
             sources,
-            policy,
+            run,
             tuner=self._tuner,
             archive=self._archive,
             note=self._note,
@@ -147,7 +143,7 @@ class Stepper:
         session: EngineSession,
         prompt: Sequence[int],
         sources: Mapping[str, DraftSource],
-        policy: Policy,
+        run: Run,
         *,
         tuner: Tuner,
         archive: Archive | None = None,
@@ -157,7 +153,7 @@ class Stepper:
         self._history = list(prompt)
         self._prompt_size = len(prompt)
         self._sources = sources
-        self._policy = policy
+        self._run = run
         self._tuner = tuner
         self._archive = archive
         self._note = note
@@ -198,7 +194,7 @@ class Stepper:
     @property
     def reason(self) -> str:
         """How it went, in one sentence."""
-        return f"{self._policy.reason}; {self._note}" if self._note else self._policy.reason
+        return f"{self._run.reason}; {self._note}" if self._note else self._run.reason
 
     def acceptance(self) -> dict[str, float]:
         """The share of the passes' tokens that each source guessed right."""
@@ -224,7 +220,7 @@ class Stepper:
             return
         computed.close()
         self._tuner.passed(1 + len(computed.tree), self._seconds)
-        self._policy.verified(self._plan, computed.tree, computed.path, self._seconds)
+        self._run.verified(self._plan, computed.tree, computed.path, self._seconds)
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
         session = self._session
@@ -235,7 +231,7 @@ class Stepper:
         self._plan = None
         guess = left > 1 and not self._cramped
         tree = self._draft(room, left - 1, check) if guess else TokenTree.empty()
-        order = self._policy.ahead(self._plan, tree)
+        order = self._run.ahead(self._plan, tree)
         work = None if order is None or left <= 1 else self._work(order)
         started = self._session.now()
         with GapWork(check, work) as gap_work:
@@ -254,13 +250,12 @@ class Stepper:
             if work is not None:
                 gap_work.ended(_likely(tree, logits))
         self.passes += 1
-        gaps = Gaps(1 + len(tree), gap_work.waited_s, gap_work.shared_s, work is not None)
-        self._policy.passed(gaps)
+        self._run.passed(1 + len(tree), gap_work.waited_s, gap_work.shared_s)
         if order is not None and gap_work.error is not None:
             self._broken(order.source, gap_work.error)
         if not len(tree):
             self._tuner.passed(1, seconds)
-            self._policy.verified(self._plan, tree, (), seconds)
+            self._run.verified(self._plan, tree, (), seconds)
         first: Logits = logits[0]
         return first
 
@@ -284,17 +279,17 @@ class Stepper:
         """A source failed beside a pass, which is as good as without."""
         if not isinstance(error, LocalrtError):
             raise error
-        self._policy.failed(source, str(error))
+        self._run.failed(source, str(error))
 
     def _draft(self, room: int, ahead: int, check: Check) -> TokenTree:
-        """Guesses behind the history, as the policy wants them."""
+        """Guesses behind the history, as planned."""
         if self._rest > 0:
             self._rest -= 1
             return TokenTree.empty()
         began, charged, preparing = self._session.now(), 0.0, self._preparing
         ready = {name: source.ready(self._history) for name, source in preparing.items()}
         missing = {name: source.missing(self._history) for name, source in preparing.items()}
-        while (plan := self._policy.plan(room, ready, missing)) is not None:
+        while (plan := self._run.plan(room, ready, missing)) is not None:
             self._plan = plan
             started = self._session.now()
             try:
@@ -302,7 +297,7 @@ class Stepper:
                     preparing[plan.source].catch_up(self._history, check=check)
                     missing[plan.source] = 0
                     now = self._session.now()
-                    self._policy.caught_up(plan.source, tokens, now - started)
+                    self._run.caught_up(plan.source, tokens, now - started)
                     charged += now - started
                     started = now
                 tree = self._sources[plan.source].propose(
@@ -311,17 +306,17 @@ class Stepper:
             except CancelledError:
                 raise
             except LocalrtError as error:  # the answer is the same without it
-                self._policy.failed(plan.source, str(error))
+                self._run.failed(plan.source, str(error))
                 continue
             now = self._session.now()
             charged += now - started
-            worth = self._policy.drafted(plan, tree, now - started)
+            worth = self._run.drafted(plan, tree, now - started)
             if worth is not None:
                 break
         else:
             worth = TokenTree.empty()
         seconds = self._session.now() - began
-        self._policy.thought(max(0.0, seconds - charged))
+        self._run.thought(max(0.0, seconds - charged))
         self._rest_after(worth, seconds)
         return worth
 

@@ -23,7 +23,7 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.waiting import waiting
 from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.ngram import NgramSource
-from localrt.speculative.policy import TreeSize
+from localrt.speculative.plan import TreeSize
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree_source import TreeSource
 from localrt.speculative.tuner import Tuner

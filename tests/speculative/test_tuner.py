@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost, Mixture, PassCost
-from localrt.speculative.policy import Ahead, Fixed, Gaps, Plan, TreeSize
+from localrt.speculative.costs import DraftCost, PassCost
+from localrt.speculative.plan import Ahead, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import TOLERANCE, Run, Tuner
 
@@ -211,39 +211,39 @@ def test_calibration_learns_what_claims_are_worth() -> None:
     assert after[0] + after[2] <= 1 + 1e-9
 
 
-def test_fixed_does_as_it_is_told() -> None:
-    policy = Fixed(["model"], TreeSize(64, 16))
-    assert policy.plan(1000) == Plan("model", 64, 16)
-    assert policy.plan(10) == Plan("model", 10, 16)
-    assert policy.plan(0) is None
-    policy.failed("model", "it broke")
-    assert policy.plan(10) is None
-    assert policy.reason == "speculation: off, it broke"
+def test_a_size_is_obeyed() -> None:
+    run = Tuner({}).start(100, ["model"], size=TreeSize(64, 16))
+    assert run.plan(1000) == Plan("model", 64, 16)
+    assert run.plan(10) == Plan("model", 10, 16)
+    assert run.plan(0) is None
+    run.failed("model", "it broke")
+    assert run.plan(10) is None
+    assert run.reason == "speculation: off, it broke"
 
 
-def test_fixed_merges_what_all_sources_propose() -> None:
-    policy = Fixed(["ngram", "model"], TreeSize(3, 4))
+def test_a_tree_of_that_size_is_what_all_sources_propose() -> None:
+    run = Tuner({}).start(100, ["ngram", "model"], size=TreeSize(3, 4))
     ours = TokenTree.of([1, 2], [ROOT, 0], [-0.5, -1.0], "ngram")
     theirs = TokenTree.of([1, 3], [ROOT, ROOT], [-0.2, -2.0], "model")
     for _ in range(2):
-        plan = policy.plan(100)
+        plan = run.plan(100)
         assert plan == Plan("model", 3, 4)
-        assert policy.drafted(plan, theirs, 0.0) is None
-        plan = policy.plan(100)
+        assert run.drafted(plan, theirs, 0.0) is None
+        plan = run.plan(100)
         assert plan == Plan("ngram", 3, 4)
-        tree = policy.drafted(plan, ours, 0.0)
+        tree = run.drafted(plan, ours, 0.0)
         assert tree is not None
         assert tree.tokens.tolist() == [1, 2, 3]
         assert set(tree.proposed_by(0)) == {"ngram", "model"}
-        assert policy.plan(100) is None
-        policy.passed(Gaps(4, waited_s=1.0))
-        assert policy.ahead(plan, tree) == Ahead("model", 10)
-        policy.verified(plan, tree, [0], 0.1)
-    policy.failed("model", "it broke")
-    plan = policy.plan(100)
+        assert run.plan(100) is None
+        run.passed(4, 1.0)
+        assert run.ahead(plan, tree) == Ahead("model", 10)
+        run.verified(plan, tree, [0], 0.1)
+    run.failed("model", "it broke")
+    plan = run.plan(100)
     assert plan == Plan("ngram", 3, 4)
-    assert policy.drafted(plan, ours, 0.0) is not None
-    assert policy.reason == "speculation: model+ngram, 3 guesses a pass as asked"
+    assert run.drafted(plan, ours, 0.0) is not None
+    assert run.reason == "speculation: model+ngram, 3 guesses a pass as asked"
 
 
 def test_a_long_prompt_is_not_read_for_a_draft_that_may_not_pay() -> None:
@@ -276,7 +276,7 @@ def test_a_draft_reads_the_prompt_while_plain_passes_wait() -> None:
     run = tuner.start(128, ["model"])
     assert run.plan(1000, {}, {"model": 200}) is None
     assert run.ahead(None, TokenTree.empty()) is None, "whether passes wait is not known"
-    run.passed(Gaps(1, waited_s=0.08))
+    run.passed(1, 0.08)
     assert run.plan(1000, {}, {"model": 200}) is None
     assert run.ahead(None, TokenTree.empty()) == Ahead("model", 0)
     assert run.plan(1000, {}, {"model": 1}) is None
@@ -284,7 +284,7 @@ def test_a_draft_reads_the_prompt_while_plain_passes_wait() -> None:
 
 
 def test_more_tokens_of_a_mixture_touch_more_experts() -> None:
-    dense, mixture = PassCost(), PassCost(mixture=Mixture(count=128, used=8, share=0.8))
+    dense, mixture = PassCost(), PassCost(mixture=True)
     for cost in (dense, mixture):
         for _ in range(8):
             cost.add(1, 1.0)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import GapWorth
+from localrt.speculative.costs import AHEAD_S, GapWorth
 from localrt.speculative.mixed import MixedTree
-from localrt.speculative.policy import AHEAD_S, Ahead, Fixed, Gaps, Plan, TreeSize
+from localrt.speculative.plan import Ahead, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
 from tests.speculative.test_tree import path_to, trees, words
@@ -96,7 +96,7 @@ class World:
                 if self.useful and not len(tree.children(node)):  # it came to the likeliest end
                     self.levels = int(waited / self.level_s[order.source])
                 seconds += self.shared_s
-            run.passed(Gaps(1 + len(tree), waited, self.shared_s, order is not None))
+            run.passed(1 + len(tree), waited, self.shared_s)
             spent += seconds
             run._tuner.passed(1 + len(tree), seconds)
             run.verified(last, tree, path, seconds)
@@ -231,44 +231,42 @@ def test_gaps_that_cost_more_than_they_bring_are_left_alone() -> None:
 
 def test_the_worth_of_gaps() -> None:
     worth = GapWorth()
-    assert worth.waited(9) == 0.0
-    worth.passed(1, 0.09, 0.0, False)
-    worth.passed(17, 0.04, 0.001, True)
-    assert worth.waited(1) == 0.09
-    assert worth.waited(20) == 0.04
-    assert worth.pays
+    assert not worth.pays(9), "nothing is known of gaps"
+    worth.passed(1, 2 * AHEAD_S)
+    worth.passed(17, AHEAD_S / 2)
+    assert worth.pays(1)
+    assert not worth.pays(20)
     for _ in range(8):
-        worth.passed(17, 0.04, 0.01, True)
-        worth.spared(0.0)
-    assert not worth.pays
-    for _ in range(64):
-        worth.passed(17, 0.04, 0.0, False)
-    assert worth.pays  # it is tried again
+        worth.drafted(0.0, 0.01)
+    assert not worth.pays(1)
+    for _ in range(600):
+        worth.passed(1, 2 * AHEAD_S)
+    assert worth.pays(1)  # it is tried again
     for _ in range(30):
-        worth.passed(17, 0.04, 0.001, True)
-        worth.spared(0.05)
-    assert worth.pays
+        worth.drafted(0.05, 0.001)
+    assert worth.pays(1)
 
 
-def test_fixed_drafts_ahead_where_passes_wait() -> None:
+def test_an_explicit_size_drafts_ahead_where_passes_wait() -> None:
     tree = TokenTree.of([1], [ROOT], [-1.0], "model")
-    policy = Fixed(["model"], TreeSize(16, 8))
-    plan = policy.plan(1000, {"model": 3})
+    run = Tuner({}).start(100, ["model"], size=TreeSize(16, 8))
+    plan = run.plan(1000, {"model": 3})
     assert plan == Plan("model", 16, 8, 3)
-    assert policy.ahead(plan, tree) is None  # nothing is known of gaps
-    policy.passed(Gaps(17, 2 * AHEAD_S))
-    assert policy.ahead(plan, tree) == Ahead("model", 40)
-    policy.passed(Gaps(17, 0.0))
-    assert policy.ahead(plan, tree) is None
-    late = Fixed(["model"], TreeSize(16, 8), in_gaps=False)
-    late.passed(Gaps(17, 1.0))
+    assert run.ahead(plan, tree) is None  # nothing is known of gaps
+    run.passed(2, 2 * AHEAD_S)
+    assert run.ahead(plan, tree) == Ahead("model", 40)
+    run.passed(2, 0.0)
+    run.passed(2, 0.0)
+    assert run.ahead(plan, tree) is None
+    late = Tuner({}).start(100, ["model"], size=TreeSize(16, 8), in_gaps=False)
+    late.passed(2, 1.0)
     assert late.ahead(plan, tree) is None
 
 
 def test_lookups_and_plain_steps_prepare_nothing() -> None:
     tuner = Tuner({"ngram": 0.0, "model": 0.1}, streamed=True)
     run = tuner.start(100, ["ngram", "model"])
-    run.passed(Gaps(1, 0.1))
+    run.passed(1, 0.1)
     tree = TokenTree.of([1], [ROOT], [-1.0], "x")
     assert run.ahead(None, TokenTree.empty()) is None
     assert run.ahead(Plan("ngram", 8, 4), tree) is None

@@ -36,7 +36,6 @@ from localrt.models.residency import Residency
 from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
-from localrt.speculative.costs import Mixture
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -132,9 +131,9 @@ class NativeEngine(Engine):
         return self._residency.memory.card
 
     @property
-    def mixture(self) -> Mixture | None:
-        """What the experts of a mixture are of a token's work; None of a dense model."""
-        return Mixture.of(self._loaded().config)
+    def is_mixture(self) -> bool:
+        """Whether tokens choose among experts."""
+        return any(self._loaded().config.mixtures)
 
     def trace(self, keep: int | None = None) -> list[Task]:
         """See ``Engine``."""
