@@ -78,19 +78,7 @@ class Growth:
 
         Returns how many there were.
         """
-        batch: list[int] = []
-        deep: list[tuple[float, int]] = []
-        while len(batch) < nodes and (self._open or self._rest):
-            if self._rest and (not self._open or self._rest[0] < self._open[0]):
-                self._add(heapq.heappop(self._rest))
-                continue
-            entry = heapq.heappop(self._open)
-            if self.level(entry[1]) < depth:
-                batch.append(entry[1])
-            else:
-                deep.append(entry)
-        for entry in deep:
-            heapq.heappush(self._open, entry)
+        batch = self._take(nodes, depth, -math.inf, admit=True)
         if batch:
             self._expand(expand, batch, -math.inf)
         return len(batch)
@@ -145,6 +133,18 @@ class Growth:
             node = following
         return count
 
+    def token(self, node: int) -> int:
+        """What a node guesses."""
+        return self._tokens[node]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first guess to ``node``; none to the last known token."""
+        nodes: list[int] = []
+        while node != ROOT:
+            nodes.append(node)
+            node = self._parents[node]
+        return nodes[::-1]
+
     # -- parts -----------------------------------------------------------------------------------
 
     def _score(self, node: int) -> float:
@@ -193,11 +193,16 @@ class Growth:
             value = self._score(parent) + min(float(logprobs[index]), 0.0) + DECAY
             heapq.heappush(self._rest, (-value, parent, index))
 
-    def _take(self, count: int, depth: int, floor: float) -> list[int]:
-        """The best nodes that may be expanded."""
+    def _take(self, count: int, depth: int, floor: float, *, admit: bool = False) -> list[int]:
+        """The best nodes that may be expanded; ``admit``: or children that are better."""
         batch: list[int] = []
         deep: list[tuple[float, int]] = []
-        while self._open and len(batch) < count and -self._open[0][0] >= floor:
+        while len(batch) < count and (self._open or (admit and self._rest)):
+            if admit and self._rest and (not self._open or self._rest[0] < self._open[0]):
+                self._add(heapq.heappop(self._rest))
+                continue
+            if -self._open[0][0] < floor:
+                break
             entry = heapq.heappop(self._open)
             if self.level(entry[1]) < depth:
                 batch.append(entry[1])

@@ -117,6 +117,13 @@ class TokenTree:
         """The nodes whose parent is ``node``; -1 is the last known token."""
         return np.flatnonzero(self.parents == node)
 
+    def follow(self, node: int, token: int) -> int | None:
+        """The child of ``node`` (-1: the last known token) that guessed ``token``, if any."""
+        for child in self.children(node).tolist():
+            if self.tokens[child] == token:
+                return int(child)
+        return None
+
     def trim(self, budget: int, depth: int | None = None) -> TokenTree:
         """The best ``budget`` nodes (of at most ``depth``), in the order they are in."""
         deep = None if depth is None else self.depths <= depth

@@ -8,7 +8,7 @@ what was asked for. Where rows of guesses do not last, each tree begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -66,7 +66,8 @@ class TreeSource(DraftSource):
         self._known: list[int] = []  # the tokens whose rows come first in the cache
         self._first: npt.NDArray[np.float32] | None = None  # logits (depths, V) after them
         self._growth = Growth(self.name)
-        self._rows = _Rows()
+        # The rows of expanded nodes, behind those of the known tokens, in order.
+        self._rows: dict[int, int] = {}
         self.passes = 0  # of the drafter, for whoever measures
 
     def begin(self, history: Sequence[int]) -> None:
@@ -191,13 +192,11 @@ class TreeSource(DraftSource):
         nodes = self._growth.walk(true)
         if len(nodes) < len(true):
             return False
-        return any(self._rows.descends(parent, nodes[-1]) for _, _, parent in batch) or any(
-            node == nodes[-1] for node, _, _ in batch
-        )
+        return any(nodes[-1] in self._growth.path(node) for node, _, _ in batch)
 
     def _forget(self) -> None:
         """No tree any more."""
-        self._growth, self._rows, self._first = Growth(self.name), _Rows(), None
+        self._growth, self._rows, self._first = Growth(self.name), {}, None
 
     def _nodes_of(self, history: Sequence[int]) -> list[int] | None:
         """The nodes that ``history`` has behind the known tokens; None unless all have rows."""
@@ -228,11 +227,12 @@ class TreeSource(DraftSource):
         nodes = self._nodes_of(history)
         if nodes is not None:
             if nodes:
-                growth, number = self._growth.below(nodes[-1])
-                kept_rows, places = self._rows.below(nodes, number)
+                self._growth, number = self._growth.below(nodes[-1])
+                below = [node for node in self._rows if node in number]
+                places = [self._rows[node] for node in [*nodes, *below]]
                 cache.select(len(self._known) - self._start, places)
                 self._known += history[len(self._known) :]
-                self._growth, self._rows = growth, kept_rows
+                self._rows = {number[node]: row for row, node in enumerate(below)}
             return True
         kept = common_length(self._known, history)
         if kept == len(self._known):
@@ -270,94 +270,28 @@ class TreeSource(DraftSource):
         held = len(rows) if held_rows else 0
         if not held_rows:
             cache.trim(len(self._known) - self._start)
-        rows.add(nodes)
+        for node, _, _ in nodes:
+            rows[node] = len(rows)
+        paths = [self._growth.path(node) for node in list(rows)[held:]]
+        mask = np.zeros((len(paths), len(rows)), np.bool_)
+        for seen, path in zip(mask, paths, strict=True):
+            seen[[rows[node] for node in path]] = True
         new = Rows(
-            tokens=rows.tokens[held:],
-            positions=len(self._known) + np.array(rows.depths[held:], np.int64) - 1,
+            tokens=[self._growth.token(path[-1]) for path in paths],
+            positions=len(self._known) - 1 + np.array([len(path) for path in paths], np.int64),
             wanted=len(nodes),
-            mask=rows.mask(held),
-            above=rows.above(held),
+            mask=mask,
+            above=[rows[path[-2]] if len(path) > 1 else ROOT for path in paths],
         )
         try:
             logits = self._drafter.compute(cache, new, check=check)
         except BaseException:
             if held_rows:
-                rows.drop(len(nodes))
+                for node, _, _ in nodes:
+                    del rows[node]
             else:  # the others have lost their places too
                 self._forget()
                 cache.trim(len(self._known) - self._start)
             raise
         self.passes += 1
         return logits
-
-
-class _Rows:
-    """The nodes that have rows in the cache, in order: a node's row is ``self[node]``."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.depths: list[int] = []
-        self._nodes: list[int] = []
-        self._row: dict[int, int] = {}  # of a node
-        self._seen: list[tuple[int, ...]] = []  # the rows on the way to a row, and itself
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __contains__(self, node: int) -> bool:
-        return node in self._row
-
-    def __getitem__(self, node: int) -> int:
-        return self._row[node]
-
-    def add(self, nodes: _Nodes) -> None:
-        """Rows for nodes (node, token, parent), behind the others."""
-        for node, token, parent in nodes:
-            self._append(node, token, () if parent == ROOT else self._seen[self._row[parent]])
-
-    def _append(self, node: int, token: int, above: tuple[int, ...]) -> None:
-        row = len(self.tokens)
-        self.tokens.append(token)
-        self.depths.append(len(above) + 1)
-        self._nodes.append(node)
-        self._row[node] = row
-        self._seen.append((*above, row))
-
-    def drop(self, count: int) -> None:
-        """Forget the last rows."""
-        for node in self._nodes[len(self) - count :]:
-            del self._row[node]
-        for values in (self.tokens, self.depths, self._nodes, self._seen):
-            del values[len(values) - count :]
-
-    def above(self, first: int) -> list[int]:
-        """The row that each row from ``first`` on follows; -1 for the last known token's."""
-        return [seen[-2] if len(seen) > 1 else -1 for seen in self._seen[first:]]
-
-    def mask(self, first: int) -> npt.NDArray[np.bool_]:
-        """(rows from ``first`` on, all rows), True where seen."""
-        seen = np.zeros((len(self) - first, len(self)), np.bool_)
-        for row, columns in enumerate(self._seen[first:]):
-            seen[row, list(columns)] = True
-        return seen
-
-    def descends(self, node: int, top: int) -> bool:
-        """Whether the row of ``node`` is that of ``top`` or lies below it."""
-        return node in self._row and top in self._row and self._row[top] in self._seen[self[node]]
-
-    def below(self, path: Sequence[int], number: Mapping[int, int]) -> tuple[_Rows, list[int]]:
-        """The rows of the nodes that have a new ``number``, and the places of all that stay.
-
-        ``path`` leads to what they are below, and stays in front of them.
-        """
-        new = _Rows()
-        places = [self._row[node] for node in path]
-        now: dict[int, int] = {}
-        for row, node in enumerate(self._nodes):
-            if node not in number:
-                continue
-            now[row] = len(new)
-            above = tuple(now[r] for r in self._seen[row][len(path) : -1])
-            new._append(number[node], self.tokens[row], above)
-            places.append(row)
-        return new, places

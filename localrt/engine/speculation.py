@@ -22,7 +22,6 @@ from localrt.speculative.plan import DEPTH, Ahead, Plan, TreeSize
 from localrt.speculative.source import DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
-from localrt.speculative.verify import follow
 
 __all__ = ["Guesser", "MakeSource", "Speculation", "Stepper", "TreePass"]
 
@@ -37,9 +36,12 @@ MakeSource = Callable[[EngineSession], DraftSource]
 class TreePass:
     """A pass of ``session`` over ``tree``, whose tokens are confirmed one after another.
 
-    Whoever chooses tokens asks for the logits after each: they are there as long as the choice is
-    one that the tree guessed (see ``localrt.speculative.verify``). ``path`` are the nodes confirmed
-    so far.
+    The accept rule: a token is chosen from the target's logits exactly as plain decoding would
+    (same penalties, same filters, one random number). If a child of the present node guessed that
+    token, the next is chosen from its logits; if not, the pass is over. The choice is the answer's
+    either way. Nothing is rejected and drawn again, so every token has the target's own
+    distribution given what came before: exact for any tree, any draft and any sampler (SpecExec,
+    Svirschevski et al. 2024, section 4). ``path`` are the nodes confirmed so far.
     """
 
     def __init__(self, session: EngineSession, tree: TokenTree, logits: Logits) -> None:
@@ -56,7 +58,7 @@ class TreePass:
 
     def after(self, token: int) -> Logits | None:
         """Logits (vocab,) after ``token``, which was chosen; None where the tree has no such."""
-        node = follow(self.tree, self.path[-1] if self.path else ROOT, token)
+        node = self.tree.follow(self.path[-1] if self.path else ROOT, token)
         if node is None:
             return None
         self.path.append(node)
@@ -420,5 +422,5 @@ def _likely(tree: TokenTree, logits: Logits) -> list[int]:
     node: int | None = ROOT
     while node is not None:
         tokens.append(int(logits[1 + node].argmax()))
-        node = follow(tree, node, tokens[-1])
+        node = tree.follow(node, tokens[-1])
     return tokens

@@ -11,7 +11,6 @@ from scipy.stats import chi2
 
 from localrt.engine.sampling import Sampling, adjust_logits, distribution, draw
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.verify import follow, verify
 
 VOCAB, LENGTH = 6, 3
 PROMPT = (1, 1, 4)
@@ -54,16 +53,30 @@ def plain(sampling: Sampling, rng: np.random.Generator) -> tuple[int, ...]:
     return out
 
 
+def verify(
+    tree: TokenTree, choose: Callable[[int, tuple[int, ...]], int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The accepted guesses and the bonus token, and the accepted nodes."""
+    tokens: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
+    node: int | None = ROOT
+    while node is not None:
+        tokens += (choose(node, tokens),)
+        node = tree.follow(node, tokens[-1])
+        path += () if node is None else (node,)
+    return tokens, path
+
+
 def speculative(
     sampling: Sampling, rng: np.random.Generator, propose: Callable[[], TokenTree]
 ) -> tuple[int, ...]:
     out: tuple[int, ...] = ()
     while len(out) < LENGTH:
         done = out
-        verified = verify(
+        tokens, _ = verify(
             propose(), lambda _, said, done=done: choose((*done, *said), sampling, rng.random())
         )
-        out = (*out, *verified.tokens)
+        out = (*out, *tokens)
     return out[:LENGTH]
 
 
@@ -128,8 +141,7 @@ def test_a_shared_seed_gives_the_same_tokens(name: str) -> None:
 def test_the_walk_follows_the_matching_child() -> None:
     tree = TokenTree.of([5, 6, 7, 8], [ROOT, 0, ROOT, 1], [0, 0, 0, 0], "x")
     says = {ROOT: 5, 0: 6, 1: 9}
-    verified = verify(tree, lambda node, _: says[node])
-    assert (verified.tokens, verified.path) == ((5, 6, 9), (0, 1))
-    assert follow(tree, ROOT, 7) == 2
-    assert follow(tree, 2, 7) is None
-    assert verify(TokenTree.empty(), lambda *_: 3).tokens == (3,)
+    assert verify(tree, lambda node, _: says[node]) == ((5, 6, 9), (0, 1))
+    assert tree.follow(ROOT, 7) == 2
+    assert tree.follow(2, 7) is None
+    assert verify(TokenTree.empty(), lambda *_: 3) == ((3,), ())
