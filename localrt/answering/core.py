@@ -19,7 +19,7 @@ from localrt.answering.requests import RequestBuilder
 from localrt.answering.status import ModelInfo, Status
 from localrt.answering.watching import Watch
 from localrt.drafts.choice import Drafts
-from localrt.drafts.loading import draft_loader, load_beside
+from localrt.drafts.loading import load_with_draft
 from localrt.engine.loop import generate
 from localrt.engine.options import read_options
 from localrt.engine.parking.keeper import PERSON, Tier
@@ -67,22 +67,18 @@ def open_core(
         progress=progress,
         cancel=cancel,
     )
-    with load_beside(
+    parts, drafts = load_with_draft(
+        found.path,
         draft,
         options,
         settings,
-        target=found.path,
+        lambda own: load_parts(
+            found.path, own, settings=settings, progress=progress, cancel=cancel
+        ),
         offline=offline,
         progress=progress,
         cancel=cancel,
-    ) as beside:
-        parts = beside.target(
-            lambda own: load_parts(
-                found.path, own, settings=settings, progress=progress, cancel=cancel
-            )
-        )
-        drafts = Drafts(parts, draft_loader(options, settings, offline=offline))
-        beside.hand_over(drafts)
+    )
     note_use(found.name, settings)
     return Core(
         found.name,

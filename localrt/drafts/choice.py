@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from localrt.drafts.family import find_family_draft
 from localrt.drafts.head import HeadDraft, is_draft_head
@@ -18,14 +17,12 @@ from localrt.drafts.model import ModelDraft
 from localrt.drafts.placement import DraftPlace
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
-from localrt.engine.protocol import EngineSession
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.loading.parts import LoadedModel
 from localrt.settings import Settings
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.plan import DEPTH, TreeSize
-from localrt.speculative.tree_source import TreeSource
 from localrt.speculative.tuner import Tuner
 
 __all__ = ["PLUS_NGRAM", "Draft", "Drafts", "LoadDraft", "family_draft"]
@@ -33,26 +30,11 @@ __all__ = ["PLUS_NGRAM", "Draft", "Drafts", "LoadDraft", "family_draft"]
 # Loads the model of that name; its notes are for the user.
 LoadDraft = Callable[[str], LoadedModel]
 
+# What guesses for the sequences of one target: a model, or a head on its features.
+Draft = HeadDraft | ModelDraft
+
 PLUS_NGRAM = "+ngram"
 _LOOKUP = "ngram"
-
-
-class Draft(Protocol):
-    """What guesses for the sequences of one target: a model, or a head on its features."""
-
-    @property
-    def kind(self) -> str:
-        """The name of its sources."""
-
-    @property
-    def level_share(self) -> float:
-        """The share of a target's step that a level is taken to cost before one was measured."""
-
-    def source(self, session: EngineSession, options: Options) -> TreeSource:
-        """Guesses for a session."""
-
-    def close(self) -> None:
-        """Free it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,32 +150,24 @@ class Drafts:
         if known is None:
             if is_draft_head(name):
                 known = _Loaded(HeadDraft(name, self._target, engine))
-            elif options.draft == "auto":
-                known = self._found(name)
             else:
-                known = self._named(name)
+                known = self._load_model(name, asked=options.draft != "auto")
             self._drafts[name] = known
         return known
 
-    def _named(self, name: str) -> _Loaded:
-        """A draft model that was asked for."""
-        try:
-            return _Loaded(ModelDraft(name, self._load(name), self._target))
-        except MemoryBudgetError as error:
-            return _Loaded(None, f"draft {name} is not used: {error}")
-
-    def _found(self, name: str) -> _Loaded:
-        """A draft model that nobody asked for: that it is of no use is no error."""
+    def _load_model(self, name: str, *, asked: bool) -> _Loaded:
+        """A draft model; that one is of no use that nobody ``asked`` for is no error."""
         try:
             draft = ModelDraft(name, self._load(name), self._target)
         except MemoryBudgetError as error:
-            hint = "named as the draft when loading, it would be given room"
-            return _Loaded(None, f"draft {name} is not used: {error}; {hint}")
-        except OptionError as error:
-            return _Loaded(None, str(error))
+            hint = "" if asked else "; named as the draft when loading, it would be given room"
+            return _Loaded(None, f"draft {name} is not used: {error}{hint}")
         except LocalrtError as error:
-            return _Loaded(None, f"draft {name} is not used: {error}")
-        return _Loaded(draft, f"draft {name} was found on this machine")
+            if asked:
+                raise
+            told = isinstance(error, OptionError)  # with the draft's name
+            return _Loaded(None, str(error) if told else f"draft {name} is not used: {error}")
+        return _Loaded(draft, "" if asked else f"draft {name} was found on this machine")
 
 
 def family_draft(target: LoadedModel) -> str | None:

@@ -169,7 +169,7 @@ class HeadDraft:
         self.level_share = min(1.0, 1.5 * nbytes / max(engine.info.weight_bytes, 1))
 
     def source(self, session: EngineSession, options: Options) -> TreeSource:
-        """See ``Draft``: the session's hidden states are recorded from now on."""
+        """Guesses for a session, whose hidden states are recorded from now on."""
         assert isinstance(session, NativeSession), "the engine is native"
         nodes = min(options.tree_budget or _MOST_NODES, _MOST_NODES)
         limits = TreeLimits(

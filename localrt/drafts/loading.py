@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HELD_TOKENS = 4096  # of a conversation whose context was not asked for
 
-__all__ = ["Beside", "draft_loader", "is_draft_model", "load_beside", "load_draft"]
+__all__ = ["is_draft_model", "load_draft", "load_with_draft"]
 
 
 def is_draft_model(draft: str) -> bool:
@@ -34,20 +34,6 @@ def is_draft_model(draft: str) -> bool:
     if draft in ("auto", "off", "ngram"):  # checked to be a string that is not empty
         return False
     return not is_draft_head(draft.removesuffix(PLUS_NGRAM))
-
-
-def draft_loader(
-    options: LoadOptions,
-    settings: Settings,
-    *,
-    offline: bool | None = None,
-) -> Callable[[str], LoadedModel]:
-    """A function from a draft's name to its parts, for later."""
-
-    def load(name: str) -> LoadedModel:
-        return load_draft(name, options, settings, offline=offline)
-
-    return load
 
 
 def load_draft(
@@ -107,82 +93,74 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
     return ctx
 
 
-class Beside:
-    """A draft that is loaded beside its target, so that the target's plan leaves it its room.
+def load_with_draft(
+    target: Path,
+    draft: str,
+    options: LoadOptions,
+    settings: Settings,
+    load: Callable[[LoadOptions], LoadedModel],
+    *,
+    offline: bool | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> tuple[LoadedModel, Drafts]:
+    """The model at ``target``, which ``load`` loads, and its drafts.
 
-    ``place`` is what was planned for both, ``load`` loads the draft.
+    A model that the ``draft`` option names is loaded too, so that the target's plan leaves it its
+    room. Where there is a card, both are planned for before either is loaded.
     """
+    from localrt.hub import resolve
 
-    def __init__(
-        self, name: str, place: DraftPlace, load: Callable[[LoadOptions], LoadedModel]
-    ) -> None:
-        self._name = name
-        self._place = place
-        self._load = load
-        self._note = place.note
-        self._parts: LoadedModel | None = None  # the draft's
-        self._target: LoadedModel | None = None
+    def later(name: str) -> LoadedModel:
+        return load_draft(name, options, settings, offline=offline)
 
-    def target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
-        """Load the target, and the draft before or after it."""
-        if not self._place.after:
-            self._load_draft()
-        parts = self._load_target(load)
-        if self._place.after:
+    name, alone = draft.removesuffix(PLUS_NGRAM), options
+    if is_draft_head(name):
+        alone = with_room_for_head(name, options, settings)
+    if not is_draft_model(draft):
+        model = load(alone)
+        return model, Drafts(model, later)
+    path = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel).path
+    place = place_draft(target, path, name, options, settings)
+    place = place or DraftPlace(alone=options, draft=options)
+    with ExitStack() as opened:  # closed where something fails
+
+        def load_own() -> tuple[LoadedModel | None, str]:
+            """The draft, or why it is not used."""
+            if place.draft is None:
+                return None, place.note
             try:
-                self._load_draft()
-            except BaseException:
-                parts.engine.close()
-                raise
-        self._target = parts
-        note = self._note or self._place.line
-        return replace(parts, notes=(*parts.notes, note)) if note else parts
+                own = load_draft(
+                    name, place.draft, settings, offline=offline, progress=progress, cancel=cancel
+                )
+            except MemoryBudgetError as error:
+                return None, f"draft {name} is not used: {error}"
+            opened.callback(own.engine.close)
+            return own, ""
 
-    def hand_over(self, drafts: Drafts) -> None:
-        """Give the draft to those of the target, which is closed if that fails.
-
-        Raises:
-            OptionError: it has another vocabulary.
-        """
-        parts, self._parts = self._parts, None
-        target, self._target = self._target, None
-        if parts is None and not self._note:
-            return
-        try:
-            drafts.add(self._name, parts, self._note, self._place)
-        except BaseException:
-            if target is not None:
-                target.engine.close()
-            raise
-
-    def close(self) -> None:
-        """Free what was not handed over."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.engine.close()
-
-    def _load_target(self, load: Callable[[LoadOptions], LoadedModel]) -> LoadedModel:
-        """Load the target; where it does not fit beside the draft, without the draft."""
-        place = self._place
-        if self._note or place.draft is None:
-            return load(place.alone)
-        options = place.target or _beside_draft(self._parts, place.alone)
-        try:
-            return load(options)
-        except MemoryBudgetError as error:
-            self.close()
-            self._note = f"draft {self._name} is not used: beside it, {error}"
-        gc.collect()
-        return load(place.alone)
-
-    def _load_draft(self) -> None:
-        options = self._place.draft
-        if options is None or self._note:
-            return
-        try:
-            self._parts = self._load(options)
-        except MemoryBudgetError as error:
-            self._note = f"draft {self._name} is not used: {error}"
+        own, note = (None, "") if place.after else load_own()
+        parts: LoadedModel | None = None
+        if own is not None or place.after:
+            try:
+                parts = load(place.target or _beside_draft(own, alone))
+            except MemoryBudgetError as error:
+                note = f"draft {name} is not used: beside it, {error}"
+                if own is not None:
+                    own.engine.close()
+                own = None
+        if parts is None:
+            gc.collect()
+            parts = load(place.alone)
+        opened.callback(parts.engine.close)
+        if place.after and not note:
+            own, note = load_own()
+        if note or place.line:
+            parts = replace(parts, notes=(*parts.notes, note or place.line))
+        drafts = Drafts(parts, later)
+        if own is not None or note:
+            drafts.add(name, own, note, place)
+        opened.pop_all()
+    return parts, drafts
 
 
 def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOptions:
@@ -198,40 +176,3 @@ def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOption
         return options
     cache = engine.kv_nbytes(min(options.ctx or _HELD_TOKENS, parts.ctx))
     return replace(options, ram=max(ram_budget(options.ram) - draft_growth_nbytes(cache), 1))
-
-
-@contextmanager
-def load_beside(
-    draft: str,
-    options: LoadOptions,
-    settings: Settings,
-    *,
-    target: Path,
-    offline: bool | None = None,
-    progress: ProgressCallback | None = None,
-    cancel: threading.Event | None = None,
-) -> Iterator[Beside]:
-    """The draft of a ``draft`` option, if that names a model, for the model at ``target``.
-
-    Where there is a card, both are planned for before either is loaded.
-    """
-    from localrt.hub import resolve
-
-    def load(own: LoadOptions) -> LoadedModel:
-        return load_draft(name, own, settings, offline=offline, progress=progress, cancel=cancel)
-
-    name = draft.removesuffix(PLUS_NGRAM)
-    if is_draft_head(name):
-        options = with_room_for_head(name, options, settings)
-    place = DraftPlace(alone=options)
-    if is_draft_model(draft):
-        path = resolve(
-            name, settings=settings, offline=offline, progress=progress, cancel=cancel
-        ).path
-        planned = place_draft(target, path, name, options, settings)
-        place = planned or DraftPlace(alone=options, draft=options)
-    beside = Beside(name, place, load)
-    try:
-        yield beside
-    finally:
-        beside.close()

@@ -194,14 +194,14 @@ class ModelDraft:
 
     @property
     def level_share(self) -> float:
-        """See ``Draft``: as planned, or by the weights."""
+        """What a level is taken to cost of a target's step: as planned, or by the weights."""
         if self._place is not None and self._place.level_share is not None:
             return min(1.0, self._place.level_share)
         ours, theirs = (p.engine.info.weight_bytes for p in (self._target, self._parts))
         return min(1.0, 1.5 * theirs / max(ours, 1))
 
     def source(self, session: EngineSession, options: Options) -> TreeSource:
-        """See ``Draft``."""
+        """Guesses for a session."""
         place, info = self._place, self._target.engine.info
         clock = _native(self._target).virtual_clock
         drafter = EngineDrafter(
