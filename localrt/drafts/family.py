@@ -1,13 +1,12 @@
 """Finds a small model of the target's family on this machine, to draft with: from headers alone.
 
-Two models are of a family when their files list the same tokens, byte by byte. What is looked at is
-what ``localrt list`` shows, and GGUF files beside the target's own. It downloads and loads nothing,
-and does not know what memory is left.
+Two models are of a family when their files list the same tokens, which is compared byte by byte and
+without decoding any. What is looked at is what ``localrt list`` shows, and GGUF files beside the
+target's own. It downloads and loads nothing, and does not know what memory is left.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from localrt.errors import LocalrtError
 from localrt.hub.files import gguf_variants
 from localrt.hub.listing import list_models
-from localrt.models.checkpoints.gguf_header import read_header
+from localrt.models.checkpoints.gguf_cursor import GgufCursor
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.store_checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
@@ -31,6 +30,13 @@ __all__ = ["MOST_SHARE", "FamilyDraft", "find_family_draft"]
 MOST_SHARE = 0.5
 """A draft has at most this share of its target's bytes: a larger one seldom pays."""
 
+_MOST_PAIRS = 1 << 12
+_MOST_TOKENS = 1 << 24
+_LONGEST_TEXT = 1 << 16
+_STRING, _ARRAY = 8, 9
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_TOKENS = "tokenizer.ggml.tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class FamilyDraft:
@@ -41,6 +47,34 @@ class FamilyDraft:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """Where a file lists its tokens: ``count`` of them from byte ``start`` on.
+
+    Of a ``tokenizer.json`` it is the whole file, and ``count`` its bytes.
+    """
+
+    architecture: str
+    file: Path
+    start: int
+    count: int
+
+    def nbytes(self) -> int:
+        """Bytes of the list."""
+        if self.start == 0:
+            return self.count
+        with closing(RangedFile(self.file)) as file:
+            cursor = GgufCursor(file)
+            cursor.skip(self.start, "the header")
+            cursor.skip_strings(self.count, _TOKENS)
+            return cursor.position - self.start
+
+    def read(self, nbytes: int) -> bytes:
+        """The list's first ``nbytes``; fewer where the file ends."""
+        with closing(RangedFile(self.file)) as file:
+            return file.read(self.start, min(nbytes, file.size - self.start)).tobytes()
+
+
 def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
     """The smallest model of the target's vocabulary, of its own architecture where there is one.
 
@@ -49,12 +83,23 @@ def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
     ours = _vocabulary(target)
     if ours is None:
         return None
+    most = MOST_SHARE * _nbytes(target)
     found = []
-    for draft in _small_models(target, settings, MOST_SHARE * _nbytes(target)):
+    for draft in _small_models(target, settings, most):
         theirs = _vocabulary(draft.path)
-        if theirs is not None and theirs[0] in ARCHITECTURES and theirs[1] == ours[1]:
-            found.append((theirs[0] != ours[0], draft.nbytes, draft))
-    return min(found, key=lambda each: each[:2])[2] if found else None
+        if theirs is None or theirs.architecture not in ARCHITECTURES:
+            continue
+        if (theirs.start == 0, theirs.count) != (ours.start == 0, ours.count):
+            continue
+        found.append((theirs.architecture != ours.architecture, draft, theirs))
+    if not found:
+        return None
+    size = ours.nbytes()
+    words = ours.read(size)
+    for _, draft, theirs in sorted(found, key=lambda each: (each[0], each[1].nbytes)):
+        if theirs.read(size) == words:
+            return draft
+    return None
 
 
 def _small_models(target: Path, settings: Settings, most: float) -> Iterator[FamilyDraft]:
@@ -98,19 +143,53 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _vocabulary(model: Path) -> tuple[str, bytes] | None:
-    """A model's architecture, and a digest of its list of tokens; None where it cannot be read."""
+def _vocabulary(model: Path) -> _Vocabulary | None:
+    """Where a model lists its tokens; None where that is not to be found."""
     try:
-        text = model if model.is_file() else model / GGUF_TEXT_NAME
-        if text.is_file():
-            with closing(RangedFile(text)) as file:
-                metadata = read_header(file).metadata
-                architecture = metadata["general.architecture"]
-                words = metadata.packed("tokenizer.ggml.tokens")
-        else:
-            config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-            architecture = config["architectures"][0]
-            words = (model / "tokenizer.json").read_bytes()
-        return str(architecture), hashlib.sha256(words).digest()
+        if model.is_file():
+            return _gguf_vocabulary(model)
+        if (text := model / GGUF_TEXT_NAME).is_file():
+            return _gguf_vocabulary(text)
+        words = model / "tokenizer.json"
+        names = json.loads((model / "config.json").read_text(encoding="utf-8"))["architectures"]
+        return _Vocabulary(str(names[0]), words, 0, words.stat().st_size)
     except (LocalrtError, OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def _gguf_vocabulary(path: Path) -> _Vocabulary | None:
+    """The header up to its tokens, which commonly come after a few short pairs."""
+    with closing(RangedFile(path)) as file:
+        cursor = GgufCursor(file)
+        if cursor.take(4, "the magic") != b"GGUF" or cursor.u32("the version") not in (2, 3):
+            return None
+        cursor.u64("the number of tensors")
+        architecture = ""
+        for _ in range(min(cursor.u64("the number of metadata keys"), _MOST_PAIRS)):
+            key = cursor.text(_LONGEST_TEXT, "a metadata key")
+            kind = cursor.u32(key)
+            if kind == _STRING and key == "general.architecture":
+                architecture = cursor.text(_LONGEST_TEXT, key)
+            elif kind == _ARRAY and key == _TOKENS:
+                if cursor.u32(key) != _STRING:
+                    return None
+                count = cursor.u64(key)
+                cursor.check_count(count, 8, _MOST_TOKENS, "tokens")
+                return _Vocabulary(architecture, path, cursor.position, count)
+            elif not _skip(cursor, kind, key):
+                return None
+    return None
+
+
+def _skip(cursor: GgufCursor, kind: int, what: str) -> bool:
+    """Step over a value; False of a kind that no header has before its tokens."""
+    count = 1
+    if kind == _ARRAY:
+        kind, count = cursor.u32(what), cursor.u64(what)
+    if kind == _STRING:
+        cursor.skip_strings(count, what)
+    elif kind in _SIZES:
+        cursor.skip(count * _SIZES[kind], what)
+    else:
+        return False
+    return True

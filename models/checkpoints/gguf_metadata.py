@@ -104,10 +104,6 @@ class GgufMetadata(Mapping[str, Any]):
             raise CheckpointError(f"{self.path}: metadata key {key!r} is not a list of numbers")
         return self._elements(value).view(_NUMBERS[value.element])
 
-    def packed(self, key: str) -> bytes:
-        """The bytes of an array's elements as they lie in the file."""
-        return self._elements(self._values[key]).tobytes()
-
     def count(self, key: str) -> int:
         """Elements of an array, without decoding it; 1 for any other value."""
         return self._values[key].count
