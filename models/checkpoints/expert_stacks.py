@@ -12,19 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor, checked_rows
+from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
 from localrt.quant.formats import PackedTensor
 
 __all__ = ["Stack", "check_stack", "split_ranges", "split_stack"]
 
 _MATRIX = ".weight"
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +50,8 @@ def split_stack(
     for number, own in enumerate(split_ranges(tensor, stack, prefix, count)):
         part = number % parts
         whole = own.offset - part * own.info.nbytes  # where the expert's own bytes begin
-        if stack.transposed and len(own.info.shape) > 1:
-            yield _Columns(own.info, tensor.file, whole, part, parts)
-        elif stack.turns:
-            yield _Turns(own.info, tensor.file, whole, part, parts)
+        if stack.turns or (stack.transposed and len(own.info.shape) > 1):
+            yield _Interleaved(own.info, tensor.file, whole, part, parts)
         else:
             yield own
 
@@ -106,64 +101,27 @@ def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
-    """A matrix whose rows are columns ``first``, ``first + step``, ... of one in the file.
+class _Interleaved(RowSource):
+    """A matrix whose rows are columns ``first``, ``first + step``, ... of one at ``offset``.
 
-    A row's values are as far apart as the file's rows are long, so the whole matrix is read for
-    any of them; ``blocks`` reads it once.
+    Or a vector of every such value. A row's values are as far apart as the file's rows are long, so
+    the whole matrix is read for any of them; ``blocks`` reads it once.
     """
 
-    info: TensorInfo
     file: RangedFile
     offset: int
     first: int
     step: int
 
-    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows ``start`` to ``stop``, in order."""
-        start, stop = checked_rows(self.info, start, stop)
-        return self._take(self._whole(), start, stop)
+    def _read(self, start: int, stop: int) -> Bytes:
+        columns = self.info.shape[1] if len(self.info.shape) > 1 else 1
+        data = self.file.read(self.offset, self.info.nbytes * self.step)
+        values = data.reshape(columns, -1, self.info.format.block_bytes)
+        own = values[:, self.first :: self.step].swapaxes(0, 1)  # (rows or values, columns, bytes)
+        return np.ascontiguousarray(own[start:stop] if len(self.info.shape) > 1 else own)
 
     def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
         """All rows in order, in pieces."""
-        whole = self._whole()
-        rows, columns = self.info.shape
-        step = max(1, max_bytes // max(1, self.info.format.row_bytes(columns)))
-        for start in range(0, rows, step):
-            yield self._take(whole, start, min(start + step, rows))
-
-    def _whole(self) -> Bytes:
-        """The values' bytes, (columns, rows, size)."""
-        rows, columns = self.info.shape
-        data = self.file.read(self.offset, self.info.nbytes * self.step)
-        size = self.info.format.block_bytes
-        return data.reshape(columns, rows * self.step, size)[:, self.first :: self.step]
-
-    def _take(self, whole: Bytes, start: int, stop: int) -> PackedTensor:
-        data = np.ascontiguousarray(whole[:, start:stop].swapaxes(0, 1))
-        rows, columns = stop - start, self.info.shape[1]
-        data = data.reshape(rows, self.info.format.row_bytes(columns))
-        return PackedTensor(self.info.name, self.info.format, (rows, columns), data)
-
-
-@dataclass(frozen=True, slots=True)
-class _Turns:
-    """A vector whose values are those at ``first``, ``first + step``, ... in the file."""
-
-    info: TensorInfo
-    file: RangedFile
-    offset: int
-    first: int
-    step: int
-
-    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """The whole vector, as its one row."""
-        start, stop = checked_rows(self.info, start, stop)
-        data = self.file.read(self.offset, self.info.nbytes * self.step)
-        values = data.reshape(-1, self.step, self.info.format.block_bytes)[:, self.first]
-        row = np.ascontiguousarray(values).reshape(1, -1)
-        return PackedTensor(self.info.name, self.info.format, self.info.shape, row[start:stop])
-
-    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
-        """The whole vector."""
-        yield self.read()
+        whole = self.read()
+        for start, stop in self._row_ranges(max_bytes):
+            yield self._packed(whole.data[start:stop], stop - start)

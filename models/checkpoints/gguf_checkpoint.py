@@ -1,22 +1,18 @@
 """A GGUF model as a checkpoint: Hugging Face's tensor names, row order and config, experts by one.
 
 llama.cpp rotates neighbouring pairs of a head's values, Hugging Face its two halves; the converter
-reorders query and key rows accordingly for some architectures. ``read`` puts them back, which moves
+reorders query and key rows accordingly for some architectures. Reading puts them back, which moves
 whole packed rows and so changes no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.expert_stacks import split_ranges
 from localrt.models.checkpoints.gguf_config import generation_config, model_config
 from localrt.models.checkpoints.gguf_file import open_gguf_parts
@@ -27,8 +23,12 @@ from localrt.models.checkpoints.gguf_names import (
     hf_tensor_name,
 )
 from localrt.models.checkpoints.latent_tensors import latent_tensors
-from localrt.models.checkpoints.stored_tensor import StoredTensor
-from localrt.quant.formats import PackedTensor
+from localrt.models.checkpoints.stored_tensor import (
+    Bytes,
+    RowSource,
+    SourcedCheckpoint,
+    StoredTensor,
+)
 
 __all__ = ["GgufCheckpoint"]
 
@@ -36,7 +36,7 @@ _ONE_ROW = ".shared_expert_gate.weight"
 """A matrix of one row that llama.cpp's converter stores as a vector."""
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(SourcedCheckpoint):
     """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
 
     Raises:
@@ -54,54 +54,23 @@ class GgufCheckpoint:
             self.architecture = self.metadata.text("general.architecture") or ""
             if not self.architecture:
                 raise CheckpointError(f"{path} does not name its architecture")
-            self._stored = self._rename()
-            if not self._stored:
+            stored = self._rename()
+            if not stored:
                 raise CheckpointError(f"{path} holds no tensors, only a vocabulary")
-            self.config: Mapping[str, Any] = model_config(
-                self.architecture, self.metadata, self._stored
-            )
-            self._stored = latent_tensors(self._stored, self.config)
-            self.tensors: Mapping[str, TensorInfo] = {
-                name: stored.info for name, stored in self._stored.items()
-            }
+            self.config: Mapping[str, Any] = model_config(self.architecture, self.metadata, stored)
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
-            self._rotary_heads = self._find_rotary_heads()
+            sources = latent_tensors(stored, self.config)
+            if self.architecture in INTERLEAVED_ROTARY:
+                sources |= self._reordered(stored)
+            super().__init__(sources)
         except BaseException:
             self.close()
             raise
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows ``start`` to ``stop`` of a tensor in Hugging Face's order.
-
-        Raises:
-            CheckpointError: no such tensor, or the file is closed.
-            ValueError: the tensor has no such rows.
-        """
-        stored = self._find(name)
-        heads = self._rotary_heads.get(name)
-        if heads is None:
-            return stored.read(start, stop)
-        if len(stored.info.shape) == 1:
-            return _reorder_vector(stored.read(start, stop), heads)
-        return _read_reordered(stored, heads, start, stored.rows if stop is None else stop)
-
-    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
-        """A tensor's rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
-        stored = self._find(name)
-        # whole heads at a time, where rows are put back in order: then none is read twice
-        multiple = max(1, stored.rows // self._rotary_heads.get(name, stored.rows))
-        for start, stop in stored.row_ranges(max_bytes, multiple):
-            yield self.read(name, start, stop)
 
     def close(self) -> None:
         """Close the files."""
         for part in self._parts:
             part.close()
-
-    def _find(self, name: str) -> StoredTensor:
-        if name not in self._stored:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}")
-        return self._stored[name]
 
     def _rename(self) -> dict[str, StoredTensor]:
         """Every tensor by its Hugging Face name, and every expert by itself."""
@@ -125,15 +94,13 @@ class GgufCheckpoint:
             info = replace(info, shape=(1, *info.shape))
         return [replace(tensor, info=info)]
 
-    def _find_rotary_heads(self) -> dict[str, int]:
-        """Number of heads of every tensor whose rows are stored in rotary pairs."""
-        if self.architecture not in INTERLEAVED_ROTARY:
-            return {}
+    def _reordered(self, stored: Mapping[str, StoredTensor]) -> dict[str, RowSource]:
+        """Every tensor whose rows are stored in rotary pairs, in Hugging Face's order."""
         queries = self.config.get("num_attention_heads")
         keys = self.config.get("num_key_value_heads", queries)
-        found: dict[str, int] = {}
-        for name, info in self.tensors.items():
-            stem = name.rpartition(".")[0]
+        found: dict[str, RowSource] = {}
+        for name, tensor in stored.items():
+            info, stem = tensor.info, name.rpartition(".")[0]
             if not stem.endswith(("self_attn.q_proj", "self_attn.k_proj")):
                 continue
             heads = queries if stem.endswith("q_proj") else keys
@@ -144,30 +111,28 @@ class GgufCheckpoint:
                 )
             if len(info.shape) == 1 and info.format.block != 1:
                 raise CheckpointError(f"{self.path}: {name!r} is a vector in {info.format.name}")
-            found[name] = heads
+            found[name] = _RotaryRows(info, tensor, heads)
         return found
 
 
-def _pair_order(rows: int, head_rows: int) -> npt.NDArray[np.intp]:
-    """Where row i of halves lies among rows of pairs, for whole heads."""
-    index = np.arange(rows).reshape(-1, head_rows // 2, 2)  # (heads, pairs, 2)
-    return index.swapaxes(1, 2).reshape(rows)
+@dataclass(frozen=True, slots=True)
+class _RotaryRows(RowSource):
+    """The rows of ``stored``, a matrix or a vector of ``heads``, halves in the place of pairs."""
 
+    stored: StoredTensor
+    heads: int
 
-def _read_reordered(stored: StoredTensor, heads: int, start: int, stop: int) -> PackedTensor:
-    """Rows of whole heads that cover the wanted ones, then those, in order."""
-    if not 0 <= start <= stop <= stored.rows:
-        return stored.read(start, stop)  # raises
-    head_rows = stored.rows // heads
-    first = start // head_rows * head_rows
-    last = -(-stop // head_rows) * head_rows
-    order = _pair_order(last - first, head_rows)
-    return stored.read(first, last).take_rows(order[start - first : stop - first])
+    @property
+    def rows_together(self) -> int:
+        """Rows of a head: whole ones at a time, so that none is read twice."""
+        return max(1, self.rows // self.heads)
 
-
-def _reorder_vector(vector: PackedTensor, heads: int) -> PackedTensor:
-    if not vector.data.size:
-        return vector
-    values = vector.data.reshape(vector.shape[0], vector.format.block_bytes)
-    order = _pair_order(len(values), len(values) // heads)
-    return replace(vector, data=values[order].reshape(vector.data.shape))
+    def _read(self, start: int, stop: int) -> Bytes:
+        size = self.info.shape[0] // self.heads
+        if len(self.info.shape) == 1:
+            data = self.stored.read(start, stop).data
+            return data.reshape(-1, size // 2, 2, self.info.format.block_bytes).swapaxes(1, 2)
+        first = start // size * size
+        data = self.stored.read(first, -(-stop // size) * size).data
+        halves = data.reshape(-1, size // 2, 2, self.row_bytes).swapaxes(1, 2)
+        return halves.reshape(-1, self.row_bytes)[start - first : stop - first]

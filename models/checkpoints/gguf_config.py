@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.gguf_deepseek import add_deepseek
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
 from localrt.models.checkpoints.gguf_names import (
     CONFIG_KEYS,
-    FLAG_KEYS,
+    DEEPSEEK_KEYS,
     GEMMA,
     ROPE_SCALING_KEYS,
     SAMPLING_KEYS,
@@ -54,10 +53,8 @@ def model_config(
     _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
     if architecture in GEMMA:
         config["norm_weights_include_one"] = True
-    if architecture == "gemma3":
-        _add_gemma3_scale(config)
     if architecture == "deepseek2":
-        add_deepseek(config, architecture, metadata)
+        _add_deepseek(config, architecture, metadata)
     return config
 
 
@@ -95,25 +92,11 @@ def _numbers(metadata: GgufMetadata, key: str) -> Any:
 
 def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
     """How a router's scores are made. An unknown number stays, for the architecture to refuse."""
-    for key, name in FLAG_KEYS.items():
-        value = metadata.get(f"{architecture}.{key}")
-        if value is not None and type(value) is not bool:
-            raise CheckpointError(
-                f"{metadata.path}: metadata key {architecture + '.' + key!r} is not true or false"
-            )
-        if value is not None:
-            config[name] = value
+    if (normalized := metadata.flag(f"{architecture}.expert_weights_norm")) is not None:
+        config["norm_topk_prob"] = normalized
     function = metadata.integer(f"{architecture}.expert_gating_func")
     if function:  # 0 says nothing
         config["scoring_func"] = SCORING.get(function, str(function))
-
-
-def _head_size(config: Mapping[str, Any]) -> int | None:
-    """Hidden size over heads, where both are known."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        return hidden // heads
-    return None
 
 
 def _add_vocabulary(
@@ -130,8 +113,10 @@ def _add_vocabulary(
 
 def _add_partial_rotary(config: dict[str, Any]) -> None:
     """Rotation of a part of each head, as Hugging Face states it: a fraction."""
-    head_dim = config.get("head_dim", _head_size(config))
-    rope_dim = config.get("rope_dim")
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    head_dim, rope_dim = config.get("head_dim"), config.get("rope_dim")
+    if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        head_dim = hidden // heads
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
         config["partial_rotary_factor"] = rope_dim / head_dim
 
@@ -176,10 +161,37 @@ def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -
         ]
 
 
-def _add_gemma3_scale(config: dict[str, Any]) -> None:
-    """Queries are scaled by the head's size, but in the 27B model by hidden size over heads."""
-    scale = config.get("head_dim")
-    if config.get("num_hidden_layers") == 62:
-        scale = _head_size(config)
-    if scale is not None:
-        config["query_pre_attn_scalar"] = scale
+def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+    """DeepSeek-V2's and V3's own keys.
+
+    Newer files hold latent attention in its absorbed form: one key/value head, whose size is under
+    the plain keys; a head's own sizes are under keys that end in ``_mla``. Older ones have the
+    latter under the plain keys.
+    """
+    for key, name in DEEPSEEK_KEYS.items():
+        value = metadata.number(f"{architecture}.{key}")
+        if value:
+            config[name] = value
+
+    def head_size(kind: str) -> int | None:
+        stem = f"{architecture}.attention.{kind}_length"
+        return metadata.integer(f"{stem}_mla") or metadata.integer(stem)
+
+    size, rotary = head_size("key"), config.get("qk_rope_head_dim")
+    if size is not None and isinstance(rotary, int):
+        config["qk_nope_head_dim"] = size - rotary
+    if (value := head_size("value")) is not None:
+        config["v_head_dim"] = value
+    config["rope_interleave"] = True
+    config.pop("head_dim", None)
+    config.pop("partial_rotary_factor", None)
+    scoring = config.setdefault("scoring_func", "softmax")
+    # The file names no method: a group's best, or with sigmoids and a bias its best two.
+    config["topk_method"] = "noaux_tc" if scoring == "sigmoid" else "group_limited_greedy"
+    config.setdefault("norm_topk_prob", False)
+    if not config.get("routed_scaling_factor"):  # 0 says none, as not to say
+        config.pop("routed_scaling_factor", None)
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict) and "mscale_all_dim" in scaling:
+        # The file has a tenth of it; the two factors are the same in all published models.
+        scaling["mscale_all_dim"] = scaling["mscale"] = 10 * scaling["mscale_all_dim"]

@@ -7,7 +7,7 @@ them decodes them. Knows the types of the GGUF specification, not the meaning of
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -66,8 +66,8 @@ class GgufMetadata(Mapping[str, Any]):
     """Key-value pairs as plain Python values, decoded at each access and not kept.
 
     Arrays come as lists, but arrays of strings as ``PackedStrings``; ``numbers`` has an array of
-    numbers without a list. Malformed UTF-8 in text becomes U+FFFD; ``raw`` has the bytes. Decoding
-    a vocabulary takes tens of milliseconds: keep the result, not the mapping's promise.
+    numbers without a list. Malformed UTF-8 in text becomes U+FFFD. Decoding a vocabulary takes tens
+    of milliseconds: keep the result, not the mapping's promise.
     """
 
     def __init__(self, file: RangedFile, values: Mapping[str, _Value]) -> None:
@@ -79,17 +79,14 @@ class GgufMetadata(Mapping[str, Any]):
         value = self._values[key]
         if value.kind == _ARRAY and value.element == _STRING:
             return PackedStrings.from_prefixed(self._elements(value), value.count)
-        return self._decode(value, as_bytes=False)
+        data = self._file.read(value.start, value.stop - value.start).tobytes()
+        return _decode(data, 0, value.kind)[0]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
-
-    def raw(self, key: str) -> Any:
-        """Like ``metadata[key]`` with ``bytes`` in place of every ``str``, and lists alone."""
-        return self._decode(self._values[key], as_bytes=True)
 
     def numbers(self, key: str) -> npt.NDArray[Any] | None:
         """The elements of the array under ``key`` in the file's own type; None without one.
@@ -118,42 +115,37 @@ class GgufMetadata(Mapping[str, Any]):
         Raises:
             CheckpointError: the value is of another type.
         """
-        if key not in self._values:
-            return None
-        kind = self._values[key].kind
-        if kind not in _SIZES or kind == _BOOL:
-            raise CheckpointError(f"{self.path}: metadata key {key!r} is not a number")
-        value: int | float = self[key]
+        value: int | float | None = self._typed(key, _SIZES.keys() - {_BOOL}, "a number")
         return value
 
     def integer(self, key: str) -> int | None:
         """Like ``number``, of a whole number only."""
-        value = self.number(key)
-        if value is None or isinstance(value, int):
-            return value
-        raise CheckpointError(f"{self.path}: metadata key {key!r} is not a whole number")
+        value: int | None = self._typed(key, _SIZES.keys() - {_BOOL}, "a number")
+        if isinstance(value, float):
+            raise CheckpointError(f"{self.path}: metadata key {key!r} is not a whole number")
+        return value
 
     def text(self, key: str) -> str | None:
-        """The string under ``key``, or None without one.
+        """The string under ``key``, or None without one; raises like ``number``."""
+        value: str | None = self._typed(key, {_STRING}, "text")
+        return value
 
-        Raises:
-            CheckpointError: the value is of another type.
-        """
+    def flag(self, key: str) -> bool | None:
+        """The truth value under ``key``, or None without one; raises like ``number``."""
+        value: bool | None = self._typed(key, {_BOOL}, "true or false")
+        return value
+
+    def _typed(self, key: str, kinds: Set[int], what: str) -> Any:
         if key not in self._values:
             return None
-        if self._values[key].kind != _STRING:
-            raise CheckpointError(f"{self.path}: metadata key {key!r} is not text")
-        value: str = self[key]
-        return value
+        if self._values[key].kind not in kinds:
+            raise CheckpointError(f"{self.path}: metadata key {key!r} is not {what}")
+        return self[key]
 
     def _elements(self, value: _Value) -> npt.NDArray[np.uint8]:
         """The bytes of an array behind its type and count."""
         start = value.start + 12
         return self._file.read(start, value.stop - start)
-
-    def _decode(self, value: _Value, *, as_bytes: bool) -> Any:
-        data = self._file.read(value.start, value.stop - value.start).tobytes()
-        return _decode(data, 0, value.kind, as_bytes)[0]
 
 
 def read_pairs(cursor: GgufCursor, count: int) -> GgufMetadata:
@@ -202,15 +194,14 @@ def _locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
     return _Value(kind, start, cursor.position, count, element)
 
 
-def _decode(data: bytes, at: int, kind: int, as_bytes: bool) -> tuple[Any, int]:
+def _decode(data: bytes, at: int, kind: int) -> tuple[Any, int]:
     """The value at ``at`` of bytes that ``_locate`` has checked, and where it ends."""
     if kind in _SIZES:
         stop = at + _SIZES[kind]
         return np.frombuffer(data[at:stop], _NUMBERS[kind])[0].item(), stop
     if kind == _STRING:
         stop = at + 8 + _U64.unpack_from(data, at)[0]
-        text = data[at + 8 : stop]
-        return (text if as_bytes else text.decode(errors="replace")), stop
+        return data[at + 8 : stop].decode(errors="replace"), stop
     element = _U32.unpack_from(data, at)[0]
     count = _U64.unpack_from(data, at + 4)[0]
     at += 12
@@ -219,6 +210,6 @@ def _decode(data: bytes, at: int, kind: int, as_bytes: bool) -> tuple[Any, int]:
         return np.frombuffer(data[at:stop], _NUMBERS[element]).tolist(), stop
     items: list[Any] = []
     for _ in range(count):
-        item, at = _decode(data, at, element, as_bytes)
+        item, at = _decode(data, at, element)
         items.append(item)
     return items, at

@@ -10,11 +10,10 @@ import re
 from collections.abc import Mapping
 
 from localrt.models.checkpoints.expert_stacks import Stack
-from localrt.models.checkpoints.gguf_deepseek import DEEPSEEK_TENSORS
 
 __all__ = [
     "CONFIG_KEYS",
-    "FLAG_KEYS",
+    "DEEPSEEK_KEYS",
     "GEMMA",
     "INTERLEAVED_ROTARY",
     "ROPE_SCALING_KEYS",
@@ -78,6 +77,17 @@ _WHOLE_NAMES: Mapping[str, str] = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 
+_LATENT_ATTENTION: Mapping[str, str] = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+
 _SANDWICH_NORMS: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -85,7 +95,7 @@ _SANDWICH_NORMS: Mapping[str, str] = {
 }
 
 _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
-    "deepseek2": DEEPSEEK_TENSORS,
+    "deepseek2": _LATENT_ATTENTION,
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
@@ -124,9 +134,12 @@ CONFIG_KEYS: Mapping[str, str] = {
     "vocab_size": "vocab_size",
 }
 
-FLAG_KEYS: Mapping[str, str] = {
-    # after the architecture's name and a dot; true or false
-    "expert_weights_norm": "norm_topk_prob",
+DEEPSEEK_KEYS: Mapping[str, str] = {
+    # of DeepSeek alone, after the architecture's name and a dot
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "expert_count": "n_routed_experts",
+    "rope.dimension_count": "qk_rope_head_dim",
 }
 
 SCORING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax-chosen"}

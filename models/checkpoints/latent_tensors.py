@@ -10,26 +10,25 @@ multi-token prediction behind the last are left out. It knows config keys and te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor
+from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
 from localrt.quant.formats import BF16, F16, F32, PackedTensor, pack, unpack
 
 __all__ = ["latent_tensors"]
 
 _BOTH, _KEYS, _VALUES = "kv_b_proj.weight", "k_b_proj.weight", "v_b_proj.weight"
 
-_Source = TypeVar("_Source", bound=RowSource)
-
 
 def latent_tensors(
-    stored: Mapping[str, _Source], config: Mapping[str, Any]
-) -> dict[str, _Source | StoredTensor]:
+    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+) -> dict[str, RowSource]:
     """``stored`` with the model's matrices in the place of the published ones.
 
     Other architectures' tensors are as they were.
@@ -39,7 +38,7 @@ def latent_tensors(
     """
     if not isinstance(config.get("kv_lora_rank"), int):
         return dict(stored)
-    found: dict[str, _Source | StoredTensor] = {}
+    found: dict[str, RowSource] = {}
     skipped = _prediction_layers(config)
     for name, tensor in stored.items():
         if name.startswith(skipped):
@@ -48,9 +47,7 @@ def latent_tensors(
             found[name] = tensor
         elif name.endswith(f".self_attn.{_BOTH}"):
             stem = name.removesuffix(_BOTH)
-            for half in _split(tensor, config):
-                kind = _KEYS if isinstance(half, _TransposedKeys) else _VALUES
-                found[f"{stem}{kind}"] = replace(half, info=replace(half.info, name=stem + kind))
+            found[stem + _KEYS], found[stem + _VALUES] = _split(tensor, stem, config)
         elif name.endswith((f".self_attn.{_KEYS}", f".self_attn.{_VALUES}")):
             found[name] = _joined(tensor)
         else:
@@ -74,7 +71,11 @@ def _joined(tensor: StoredTensor) -> StoredTensor:
     return replace(tensor, info=replace(info, shape=(heads * rows, columns)))
 
 
-def _split(tensor: StoredTensor, config: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
+def _split(
+    tensor: StoredTensor, stem: str, config: Mapping[str, Any]
+) -> tuple[RowSource, RowSource]:
+    """Keys and values out of the published matrix; ``stem`` begins their names."""
+
     def size(key: str) -> int:
         number = config.get(key)
         if type(number) is not int or number < 1:
@@ -93,43 +94,33 @@ def _split(tensor: StoredTensor, config: Mapping[str, Any]) -> tuple[StoredTenso
     latent = info.shape[1]
     format_ = info.format if info.format in (F32, F16, BF16) else F16
     key_bytes = heads * latent * format_.row_bytes(nope)
-    keys = replace(info, shape=(heads * latent, nope), format=format_, nbytes=key_bytes)
+    keys = TensorInfo(stem + _KEYS, (heads * latent, nope), format_, key_bytes)
     value_bytes = heads * value * info.format.row_bytes(latent)
-    values = replace(info, shape=(heads * value, latent), nbytes=value_bytes)
-    return (
-        _TransposedKeys(keys, tensor.file, tensor.offset, tensor, nope + value),
-        _ValueRows(values, tensor.file, tensor.offset, tensor, nope + value),
-    )
+    values = TensorInfo(stem + _VALUES, (heads * value, latent), info.format, value_bytes)
+    return _TransposedKeys(keys, tensor, heads), _ValueRows(values, tensor, heads)
 
 
 @dataclass(frozen=True, slots=True)
-class _OfHeads(StoredTensor):
-    """A matrix made of the ``both`` one's heads, each of ``span`` rows there."""
+class _OfHeads(RowSource):
+    """A matrix made of the heads of ``both``."""
 
     both: StoredTensor
-    span: int
+    heads: int
 
     @property
-    def heads(self) -> int:
-        return self.both.rows // self.span
-
-    @property
-    def head_rows(self) -> int:
-        """Rows of a head here."""
+    def rows_together(self) -> int:
+        """Rows of a head: whole ones at a time, so that none is read twice."""
         return self.rows // self.heads
 
-    def row_ranges(self, max_bytes: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-        """Whole heads at a time, so that none is read twice."""
-        return StoredTensor.row_ranges(self, max_bytes, self.head_rows)
+    def _covering(self, start: int, stop: int) -> tuple[PackedTensor, int, int]:
+        """The published rows of the heads that rows ``start`` to ``stop`` are of.
 
-    def _covering(self, start: int, stop: int) -> tuple[PackedTensor, int]:
-        """The published rows of all heads that hold rows ``start`` to ``stop``, and the first."""
-        if not 0 <= start <= stop <= self.rows:
-            raise ValueError(
-                f"{self.info.name!r} has {self.rows} rows: {start} to {stop} cannot be read"
-            )
-        first, last = start // self.head_rows, -(-stop // self.head_rows)
-        return self.both.read(first * self.span, last * self.span), first
+        And where the latter begin among those heads' rows here, and the rows of a published head.
+        """
+        span = self.both.rows // self.heads
+        first, last = start // self.rows_together, -(-stop // self.rows_together)
+        whole = self.both.read(first * span, last * span)
+        return whole, start - first * self.rows_together, span
 
 
 class _ValueRows(_OfHeads):
@@ -137,14 +128,10 @@ class _ValueRows(_OfHeads):
 
     __slots__ = ()
 
-    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """See ``StoredTensor``."""
-        stop = self.rows if stop is None else stop
-        rows, first = self._covering(start, stop)
-        wanted = np.arange(start, stop)
-        head, row = wanted // self.head_rows - first, wanted % self.head_rows
-        index = head * self.span + (self.span - self.head_rows) + row
-        return replace(rows.take_rows(index), name=self.info.name)
+    def _read(self, start: int, stop: int) -> Bytes:
+        rows, begin, span = self._covering(start, stop)
+        heads = rows.data.reshape(-1, span, self.row_bytes)[:, span - self.rows_together :]
+        return heads.reshape(-1, self.row_bytes)[begin : begin + stop - start]
 
 
 class _TransposedKeys(_OfHeads):
@@ -152,15 +139,10 @@ class _TransposedKeys(_OfHeads):
 
     __slots__ = ()
 
-    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """See ``StoredTensor``."""
-        stop = self.rows if stop is None else stop
-        rows, first = self._covering(start, stop)
-        nope, latent = self.info.shape[1], self.head_rows
-        if start == stop:
-            none = np.empty((0, self.row_bytes), np.uint8)
-            return PackedTensor(self.info.name, self.info.format, (0, nope), none)
-        heads = unpack(rows).reshape(-1, self.span, latent)[:, :nope]
+    def _read(self, start: int, stop: int) -> Bytes:
+        rows, begin, span = self._covering(start, stop)
+        nope = self.info.shape[1]
+        heads = unpack(rows).reshape(-1, span, self.rows_together)[:, :nope]
         whole = heads.swapaxes(1, 2).reshape(-1, nope)
-        taken = np.ascontiguousarray(whole[start - first * latent : stop - first * latent])
-        return pack(taken, self.info.format, name=self.info.name)
+        taken = np.ascontiguousarray(whole[begin : begin + stop - start])
+        return pack(taken, self.info.format, name=self.info.name).data

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.expert_stacks import Stack, check_stack
-from localrt.models.checkpoints.stored_tensor import StoredTensor, checked_rows
-from localrt.quant.formats import MXFP4, PackedTensor
+from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
+from localrt.quant.formats import MXFP4
 
 __all__ = ["split_mxfp4"]
 
@@ -27,7 +26,7 @@ _HALF = MXFP4.block // 2  # bytes of a group's nibbles
 
 def split_mxfp4(
     blocks: StoredTensor, scales: StoredTensor, stack: Stack, prefix: str, count: int | None
-) -> Iterator[_Mxfp4Rows]:
+) -> Iterator[RowSource]:
     """Every expert's matrices out of the two tensors.
 
     Raises:
@@ -50,18 +49,15 @@ def split_mxfp4(
 
 
 @dataclass(frozen=True, slots=True)
-class _Mxfp4Rows:
+class _Mxfp4Rows(RowSource):
     """Rows ``first``, ``first + step``, ... of the two tensors, counted over all experts."""
 
-    info: TensorInfo
     nibbles: StoredTensor
     scales: StoredTensor
     first: int
     step: int
 
-    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows ``start`` to ``stop``."""
-        start, stop = checked_rows(self.info, start, stop)
+    def _read(self, start: int, stop: int) -> Bytes:
         count, groups = stop - start, self.info.shape[1] // MXFP4.block
         out = np.empty((count, groups, MXFP4.block_bytes), np.uint8)
         if count:
@@ -71,19 +67,9 @@ class _Mxfp4Rows:
             low, high = pairs[:, :, : _HALF // 2], pairs[:, :, _HALF // 2 :]
             out[:, :, 1::2] = (low & 15) | (high << 4)  # even columns
             out[:, :, 2::2] = (low >> 4) | (high & 0xF0)  # odd ones
-        data = out.reshape(count, groups * MXFP4.block_bytes)
-        return PackedTensor(self.info.name, MXFP4, (count, self.info.shape[1]), data)
+        return out
 
-    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
-        """All rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
-        rows, columns = self.info.shape
-        step = max(1, max_bytes // MXFP4.row_bytes(columns))
-        for start in range(0, rows, step):
-            yield self.read(start, min(start + step, rows))
-
-    def _rows(
-        self, tensor: StoredTensor, start: int, stop: int, width: int
-    ) -> npt.NDArray[np.uint8]:
+    def _rows(self, tensor: StoredTensor, start: int, stop: int, width: int) -> Bytes:
         """(stop - start, width) bytes, from the one range of the file that holds them."""
         first, last = self.first + start * self.step, self.first + (stop - 1) * self.step
         data = tensor.file.read(tensor.offset + first * width, (last - first + 1) * width)

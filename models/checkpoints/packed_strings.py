@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from operator import eq
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +21,12 @@ _U64 = struct.Struct("<Q")
 _AT_ONCE = 1 << 14  # strings; keeps what numpy puts aside small
 
 
-class PackedStrings(Sequence[str]):
+class PackedStrings:
     """An immutable sequence of strings, each decoded when it is asked for.
 
     ``data`` holds them one after the other in UTF-8 (a lone surrogate is its three bytes), and
-    string ``i`` lies at ``offsets[i]`` to ``offsets[i + 1]``. Compares equal to any sequence of the
-    same strings.
+    string ``i`` lies at ``offsets[i]`` to ``offsets[i + 1]``. Malformed bytes are read as U+FFFD.
     """
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: bytes, offsets: npt.NDArray[np.integer[Any]]) -> None:
         kind = np.uint32 if len(data) < 1 << 32 else np.uint64
@@ -47,10 +43,7 @@ class PackedStrings(Sequence[str]):
 
     @classmethod
     def from_prefixed(cls, data: npt.NDArray[np.uint8], count: int) -> PackedStrings:
-        """Pack ``count`` strings that fill ``data``, each behind its length in eight bytes (GGUF).
-
-        Malformed UTF-8 becomes U+FFFD.
-        """
+        """Pack ``count`` strings that fill ``data``, each behind its length in eight bytes."""
         ends = array("Q", [0])
         at, view, length_at = 0, data.data, _U64.unpack_from
         for _ in range(count):
@@ -65,54 +58,19 @@ class PackedStrings(Sequence[str]):
             for byte in range(8):
                 text[offsets[start:stop] - base + np.uint64(byte)] = False
             parts.append(data[int(base) : int(offsets[stop])][text].tobytes())
-        packed = cls(b"".join(parts), offsets - 8 * np.arange(count + 1, dtype=np.uint64))
-        return packed if packed._well_formed() else cls.of(packed._repaired())
+        return cls(b"".join(parts), offsets - 8 * np.arange(count + 1, dtype=np.uint64))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        if index < 0:
-            index += len(self)
+    def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(f"string {index} of {len(self)}")
-        return self.encoded(index).decode("utf-8", "surrogatepass")
+        return self.encoded(index).decode(errors="replace")
 
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, PackedStrings):
-            return self.data == other.data and np.array_equal(self.offsets, other.offsets)
-        if isinstance(other, Sequence) and not isinstance(other, str | bytes):
-            return len(self) == len(other) and all(map(eq, self, other))
-        return NotImplemented
-
-    def __repr__(self) -> str:
-        return f"<PackedStrings: {len(self)} strings, {len(self.data)} bytes>"
-
     def encoded(self, index: int) -> bytes:
         """String ``index``, from 0 on, in UTF-8."""
         return self.data[self._offsets[index] : self._offsets[index + 1]]
-
-    def _well_formed(self) -> bool:
-        """Whether each string, not only all of them in a row, is UTF-8."""
-        try:
-            self.data.decode()
-        except UnicodeDecodeError:
-            return False
-        data = np.frombuffer(self.data, np.uint8)
-        for start in range(0, len(self), _AT_ONCE):
-            begins = self.offsets[start : min(start + _AT_ONCE, len(self))]
-            if np.any(data[begins[begins < len(data)]] & 0xC0 == 0x80):
-                return False
-        return True
-
-    def _repaired(self) -> Iterator[str]:
-        return (self.encoded(index).decode(errors="replace") for index in range(len(self)))

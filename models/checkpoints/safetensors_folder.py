@@ -12,7 +12,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.hf_config import flatten_config, is_multimodal, text_tensor_name
 from localrt.models.checkpoints.hf_names import plain_tensors
 from localrt.models.checkpoints.latent_tensors import latent_tensors
@@ -23,8 +22,11 @@ from localrt.models.checkpoints.safetensors_header import (
     read_json,
     unread_type_error,
 )
-from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor
-from localrt.quant.formats import PackedTensor
+from localrt.models.checkpoints.stored_tensor import (
+    RowSource,
+    SourcedCheckpoint,
+    StoredTensor,
+)
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "SafetensorsCheckpoint"]
 
@@ -33,7 +35,7 @@ INDEX_NAME = "model.safetensors.index.json"
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(SourcedCheckpoint):
     """A folder of ``config.json`` and safetensors. See ``Checkpoint``.
 
     Raises:
@@ -52,39 +54,18 @@ class SafetensorsCheckpoint:
         self.architecture = _architecture(self.config, path / "config.json")
         self.generation_config: Mapping[str, Any] = _generation_config(path, self.config)
         try:
-            self._stored = self._locate(multimodal=is_multimodal(config))
+            super().__init__(self._locate(multimodal=is_multimodal(config)))
         except BaseException:
             self.close()
             raise
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: stored.info for name, stored in self._stored.items()
-        }
         if self.config.get("tie_word_embeddings") is None:
-            tied = "lm_head.weight" not in self._stored
+            tied = "lm_head.weight" not in self.tensors
             self.config = {**self.config, "tie_word_embeddings": tied}
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows ``start`` to ``stop`` of a tensor.
-
-        Raises:
-            CheckpointError: no such tensor, or the files are closed.
-            ValueError: the tensor has no such rows.
-        """
-        return self._find(name).read(start, stop)
-
-    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
-        """A tensor's rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
-        yield from self._find(name).blocks(max_bytes)
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
-
-    def _find(self, name: str) -> RowSource:
-        if name not in self._stored:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}")
-        return self._stored[name]
 
     def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
         """Every tensor of the text model, by its plain name."""

@@ -1,44 +1,38 @@
-"""A tensor as a range of bytes in a file, read by rows.
+"""Tensors that are read by rows, and checkpoints made of them.
 
-The one place that turns row numbers into byte offsets, for GGUF and safetensors alike. A row is one
-step along the first axis; a vector or scalar is a single row. An expert out of a stacked tensor is
-a range too. Knows neither file format.
+A row is one step along the first axis; a vector or scalar is a single row. ``StoredTensor`` is a
+range of bytes in a file, for GGUF and safetensors alike, and so is an expert out of a stacked
+tensor; other sources put in order what does not lie so. Knows neither file format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.quant.formats import PackedTensor
 
-__all__ = ["RowSource", "StoredTensor", "checked_rows"]
+__all__ = ["Bytes", "RowSource", "SourcedCheckpoint", "StoredTensor"]
 
-
-class RowSource(Protocol):
-    """A tensor whose rows can be read, however they lie in a file."""
-
-    @property
-    def info(self) -> TensorInfo:
-        """What it is once read."""
-
-    def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows ``start`` to ``stop``; raises as ``StoredTensor.read`` does."""
-
-    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
-        """All rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """``info`` says what the tensor is; its bytes begin at ``offset`` of ``file``."""
+class RowSource(ABC):
+    """A tensor whose rows can be read, however they lie in a file; ``info`` says what it is then.
+
+    Subclasses read in ``_read``, from rows that are there.
+    """
 
     info: TensorInfo
-    file: RangedFile
-    offset: int
 
     @property
     def rows(self) -> int:
@@ -50,6 +44,11 @@ class StoredTensor:
         """Packed bytes of one row."""
         return self.info.nbytes // self.rows if self.rows else 0
 
+    @property
+    def rows_together(self) -> int:
+        """Rows that are best read in one go, because each takes reading them all."""
+        return 1
+
     def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
         """Rows ``start`` to ``stop``, read now.
 
@@ -57,39 +56,72 @@ class StoredTensor:
             ValueError: the tensor has no such rows.
             CheckpointError: the file ends before them, or is closed.
         """
-        start, stop = checked_rows(self.info, start, stop)
-        rows = stop - start
-        data = self.file.read(self.offset + start * self.row_bytes, rows * self.row_bytes)
-        shape = (rows, *self.info.shape[1:]) if len(self.info.shape) > 1 else self.info.shape
-        return PackedTensor(
-            self.info.name, self.info.format, shape, data.reshape(rows, self.row_bytes)
-        )
-
-    def row_ranges(self, max_bytes: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-        """Consecutive ``(start, stop)`` covering all rows, each of at most ``max_bytes`` bytes.
-
-        A range holds a multiple of ``multiple`` rows where that fits, and at least one row.
-        """
-        step = max(1, max_bytes // max(1, self.row_bytes))
-        if step > multiple:
-            step -= step % multiple
-        for start in range(0, self.rows, step):
-            yield start, min(start + step, self.rows)
+        stop = self.rows if stop is None else stop
+        if not 0 <= start <= stop <= self.rows:
+            raise ValueError(
+                f"{self.info.name!r} has {self.rows} rows: {start} to {stop} cannot be read"
+            )
+        return self._packed(self._read(start, stop), stop - start)
 
     def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
         """All rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
-        for start, stop in self.row_ranges(max_bytes):
+        for start, stop in self._row_ranges(max_bytes):
             yield self.read(start, stop)
 
+    @abstractmethod
+    def _read(self, start: int, stop: int) -> Bytes:
+        """The bytes of the rows, in any shape."""
 
-def checked_rows(info: TensorInfo, start: int, stop: int | None) -> tuple[int, int]:
-    """A range of a tensor's rows, ``stop`` None meaning its end.
+    def _row_ranges(self, max_bytes: int) -> Iterator[tuple[int, int]]:
+        """Consecutive ``(start, stop)`` covering all rows."""
+        step = max(1, max_bytes // max(1, self.row_bytes))
+        if step > self.rows_together:
+            step -= step % self.rows_together
+        for start in range(0, self.rows, step):
+            yield start, min(start + step, self.rows)
 
-    Raises:
-        ValueError: the tensor has no such rows.
-    """
-    rows = info.shape[0] if len(info.shape) > 1 else 1
-    stop = rows if stop is None else stop
-    if not 0 <= start <= stop <= rows:
-        raise ValueError(f"{info.name!r} has {rows} rows: {start} to {stop} cannot be read")
-    return start, stop
+    def _packed(self, data: Bytes, rows: int) -> PackedTensor:
+        info = self.info
+        shape = (rows, *info.shape[1:]) if len(info.shape) > 1 else info.shape
+        return PackedTensor(info.name, info.format, shape, data.reshape(rows, self.row_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor(RowSource):
+    """A tensor whose bytes begin at ``offset`` of ``file``."""
+
+    file: RangedFile
+    offset: int
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        return self.file.read(self.offset + start * self.row_bytes, (stop - start) * self.row_bytes)
+
+
+class SourcedCheckpoint:
+    """How a ``Checkpoint`` whose tensors are ``RowSource``s by their names is read."""
+
+    path: Path
+
+    def __init__(self, sources: Mapping[str, RowSource]) -> None:
+        self._sources = sources
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: source.info for name, source in sources.items()
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Rows ``start`` to ``stop`` of a tensor.
+
+        Raises:
+            CheckpointError: no such tensor, or the files are closed.
+            ValueError: the tensor has no such rows.
+        """
+        return self._source(name).read(start, stop)
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
+        """A tensor's rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
+        yield from self._source(name).blocks(max_bytes)
+
+    def _source(self, name: str) -> RowSource:
+        if name not in self._sources:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        return self._sources[name]

@@ -123,7 +123,7 @@ def test_names_of_gemma3(tmp_path):
     model = open_model(tmp_path, "gemma3", tensors, metadata)
     assert list(model.tensors) == [f"model.layers.12.{name}.weight" for name in stems.values()]
     assert model.config["norm_weights_include_one"] is True
-    assert model.config["head_dim"] == model.config["query_pre_attn_scalar"] == 16
+    assert model.config["head_dim"] == 16
     assert model.config["sliding_window"] == 512
     assert model.config["final_logit_softcapping"] == 30.0
     assert model.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
@@ -321,7 +321,7 @@ def test_real_queries_are_reordered_and_values_kept():
     path = real_model("smollm2")
     model, plain = GgufCheckpoint(path), GgufFile(path)
     assert all(name.startswith("model.") for name in model.tensors)
-    queries = unpack(plain.read("blk.3.attn_q.weight"))
+    queries = unpack(plain.tensors["blk.3.attn_q.weight"].read())
     expected = queries.reshape(9, 32, 2, 576).swapaxes(1, 2).reshape(576, 576)
     assert np.array_equal(unpack(model.read("model.layers.3.self_attn.q_proj.weight")), expected)
 

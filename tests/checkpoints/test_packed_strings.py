@@ -9,19 +9,20 @@ from hypothesis import strategies as st
 
 from localrt.models.checkpoints.packed_strings import PackedStrings
 
-any_text = st.text(st.characters(codec=None), max_size=6)
+any_text = st.text(max_size=6)
 
 
 @given(st.lists(any_text, max_size=12))
-@example(["\ud800", "\udc00", ""])
 def test_holds_the_strings(strings: list[str]) -> None:
     packed = PackedStrings.of(strings)
-    assert packed == strings
     assert list(packed) == strings
-    assert packed == PackedStrings.of(strings)
-    assert packed != [*strings, "more"]
-    assert packed[1:] == strings[1:]
-    assert [packed[-1 - index] for index in range(len(strings))] == strings[::-1]
+    assert [packed[index] for index in range(len(packed))] == strings
+
+
+def test_a_lone_surrogate_is_three_malformed_bytes() -> None:
+    packed = PackedStrings.of(["\ud800", "a"])
+    assert list(packed) == ["\ufffd" * 3, "a"]
+    assert packed.encoded(0) == b"\xed\xa0\x80"
 
 
 @given(st.lists(st.binary(max_size=5) | st.text(max_size=3).map(str.encode), max_size=12))
@@ -30,17 +31,17 @@ def test_holds_the_strings(strings: list[str]) -> None:
 def test_reads_strings_behind_their_lengths(strings: list[bytes]) -> None:
     data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
     packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
-    assert packed == [text.decode(errors="replace") for text in strings]
+    assert list(packed) == [text.decode(errors="replace") for text in strings]
 
 
 def test_more_strings_than_are_read_at_once() -> None:
     strings = [str(number).encode() * (number % 3) for number in range(40_000)]
     data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
     packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
-    assert packed == [text.decode() for text in strings]
+    assert list(packed) == [text.decode() for text in strings]
 
 
-@pytest.mark.parametrize("index", [2, -3])
+@pytest.mark.parametrize("index", [2, -1])
 def test_an_index_outside_is_refused(index: int) -> None:
     with pytest.raises(IndexError, match="of 2"):
         PackedStrings.of(["a", "b"])[index]
