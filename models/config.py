@@ -6,15 +6,60 @@ Nothing here knows weights or computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import AttentionSpec, MlpSpec
 
-__all__ = ["EMBEDDING", "HEAD", "DecoderConfig", "LayerNames", "MixtureNames", "MixtureSpec"]
+__all__ = [
+    "CHOICE_BIAS",
+    "EMBEDDING",
+    "EXPERT_DOWN",
+    "EXPERT_GATE_UP",
+    "HEAD",
+    "ROUTER",
+    "SHARED_DOWN",
+    "SHARED_GATE",
+    "SHARED_GATE_UP",
+    "DecoderConfig",
+    "LayerNames",
+    "MixtureSpec",
+    "expert_matrices",
+]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+
+# A sparse layer's tensors, below ``model.layers.N.``, whatever a file calls them
+ROUTER = "mlp.gate"
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+EXPERT_GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+EXPERT_DOWN = "mlp.experts.{}.down_proj"
+SHARED_GATE_UP = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+SHARED_DOWN = "mlp.shared_experts.down_proj"
+SHARED_GATE = "mlp.shared_expert_gate"
+
+
+def expert_matrices(number: int) -> tuple[str, ...]:
+    """The matrices of one expert: gate, up, down."""
+    return tuple(name.format(number) for name in (*EXPERT_GATE_UP, EXPERT_DOWN))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNames:
+    """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's."""
+
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    attention_post_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str = ""
+    sinks: str = "self_attn.sinks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +102,7 @@ class DecoderConfig:
     mixtures: tuple[MixtureSpec | None, ...] = ()
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
+    names: LayerNames = LayerNames()
 
     @property
     def layers(self) -> int:
@@ -77,41 +123,3 @@ class DecoderConfig:
         """The layers with a mixture of experts, each with its number among them."""
         found = [layer for layer in range(self.layers) if self.mixture(layer) is not None]
         return {layer: place for place, layer in enumerate(found)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureNames:
-    """A sparse layer's tensors, below ``model.layers.N.``; ``{}`` is an expert's number."""
-
-    router: str = "mlp.gate"
-    choice_bias: str = "mlp.gate.e_score_correction_bias"
-    gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
-    down: str = "mlp.experts.{}.down_proj"
-    shared_gate_up: tuple[str, str] = (
-        "mlp.shared_experts.gate_proj",
-        "mlp.shared_experts.up_proj",
-    )
-    shared_down: str = "mlp.shared_experts.down_proj"
-    shared_gate: str = "mlp.shared_expert_gate"
-
-    def expert(self, number: int) -> tuple[str, ...]:
-        """The matrices of one expert: gate, up, down."""
-        return tuple(name.format(number) for name in (*self.gate_up, self.down))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerNames:
-    """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's."""
-
-    attention_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out: str = "self_attn.o_proj"
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    attention_post_norm: str = ""
-    mlp_norm: str = "post_attention_layernorm"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    mlp_post_norm: str = ""
-    sinks: str = "self_attn.sinks"
-    mixture: MixtureNames = field(default_factory=MixtureNames)

@@ -1,99 +1,91 @@
 """The decoder that the known architectures share: a list of parts, one after another.
 
-``PartLoader`` makes the parts of an architecture, and of one layer or a slice of the head as well
-as of all; ``Decoder`` runs them. Where their weights are is a ``Residency``'s: the pass is the same
-for a model in memory and for one that is streamed.
+Parts are made of weights that are there, one layer's as well as all; ``Decoder`` runs them. Where
+their weights are is a ``Residency``'s: the pass is the same for a model in memory and for one that
+is streamed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.latent import LatentAttention
 from localrt.models.moe import Experts, ResidentExperts, SparseMlp, load_expert
 from localrt.models.parts import Attention, Embedding, GatedMlp, Head, Logits, Part, Residual
 from localrt.models.residency import Check, Residency, Resident
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec
-from localrt.quant.ops.experts import ExpertWeights
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
 
-__all__ = ["Decoder", "PartLoader", "load_resident"]
+__all__ = [
+    "Decoder",
+    "load_attention",
+    "load_mlp",
+    "load_norm",
+    "load_resident",
+    "load_resident_mlp",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class PartLoader:
-    """Makes the parts of an architecture of weights that are there."""
-
-    config: DecoderConfig
-    names: LayerNames
-
-    def attention(self, layer: int, weights: WeightLoader, at: int | None = None) -> Residual:
-        """A layer's attention, ``at`` another place in its cache than its layer's."""
-        config = self.config
-        kind = isinstance(config.attention[layer], LatentSpec)
-        part = (
-            LatentAttention(config, layer, weights, at)
-            if kind
-            else Attention(config, layer, self.names, weights, at)
-        )
-        return Residual(part, config.residual_scale)
-
-    def mlp(self, layer: int, weights: WeightLoader, experts: Experts | None) -> Residual:
-        """A layer's MLP; a sparse one has its ``experts`` compute."""
-        config = self.config
-        part = (
-            GatedMlp(config, layer, self.names, weights)
-            if experts is None
-            else SparseMlp(config, layer, self.names, weights, experts)
-        )
-        return Residual(part, config.residual_scale)
-
-    def expert(self, layer: int, number: int, weights: WeightLoader) -> ExpertWeights:
-        """One expert of a sparse layer."""
-        return load_expert(self.config, layer, number, self.names, weights)
-
-    def resident_mlp(
-        self, layer: int, weights: WeightLoader, ops: Ops, experts: ResidentExperts
-    ) -> Residual:
-        """A layer's MLP with all that it computes with; a sparse one's go to ``experts``."""
-        spec = self.config.mixture(layer)
-        if spec is None:
-            return self.mlp(layer, weights, None)
-        part = self.mlp(layer, weights, experts)
-        table = ops.expert_table(spec.router.count)
-        for number in range(spec.router.count):
-            table.put(number, self.expert(layer, number, weights))
-        experts.tables[self.config.sparse_layers[layer]] = table
-        return part
-
-    def norm(self, weights: WeightLoader) -> Vector:
-        """The norm before the head."""
-        config = self.config
-        return weights.vector(
-            config.hidden_size,
-            "model.norm.weight",
-            offset=config.norm_offset,
-            scale=config.logit_scale,
-        )
+def load_attention(
+    config: DecoderConfig, layer: int, weights: WeightLoader, at: int | None = None
+) -> Residual:
+    """A layer's attention, ``at`` another place in its cache than its layer's."""
+    kind = LatentAttention if isinstance(config.attention[layer], LatentSpec) else Attention
+    return Residual(kind(config, layer, weights, at), config.residual_scale)
 
 
-def load_resident(loader: PartLoader, ops: Ops, weights: WeightLoader) -> Resident:
+def load_mlp(
+    config: DecoderConfig, layer: int, weights: WeightLoader, experts: Experts | None
+) -> Residual:
+    """A layer's MLP; a sparse one has its ``experts`` compute."""
+    part = (
+        GatedMlp(config, layer, weights)
+        if experts is None
+        else SparseMlp(config, layer, weights, experts)
+    )
+    return Residual(part, config.residual_scale)
+
+
+def load_resident_mlp(
+    config: DecoderConfig, layer: int, weights: WeightLoader, ops: Ops, experts: ResidentExperts
+) -> Residual:
+    """A layer's MLP with all that it computes with; a sparse one's go to ``experts``."""
+    spec = config.mixture(layer)
+    if spec is None:
+        return load_mlp(config, layer, weights, None)
+    part = load_mlp(config, layer, weights, experts)
+    table = ops.expert_table(spec.router.count)
+    for number in range(spec.router.count):
+        table.put(number, load_expert(config, layer, number, weights))
+    experts.tables[config.sparse_layers[layer]] = table
+    return part
+
+
+def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector:
+    """The norm before the head."""
+    return weights.vector(
+        config.hidden_size,
+        "model.norm.weight",
+        offset=config.norm_offset,
+        scale=config.logit_scale,
+    )
+
+
+def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Resident:
     """All parts of a model in the memory of ``ops``."""
-    config = loader.config
     shape = (config.vocab_size, config.hidden_size)
     with ops.scope():
         table = weights.matrix(shape, EMBEDDING)
         body: list[Part] = [Embedding(table, config.embedding_scale)]
         experts = ResidentExperts()
         for layer in range(config.layers):
-            body.append(loader.attention(layer, weights))
-            body.append(loader.resident_mlp(layer, weights, ops, experts))
-        norm = loader.norm(weights)
+            body.append(load_attention(config, layer, weights))
+            body.append(load_resident_mlp(config, layer, weights, ops, experts))
+        norm = load_norm(config, weights)
         if config.tied_head:
             weights.skip(HEAD)
         head = Head(config, norm, table if config.tied_head else weights.matrix(shape, HEAD))

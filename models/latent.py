@@ -7,7 +7,7 @@ they were published in (``checkpoints/latent_tensors.py``).
 
 from __future__ import annotations
 
-from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig
 from localrt.models.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
@@ -80,7 +80,7 @@ class LatentAttention:
         q = ops.norm_latent_append(state.x, self.weights, self.spec, step, self.layer)
         return ops.latent_output(q, self.weights, self.spec, step, self.layer)
 
-    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+    def matrices(self) -> dict[str, Weight]:
         """The weights of ``latent_groups``, by the first name of each."""
         own = self.weights
         whole = [weight for weight in (own.down, own.query_up, own.out) if weight is not None]

@@ -13,7 +13,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from localrt.errors import CheckpointError
-from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.config import (
+    CHOICE_BIAS,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_GATE_UP,
+    DecoderConfig,
+    expert_matrices,
+)
 from localrt.models.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights, RouterWeights, Routing
@@ -40,12 +48,7 @@ class SparseMlp:
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        names: LayerNames,
-        weights: WeightLoader,
-        experts: Experts,
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, experts: Experts
     ) -> None:
         spec, hidden = config.mixture(layer), config.hidden_size
         assert spec is not None, "a dense layer has no experts"
@@ -54,30 +57,28 @@ class SparseMlp:
         self.layer = layer
         self.place = config.sparse_layers[layer]
         self._mlp = config.mlp
-        prefix, own = f"model.layers.{layer}.", names.mixture
+        prefix = f"model.layers.{layer}."
         count = spec.router.count
         self.router = RouterWeights(
-            norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight"),
-            gate=weights.matrix((count, hidden), f"{prefix}{own.router}.weight"),
-            gate_bias=weights.vector(count, f"{prefix}{own.router}.bias")
-            if spec.gate_bias
-            else None,
-            choice_bias=weights.vector(count, f"{prefix}{own.choice_bias}")
+            norm=weights.vector(hidden, f"{prefix}{config.names.mlp_norm}.weight"),
+            gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
+            gate_bias=weights.vector(count, f"{prefix}{ROUTER}.bias") if spec.gate_bias else None,
+            choice_bias=weights.vector(count, f"{prefix}{CHOICE_BIAS}")
             if spec.choice_bias
             else None,
         )
         self.shared: MlpWeights | None = None
         self.shared_gate = None
         if spec.shared:
-            gate_up = (f"{prefix}{name}.weight" for name in own.shared_gate_up)
-            down = f"{prefix}{own.shared_down}.weight"
+            gate_up = (f"{prefix}{name}.weight" for name in SHARED_GATE_UP)
+            down = f"{prefix}{SHARED_DOWN}.weight"
             self.shared = MlpWeights(
                 norm=None,
                 gate_up=weights.matrix((2 * spec.shared, hidden), *gate_up),
                 down=weights.matrix((hidden, spec.shared), down),
             )
         if spec.shared_gate:
-            self.shared_gate = weights.matrix((1, hidden), f"{prefix}{own.shared_gate}.weight")
+            self.shared_gate = weights.matrix((1, hidden), f"{prefix}{SHARED_GATE}.weight")
 
     def __call__(self, state: PassState) -> Array:
         """See ``Layer``."""
@@ -106,18 +107,14 @@ class SparseMlp:
             return None
         return ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
 
-    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+    def matrices(self) -> dict[str, Weight]:
         """The shared experts' stacked matrices by the first name in each.
 
         Not the others': few rows of a text reach each of them, too few to calibrate by.
         """
         if self.shared is None:
             return {}
-        own = names.mixture
-        return {
-            own.shared_gate_up[0]: self.shared.gate_up,
-            own.shared_down: self.shared.down,
-        }
+        return {SHARED_GATE_UP[0]: self.shared.gate_up, SHARED_DOWN: self.shared.down}
 
 
 class Experts(Protocol):
@@ -146,12 +143,12 @@ class ResidentExperts:
 
 
 def load_expert(
-    config: DecoderConfig, layer: int, number: int, names: LayerNames, weights: WeightLoader
+    config: DecoderConfig, layer: int, number: int, weights: WeightLoader
 ) -> ExpertWeights:
     """One expert's weights."""
     spec, hidden = config.mixture(layer), config.hidden_size
     assert spec is not None, "a dense layer has no experts"
-    gate, up, down = (f"model.layers.{layer}.{name}" for name in names.mixture.expert(number))
+    gate, up, down = (f"model.layers.{layer}.{name}" for name in expert_matrices(number))
     biased = spec.expert_bias
     return ExpertWeights(
         gate_up=weights.matrix((2 * spec.inner, hidden), f"{gate}.weight", f"{up}.weight"),

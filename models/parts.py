@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.aligned import large_floats
 from localrt.quant.ops.arrays import copy_to_host
@@ -76,7 +76,7 @@ class Layer(Protocol):
     def __call__(self, state: Any) -> Array:
         """(R, D), for ``state.x`` of a ``PassState``."""
 
-    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+    def matrices(self) -> dict[str, Weight]:
         """The stacked matrices by the first name in each."""
 
 
@@ -116,10 +116,10 @@ class Attention:
         self,
         config: DecoderConfig,
         layer: int,
-        names: LayerNames,
         weights: WeightLoader,
         at: int | None = None,
     ) -> None:
+        self._names = names = config.names
         self.layer = layer if at is None else at
         self.spec = spec = config.attention[layer]
         hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
@@ -154,17 +154,16 @@ class Attention:
         q = ops.norm_qkv_rope_append(state.x, self.weights, self.spec, step, self.layer)
         return ops.attention_output(q, self.weights, self.spec, step, self.layer)
 
-    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+    def matrices(self) -> dict[str, Weight]:
         """See ``Layer``."""
-        return {names.qkv[0]: self.weights.qkv, names.out: self.weights.out}
+        return {self._names.qkv[0]: self.weights.qkv, self._names.out: self.weights.out}
 
 
 class GatedMlp:
     """``down(activation(gate(norm(x))) * up(norm(x)))``."""
 
-    def __init__(
-        self, config: DecoderConfig, layer: int, names: LayerNames, weights: WeightLoader
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader) -> None:
+        self._names = names = config.names
         hidden, inner, offset = config.hidden_size, config.intermediate_size, config.norm_offset
         prefix = f"model.layers.{layer}."
         self.spec = config.mlp
@@ -183,8 +182,9 @@ class GatedMlp:
         """See ``Layer``."""
         return state.ops.norm_gated_mlp(state.x, self.weights, self.spec)
 
-    def matrices(self, names: LayerNames) -> dict[str, Weight]:
+    def matrices(self) -> dict[str, Weight]:
         """See ``Layer``."""
+        names = self._names
         return {names.gate_up[0]: self.weights.gate_up, names.down: self.weights.down}
 
 

@@ -6,13 +6,12 @@ One table; each entry is one file. It does not know engines: ``load_decoder`` ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 
 from localrt.errors import UnsupportedModelError
-from localrt.models.checkpoints.base import Checkpoint, TensorSource
-from localrt.models.config import DecoderConfig, LayerNames
-from localrt.models.decoder import Decoder, PartLoader, load_resident
+from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.config import DecoderConfig
+from localrt.models.decoder import Decoder, load_resident
 from localrt.models.raw_config import RawConfig
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
@@ -20,21 +19,11 @@ from localrt.quant.ops.protocol import Ops
 
 __all__ = [
     "ARCHITECTURES",
-    "Architecture",
     "find_architecture",
     "load_decoder",
-    "part_loader",
     "read_config",
     "require_readable",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How one architecture's config is read and what its tensors are called."""
-
-    read_config: Callable[[RawConfig], DecoderConfig]
-    names: LayerNames
 
 
 # Published name (GGUF's general.architecture or config.json's architectures[0]) to module.
@@ -74,8 +63,8 @@ ARCHITECTURES = {
 }
 
 
-def find_architecture(name: str) -> Architecture:
-    """The architecture that a checkpoint names.
+def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
+    """What reads the config of the architecture that a checkpoint names.
 
     Raises:
         UnsupportedModelError: not known here; lists what is.
@@ -87,8 +76,8 @@ def find_architecture(name: str) -> Architecture:
             "a GGUF file may run with --engine llamacpp"
         )
     module = import_module(f"localrt.models.architectures.{ARCHITECTURES[name]}")
-    architecture: Architecture = Architecture(module.read_config, module.NAMES)
-    return architecture
+    read: Callable[[RawConfig], DecoderConfig] = module.read_config
+    return read
 
 
 def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> DecoderConfig:
@@ -96,9 +85,9 @@ def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> Decode
     name = checkpoint.architecture
     if name == "llama" and checkpoint.config.get("num_local_experts"):
         name = "MixtralForCausalLM"  # GGUF has one name for both
-    architecture = find_architecture(name)
+    read = find_architecture(name)
     try:
-        return architecture.read_config(RawConfig(checkpoint, context=context))
+        return read(RawConfig(checkpoint, context=context))
     except ValueError as error:
         raise UnsupportedModelError(f"{checkpoint.path.name}: {error}") from error
 
@@ -128,10 +117,4 @@ def load_decoder(
 ) -> Decoder:
     """Read every tensor into ``ops`` and build the model; ``on_bytes`` gets bytes as read."""
     require_readable(checkpoint)
-    loader = part_loader(checkpoint, config)
-    return Decoder(load_resident(loader, ops, WeightLoader(checkpoint, ops, on_bytes)))
-
-
-def part_loader(checkpoint: TensorSource, config: DecoderConfig) -> PartLoader:
-    """Makes the parts of the checkpoint's architecture."""
-    return PartLoader(config, find_architecture(checkpoint.architecture).names)
+    return Decoder(load_resident(config, ops, WeightLoader(checkpoint, ops, on_bytes)))

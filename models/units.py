@@ -17,7 +17,17 @@ from dataclasses import dataclass
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
+from localrt.models.config import (
+    CHOICE_BIAS,
+    EMBEDDING,
+    HEAD,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_GATE_UP,
+    DecoderConfig,
+    expert_matrices,
+)
 from localrt.models.latent import latent_tensors
 from localrt.models.weights import is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
@@ -41,9 +51,7 @@ class Unit:
     rows: tuple[int, int] | None = None
 
 
-def list_units(
-    tensors: Mapping[str, TensorInfo], config: DecoderConfig, names: LayerNames
-) -> tuple[Unit, ...]:
+def list_units(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tuple[Unit, ...]:
     """All units of a model whose ``tensors`` have the formats that they are stored in.
 
     The order is that of a pass: embedding, layers, final norm, head.
@@ -52,9 +60,7 @@ def list_units(
         CheckpointError: a tensor that every such model has is missing.
         UnsupportedModelError: a tensor that belongs to no unit, or is neither matrix nor vector.
     """
-    layers = [
-        unit for n in range(config.layers) for unit in _layer_units(tensors, n, names, config)
-    ]
+    layers = [unit for n in range(config.layers) for unit in _layer_units(tensors, n, config)]
     mlp = max(
         (
             sum(packed_nbytes(tensors[name]) for name in unit.tensors)
@@ -94,10 +100,10 @@ def packed_nbytes(info: TensorInfo) -> int:
 
 
 def _layer_units(
-    tensors: Mapping[str, TensorInfo], layer: int, names: LayerNames, config: DecoderConfig
+    tensors: Mapping[str, TensorInfo], layer: int, config: DecoderConfig
 ) -> Iterator[Unit]:
     """Attention, then MLP, then experts."""
-    prefix = f"model.layers.{layer}."
+    prefix, names = f"model.layers.{layer}.", config.names
 
     def listed(*stems: str, optional: tuple[str, ...] = ()) -> tuple[str, ...]:
         found = [_info(tensors, f"{prefix}{stem}.weight").name for stem in stems]
@@ -119,14 +125,13 @@ def _layer_units(
         mlp = (names.mlp_norm, *names.gate_up, names.down)
         yield Unit(f"layers.{layer}.mlp", listed(*mlp, optional=(names.mlp_post_norm,)), layer)
         return
-    own = names.mixture
-    mlp = (names.mlp_norm, own.router)
-    mlp += (*own.shared_gate_up, own.shared_down) if spec.shared else ()
-    mlp += (own.shared_gate,) if spec.shared_gate else ()
-    bias = tuple(n for n in (f"{prefix}{own.choice_bias}",) if n in tensors)
+    mlp = (names.mlp_norm, ROUTER)
+    mlp += (*SHARED_GATE_UP, SHARED_DOWN) if spec.shared else ()
+    mlp += (SHARED_GATE,) if spec.shared_gate else ()
+    bias = tuple(n for n in (f"{prefix}{CHOICE_BIAS}",) if n in tensors)
     yield Unit(f"layers.{layer}.mlp", listed(*mlp) + bias, layer)
     for number in range(spec.router.count):
-        yield Unit(f"layers.{layer}.expert.{number}", listed(*own.expert(number)), layer)
+        yield Unit(f"layers.{layer}.expert.{number}", listed(*expert_matrices(number)), layer)
 
 
 def _slices(info: TensorInfo, limit: int) -> Iterator[Unit]:

@@ -15,7 +15,7 @@ from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
-from localrt.models.registry import find_architecture, read_config
+from localrt.models.registry import read_config
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.ops.attention import LatentSpec
@@ -180,8 +180,7 @@ def shape_from_checkpoint(
     """
     config = read_config(checkpoint, context=ctx)
     if units is None:
-        names = find_architecture(checkpoint.architecture).names
-        units = list_units(checkpoint.tensors, config, names)
+        units = list_units(checkpoint.tensors, config)
     stored: Mapping[str, int] = {}
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.base import TensorSource
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
-from localrt.models.decoder import PartLoader
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor, unpack
@@ -105,11 +105,13 @@ class DraftHead:
             self._feature_norm = loader.vector(size, "fusion.feature_norm.weight")
             self._token_norm = loader.vector(size, "fusion.token_norm.weight")
             self._ones = ops.vector(np.ones(size, np.float32))
-            parts = PartLoader(decoder, LayerNames())
             self._parts = [
                 part
                 for block in range(config.blocks)
-                for part in (parts.attention(block, loader), parts.mlp(block, loader, None))
+                for part in (
+                    load_attention(decoder, block, loader),
+                    load_mlp(decoder, block, loader, None),
+                )
             ]
             self._norm = ops.vector(target.norm)
             self._head = ops.weight((config.draft_vocab, size), target.head)

@@ -17,7 +17,7 @@ from benchmarks.common.random_weights import RandomPackedCheckpoint, random_pack
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT, StoredUnit, UnitTensor
 from localrt.models.config import DecoderConfig
-from localrt.models.registry import find_architecture, read_config
+from localrt.models.registry import read_config
 from localrt.models.units import list_units
 from localrt.offload.reading.files import StoreFiles
 from localrt.quant.formats.tiled import TILE_ROWS, tile_tensor
@@ -49,13 +49,12 @@ class RandomStore:
     def __post_init__(self) -> None:
         checkpoint = RandomPackedCheckpoint(self.architecture, self.config, self.format)
         self.decoder = read_config(checkpoint)
-        names = find_architecture(self.architecture).names
         self._bytes: dict[tuple[Any, ...], np.ndarray] = {}
         self._tiles: dict[int, np.ndarray] = {}
         self._of_unit: dict[str, np.ndarray] = {}
         self._disk: StoreFiles | None = None
         units = []
-        for unit in list_units(checkpoint.tensors, self.decoder, names):
+        for unit in list_units(checkpoint.tensors, self.decoder):
             tensors, at = [], 0
             for name in unit.tensors:
                 info = checkpoint.tensors[name]

@@ -27,7 +27,6 @@ from localrt.errors import MissingExtraError
 from localrt.evaluating.evaluate import Windows, text_windows
 from localrt.evaluating.scoring import Tally, log_softmax
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.config import LayerNames
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
@@ -156,7 +155,7 @@ def peer_scores(
     weights = nbytes = 0
     with decoder.ops.scope():
         for part in decoder.residency.body[1:]:  # behind the embedding
-            for matrix in part.layer.matrices(LayerNames()).values():
+            for matrix in part.layer.matrices().values():
                 restored = PEERS[peer](matrix.float().cpu().numpy().copy())
                 matrix.copy_(torch.from_numpy(restored.values))
                 weights += restored.values.size

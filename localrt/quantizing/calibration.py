@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import MissingExtraError, OptionError
-from localrt.models.config import EMBEDDING, DecoderConfig, LayerNames
-from localrt.models.decoder import PartLoader
+from localrt.models.config import EMBEDDING, DecoderConfig
+from localrt.models.decoder import load_attention, load_resident_mlp
 from localrt.models.moe import ResidentExperts
 from localrt.models.parts import PassState, Residual
 from localrt.models.weights import WeightLoader
@@ -85,14 +85,12 @@ class HiddenStates:
         self,
         checkpoint: Checkpoint,
         config: DecoderConfig,
-        names: LayerNames,
         ops: CalibrationOps,
         windows: Windows,
         *,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self._names = names
         self._ops = ops
         self._check = check
         # One cache serves all: a layer reads what a window wrote before the next one writes.
@@ -119,9 +117,7 @@ class HiddenStates:
         with self._ops.scope():
             parts = self._layer(checkpoint, layer)
             weights = {
-                name: weight
-                for part in parts
-                for name, weight in part.layer.matrices(self._names).items()
+                name: weight for part in parts for name, weight in part.layer.matrices().items()
             }
             self._ops.watch(weights.values())
             for hidden, batch in zip(self._hidden, self._batches, strict=True):
@@ -139,9 +135,8 @@ class HiddenStates:
 
     def _layer(self, checkpoint: Checkpoint, layer: int) -> tuple[Residual, Residual]:
         weights = WeightLoader(checkpoint, self._ops)
-        loader = PartLoader(self._config, self._names)
-        mlp = loader.resident_mlp(layer, weights, self._ops, ResidentExperts())
-        return loader.attention(layer, weights), mlp
+        mlp = load_resident_mlp(self._config, layer, weights, self._ops, ResidentExperts())
+        return load_attention(self._config, layer, weights), mlp
 
     def _run(self, parts: Sequence[Residual], hidden: Any, batch: Batch) -> Any:
         """The hidden states behind ``parts``; ``hidden`` is given up."""

@@ -18,7 +18,13 @@ import numpy.typing as npt
 
 from localrt.models.checkpoints import Checkpoint, TensorInfo
 from localrt.models.checkpoints.base import WeightBlock
-from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.config import (
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    SHARED_DOWN,
+    SHARED_GATE_UP,
+    DecoderConfig,
+)
 from localrt.models.latent import latent_groups
 from localrt.offload.store.tiling import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
@@ -41,13 +47,11 @@ Floats = npt.NDArray[np.float32]
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
 
 
-def folded_rotation(
-    config: DecoderConfig, names: LayerNames, infos: Mapping[str, TensorInfo]
-) -> int:
+def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> int:
     """Block size of the rotation that can be folded into v of every layer; 0 for none."""
     if any(isinstance(spec, LatentSpec) for spec in config.attention):
         return 0  # a head's values are not rows of a matrix that meets the output's
-    out = infos[f"model.layers.0.{names.out}.weight"]
+    out = infos[f"model.layers.0.{config.names.out}.weight"]
     size = rotation(out.format) if out.format.name in CODECS else 0
     return size if size and all(spec.head_dim % size == 0 for spec in config.attention) else 0
 
@@ -59,7 +63,6 @@ class LayerQuantizer:
         self,
         source: Checkpoint,
         config: DecoderConfig,
-        names: LayerNames,
         infos: Mapping[str, TensorInfo],
         *,
         method: str,
@@ -69,22 +72,22 @@ class LayerQuantizer:
     ) -> None:
         self.source = source
         self.config = config
-        self.names = names
+        self._names = names = config.names
         self._infos = infos
         self._method = method
         self._folded = folded
         self._tiler = tiler
         self._search = search
-        own, first = names.mixture, config.attention[0]
+        first = config.attention[0]
         attention: tuple[tuple[str, ...], ...] = (names.qkv, (names.out,))
         self._groups: tuple[tuple[str, ...], ...] = (
             *(latent_groups(first) if isinstance(first, LatentSpec) else attention),
             names.gate_up,
             (names.down,),
-            own.shared_gate_up,
-            (own.shared_down,),
+            SHARED_GATE_UP,
+            (SHARED_DOWN,),
         )
-        self._expert_groups: tuple[tuple[str, ...], ...] = (own.gate_up, (own.down,))
+        self._expert_groups: tuple[tuple[str, ...], ...] = (EXPERT_GATE_UP, (EXPERT_DOWN,))
 
     def rounded(self, name: str) -> Iterator[WeightBlock]:
         """A tensor of any part of the model, rounded to nearest, a few rows at a time.
@@ -132,8 +135,8 @@ class LayerQuantizer:
         names = [f"model.layers.{layer}.{stem}.weight" for stem in group]
         values = np.concatenate([rows for name in names for rows in self._rows(name)])
         format_ = self._infos[names[0]].format
-        is_out = self._folded > 0 and group == (self.names.out,)
-        if self._folded and group == self.names.qkv:
+        is_out = self._folded > 0 and group == (self._names.out,)
+        if self._folded and group == self._names.qkv:
             start = len(values) - self._value_rows(layer)
             values[start:] = block_hadamard(values[start:].T, self._folded).T
         if format_.name in CODECS:
@@ -167,7 +170,7 @@ class LayerQuantizer:
 
     def _vector(self, name: str, prefix: str) -> Iterator[WeightBlock]:
         """Norms and biases as they are, but for a bias of v that is stored rotated."""
-        if not self._folded or name != f"{prefix}{self.names.qkv[-1]}.bias":
+        if not self._folded or name != f"{prefix}{self._names.qkv[-1]}.bias":
             yield from stored_pieces(self.source, name, self._tiler)
             return
         values = unpack(self.source.read(name)).reshape(-1).copy()

@@ -20,8 +20,8 @@ import numpy as np
 from localrt.errors import OptionError, TokenizerError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.checkpoints.store_manifest import Quantization
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, LayerNames
-from localrt.models.registry import find_architecture, read_config, require_readable
+from localrt.models.config import EMBEDDING, HEAD, ROUTER, SHARED_GATE, DecoderConfig
+from localrt.models.registry import read_config, require_readable
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.units import list_units
 from localrt.offload.store import StoreWriter, fast_tiler
@@ -53,6 +53,7 @@ _WINDOW = 512
 HEAD_BITS = 8.5
 """Embedding and head stay as published up to so many bits per weight; above, they become int8."""
 _HEAD_FORMAT = CODECS["int8-g32"].format
+_ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")  # what chooses or weighs experts
 _TABLES = (EMBEDDING, HEAD)
 
 
@@ -142,16 +143,15 @@ def quantize_model(
             source = opened.enter_context(closing(open_checkpoint(source)))
         require_readable(source)
         config = read_config(source)
-        names = find_architecture(source.architecture).names
-        formats = _formats(source.tensors, target, recipe.head_format, names)
+        formats = _formats(source.tensors, target, recipe.head_format)
         infos = stored_infos(source.tensors, formats)
-        units = list_units(infos, config, names)
+        units = list_units(infos, config)
         windows: list[list[int]] = []
         ops: CalibrationOps | None = None
         if method != "rtn":
             windows = _windows(source, config, recipe)
             ops = calibration_ops(threads)
-        rotated = folded_rotation(config, names, infos) if method == "mr-gptq" else 0
+        rotated = folded_rotation(config, infos) if method == "mr-gptq" else 0
         manifest = describe_source(
             source,
             name=name,
@@ -172,7 +172,6 @@ def quantize_model(
         weights = LayerQuantizer(
             source,
             config,
-            names,
             infos,
             method=method,
             folded=rotated,
@@ -207,7 +206,7 @@ def quantize_model(
             fallbacks={
                 info.name: info.format.name
                 for info in _of_layers(matrices)
-                if info.format != target and not _is_router(info.name, names)
+                if info.format != target and not info.name.endswith(_ROUTERS)
             },
         )
 
@@ -227,7 +226,6 @@ def _write_calibrated_layers(
     states = HiddenStates(
         weights.source,
         weights.config,
-        weights.names,
         ops,
         windows,
         check=lambda: writer.report(step),
@@ -257,7 +255,7 @@ def _method(method: str | None, target: Format, *, calibrated: bool) -> str:
 
 
 def _formats(
-    tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None, names: LayerNames
+    tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None
 ) -> dict[str, Format]:
     """What every matrix is stored in. Routers, small and touchy, stay as they are."""
     head = quantized_format(head_format) if head_format is not None else None
@@ -265,7 +263,7 @@ def _formats(
     for name, info in tensors.items():
         if len(info.shape) != 2:
             continue
-        if _is_router(name, names):
+        if name.endswith(_ROUTERS):
             formats[name] = info.format
             continue
         wanted = target
@@ -274,13 +272,6 @@ def _formats(
         kept = wanted == info.format
         formats[name] = wanted if kept else fitting_format(wanted, info.shape[1])
     return formats
-
-
-def _is_router(name: str, names: LayerNames) -> bool:
-    """Whether a tensor chooses experts, or weighs the shared ones."""
-    return name.endswith(
-        (f".{names.mixture.router}.weight", f".{names.mixture.shared_gate}.weight")
-    )
 
 
 def _default_head(published: Format, target: Format) -> Format:

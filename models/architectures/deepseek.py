@@ -13,18 +13,14 @@ from typing import Any
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures.llama import ACTIVATIONS
-from localrt.models.config import DecoderConfig, LayerNames, MixtureSpec
+from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec
 
-__all__ = ["NAMES", "read_config"]
-
-NAMES = LayerNames()
-
-_CHOICE_BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
+__all__ = ["read_config"]
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
@@ -102,7 +98,7 @@ def _mixtures(
     # A GGUF file does not say whether there is a bias: it has one or not.
     biased = method == "noaux_tc"
     if raw.is_gguf:
-        biased = any(raw.has_tensor(_CHOICE_BIAS.format(layer)) for layer in range(layers))
+        biased = any(raw.has_tensor(f"model.layers.{n}.{CHOICE_BIAS}") for n in range(layers))
 
     def mixture(layer: int) -> MixtureSpec | None:
         if layer < dense or layer % frequency:

@@ -15,9 +15,9 @@ from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import AttentionSpec, MlpSpec, Rope
 
-__all__ = ["NAMES", "read_attention", "read_config", "sandwich_config"]
+__all__ = ["read_attention", "read_config", "sandwich_config"]
 
-NAMES = LayerNames(
+_NAMES = LayerNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
@@ -84,4 +84,5 @@ def sandwich_config(
         embedding_scale=math.sqrt(hidden),
         final_softcap=raw.optional_number("final_logit_softcapping"),
         tied_head=raw.flag("tie_word_embeddings", default=True),
+        names=_NAMES,
     )

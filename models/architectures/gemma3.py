@@ -15,9 +15,7 @@ from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import Rope
 
-__all__ = ["NAMES", "read_config"]
-
-NAMES = gemma2.NAMES
+__all__ = ["read_config"]
 
 _LAYERS_27B = 62
 

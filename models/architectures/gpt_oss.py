@@ -16,9 +16,7 @@ from localrt.models.rope import read_rope
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import AttentionSpec
 
-__all__ = ["NAMES", "read_config"]
-
-NAMES = llama.NAMES
+__all__ = ["read_config"]
 
 _ALPHA = 1.702  # of the gate's sigmoid: what ``swiglu_oai`` computes
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec
 
-__all__ = ["ACTIVATIONS", "NAMES", "read_config"]
-
-NAMES = LayerNames()
+__all__ = ["ACTIVATIONS", "read_config"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -13,9 +13,7 @@ from localrt.models.mixture_config import read_router, with_mixture
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec
 
-__all__ = ["NAMES", "read_config"]
-
-NAMES = llama.NAMES
+__all__ = ["read_config"]
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:

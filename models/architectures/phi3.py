@@ -9,9 +9,9 @@ from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 
-__all__ = ["NAMES", "read_config"]
+__all__ = ["read_config"]
 
-NAMES = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+_NAMES = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
@@ -26,4 +26,5 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         config,
         architecture="phi3",
         attention=tuple(replace(spec, rope=rope) for spec in config.attention),
+        names=_NAMES,
     )

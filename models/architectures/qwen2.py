@@ -9,9 +9,7 @@ from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import AttentionSpec
 
-__all__ = ["NAMES", "read_config", "windowed_layers"]
-
-NAMES = llama.NAMES
+__all__ = ["read_config", "windowed_layers"]
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:

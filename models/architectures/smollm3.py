@@ -9,9 +9,7 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["NAMES", "read_config"]
-
-NAMES = llama.NAMES
+__all__ = ["read_config"]
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.decoder import PartLoader
+from localrt.models.config import DecoderConfig
+from localrt.models.moe import load_expert
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.pool import Bytes, ExpertPool
@@ -41,9 +42,8 @@ class Mixture:
     """
 
     def __init__(
-        self, loader: PartLoader, units: Mapping[str, StoredUnit], where: Mapping[str, Where]
+        self, config: DecoderConfig, units: Mapping[str, StoredUnit], where: Mapping[str, Where]
     ) -> None:
-        config = loader.config
         self.layers = list(config.sparse_layers)
         self.specs = [spec for spec in config.mixtures if spec is not None]
         self.count = max(spec.router.count for spec in self.specs)
@@ -54,7 +54,7 @@ class Mixture:
             for number in range(spec.router.count)
         }
         self.nbytes = sum(unit.nbytes for unit in self.units.values())
-        self._loader = loader
+        self._config = config
         self._where = where
 
     def placed(self, *places: Where) -> int:
@@ -70,7 +70,7 @@ class Mixture:
         """An expert's weights for ``lane``, of the unit's bytes there."""
         place, number = key
         weights = lane.weights(self.units[key], data)
-        return self._loader.expert(self.layers[place], number, weights)
+        return load_expert(self._config, self.layers[place], number, weights)
 
     def cache(self, units: Mapping[Key, StoredUnit], kept: int, ring: int) -> ExpertCache:
         """Of as many slots for ``units`` as ``kept`` + ``ring`` bytes hold."""

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.config import EMBEDDING, DecoderConfig
+from localrt.models.decoder import load_norm
 from localrt.models.moe import SparseMlp
 from localrt.models.parts import Residual
-from localrt.models.registry import part_loader
 from localrt.offload.cards.clock import later
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.memory import (
@@ -83,7 +83,7 @@ def open_pipeline(
         setup = Setup(
             held=held,
             store=store,
-            loader=part_loader(store, config),
+            config=config,
             placement=placement,
             devices=devices,
             reading=reading,
@@ -143,7 +143,7 @@ def _open(
     ram_ring, _ = setup.rings()
     slots = placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
     card_ops = None if card is None else card.ops
-    caches = Caches(setup.loader.config.attention, devices.ops, card_ops, on_card)
+    caches = Caches(setup.config.attention, devices.ops, card_ops, on_card)
     balance = Balance(
         stages,
         [lane for lane in (cpu, card) if lane is not None],
@@ -247,7 +247,7 @@ def _with_norm(setup: Setup, lane: Lane) -> Lane:
     data = aligned_buffer(unit.nbytes)
     setup.files.read_into(unit.file, unit.offset, data)
     with lane.ops.scope():
-        lane.norm = setup.loader.norm(lane.weights(unit, data))
+        lane.norm = load_norm(setup.config, lane.weights(unit, data))
     return lane
 
 
@@ -255,12 +255,12 @@ def _with_norm(setup: Setup, lane: Lane) -> Lane:
 
 
 def _mixture(setup: Setup) -> Mixture:
-    return Mixture(setup.loader, setup.units, setup.placement.where)
+    return Mixture(setup.config, setup.units, setup.placement.where)
 
 
 def _open_experts(setup: Setup, cpu: Lane, budget: int) -> ExpertMemory | None:
     """Slots in RAM; None of a dense model."""
-    if not setup.loader.config.sparse:
+    if not setup.config.sparse:
         return None
     card = setup.devices.card
     in_ram = (u.nbytes for u in setup.dense() if setup.where(u) in (Where.RAM, Where.LINK))
@@ -285,7 +285,7 @@ def _expert_runners(
     """What runs a mixture's layers on each lane."""
     if experts is None:
         return {}
-    devices, layers = setup.devices, list(setup.loader.config.sparse_layers)
+    devices, layers = setup.devices, list(setup.config.sparse_layers)
 
     def router(lane: Lane) -> Callable[[int], SparseMlp | None]:
         """Finds the router of a sparse layer where it is resident on ``lane``."""

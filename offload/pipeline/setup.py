@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.config import EMBEDDING, HEAD
-from localrt.models.decoder import PartLoader
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.timing import Clock
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.experts.assignment import ExpertCosts
@@ -49,7 +48,7 @@ class Setup:
 
     held: ExitStack
     store: StoreCheckpoint
-    loader: PartLoader
+    config: DecoderConfig
     placement: Placement
     devices: Devices
     reading: Reading
@@ -71,11 +70,11 @@ class Setup:
 
     def layers(self, kind: str) -> list[StoredUnit]:
         """The layers' ``"attention"`` or ``"mlp"`` units, in order."""
-        return [self.unit(f"layers.{layer}.{kind}") for layer in range(self.loader.config.layers)]
+        return [self.unit(f"layers.{layer}.{kind}") for layer in range(self.config.layers)]
 
     def head(self) -> list[StoredUnit]:
         """The head's slices, in order."""
-        matrix = EMBEDDING if self.loader.config.tied_head else HEAD
+        matrix = EMBEDDING if self.config.tied_head else HEAD
         found = [u for u in self.units.values() if u.tensors and u.tensors[0].name == matrix]
         return sorted(found, key=lambda unit: unit.tensors[0].row)
 
@@ -88,7 +87,7 @@ class Setup:
 
         Experts have slots of their own: where they alone are streamed, these have the ring's bytes.
         """
-        dense, sparse = [self.where(unit) for unit in self.dense()], self.loader.config.sparse
+        dense, sparse = [self.where(unit) for unit in self.dense()], self.config.sparse
         ram, vram = self.placement.ram_ring, self.placement.vram_ring
         return (
             0 if sparse and not any(where.read for where in dense) else ram,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import Experts
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.pipeline.head import HeadStage, JoinedHead
@@ -26,7 +27,7 @@ def make_stages(
     runners: Mapping[str, Experts],
 ) -> tuple[list[HeadStage], JoinedHead]:
     """A stage for every unit of a pass, in order; returns the head's, and what joins them."""
-    loader, config = setup.loader, setup.loader.config
+    config = setup.config
 
     def lane_of(unit: StoredUnit) -> Lane:
         lane = lanes[setup.where(unit).on_gpu]
@@ -43,10 +44,11 @@ def make_stages(
     ):
         side = layer in on_card
         at, caches[side] = (caches[side] if split else layer), caches[side] + 1
-        load = partial(loader.attention, layer, at=at)
+        load = partial(load_attention, config, layer, at=at)
         add(Stage(attention, setup.where(attention), lane_of(attention), load))
         sparse, lane = config.mixture(layer) is not None, lane_of(mlp)
-        load = partial(loader.mlp, layer, experts=runners[lane.resource] if sparse else None)
+        experts = runners[lane.resource] if sparse else None
+        load = partial(load_mlp, config, layer, experts=experts)
         kind = MixtureStage if sparse else Stage
         add(kind(mlp, setup.where(mlp), lane, load))
     joined = JoinedHead(config)

@@ -17,7 +17,7 @@ from pathlib import Path
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import Manifest, Quantization, Source
-from localrt.models.registry import find_architecture, read_config, require_readable
+from localrt.models.registry import read_config, require_readable
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.store.layout import plan_files
 from localrt.offload.store.text import text_files
@@ -55,7 +55,7 @@ def pack_store(
     config = read_config(source)
     tiler = tiler or fast_tiler()
     infos = stored_infos(source.tensors)
-    units = list_units(infos, config, find_architecture(source.architecture).names)
+    units = list_units(infos, config)
     manifest = describe_source(
         source, name=name, revision=revision, format=main_format(units, infos), exactness="exact"
     )

@@ -8,15 +8,14 @@ import pytest
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import TensorInfo
-from localrt.models.registry import find_architecture, read_config
+from localrt.models.registry import read_config
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.quant.formats import F32, FORMATS
 from tests.store.synthetic import SyntheticCheckpoint
 
 
 def units_of(checkpoint: SyntheticCheckpoint) -> tuple[Unit, ...]:
-    names = find_architecture(checkpoint.architecture).names
-    return list_units(checkpoint.tensors, read_config(checkpoint), names)
+    return list_units(checkpoint.tensors, read_config(checkpoint))
 
 
 def test_a_layer_is_attention_and_mlp_and_every_tensor_has_its_unit() -> None:
