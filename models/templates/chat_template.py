@@ -7,15 +7,15 @@ gets ``PlainTemplate``. Does not know which model is loaded.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from localrt.errors import TemplateError
 from localrt.models.templates.control_text import ControlMask, Segment
-from localrt.models.templates.sandbox import compile_template
+from localrt.models.tokenizers.hf import read_json, token_name
 from localrt.models.tokenizers.matcher import TokenMatcher
 
 if TYPE_CHECKING:
@@ -37,72 +37,19 @@ Message = Mapping[str, Any]
 _PROBE = "localrt probe"
 
 
-class MessageTemplate(Protocol):
-    """What turns messages into a prompt."""
+class MessageTemplate(ABC):
+    """What turns messages into a prompt.
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether this is the plain format, because the model brings no template."""
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Text that ends the assistant's turn, beside the tokens that do."""
-
-    @property
-    def tool_source(self) -> str:
-        """The template's source, as it is used where tools are given; empty for the plain one."""
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **extra: Any,
-    ) -> str:
-        """The prompt as one string. Raises ``TemplateError``."""
-
-    def render_segments(
-        self,
-        messages: Sequence[Message],
-        *,
-        control_tokens: Iterable[str] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **extra: Any,
-    ) -> list[Segment]:
-        """``render`` in pieces: text of the messages that spells a control token is set apart."""
-
-
-class ChatTemplate:
-    """A Jinja2 chat template.
-
-    ``bos`` and ``eos`` are the texts of ``bos_token`` and ``eos_token``; ``with_tools`` is the
-    template to use when tools are given, where a model brings one of its own for that.
-
-    Raises:
-        TemplateError: the source is not valid Jinja2.
+    ``is_plain`` says that it is the plain format, because the model brings no template;
+    ``stop_strings`` end the assistant's turn, beside the tokens that do; ``tool_source`` is the
+    template's source, as it is used where tools are given.
     """
 
     is_plain = False
     stop_strings: tuple[str, ...] = ()
+    tool_source = ""
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        bos: str = "",
-        eos: str = "",
-        name: str = "chat template",
-        with_tools: str | None = None,
-    ) -> None:
-        self.source = source
-        self.tool_source = with_tools or source
-        self.name = name
-        self._globals = {"bos_token": bos, "eos_token": eos}
-        self._template = compile_template(source, name)
-        self._with_tools = compile_template(with_tools, name) if with_tools else self._template
-
+    @abstractmethod
     def render(
         self,
         messages: Sequence[Message],
@@ -118,8 +65,6 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refused the messages or failed; its own words, on one line.
         """
-        shaped = [_shape(message, parts=self._wants_parts) for message in messages]
-        return self._run(shaped, tools, add_generation_prompt, extra)
 
     def render_segments(
         self,
@@ -127,7 +72,6 @@ class ChatTemplate:
         *,
         control_tokens: Iterable[str] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
         **extra: Any,
     ) -> list[Segment]:
         """``render`` in pieces: text of the messages that spells a control token is set apart.
@@ -140,35 +84,61 @@ class ChatTemplate:
         given = [list(messages), tools, extra]
         mask = ControlMask(given, control_tokens)
         if mask.covered == given:
-            text = self.render(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra
-            )
-            return [(text, True)]
+            return [(self.render(messages, tools=tools, **extra), True)]
         masked, masked_tools, masked_extra = mask.covered
-
-        def render(shown: list[Message]) -> str:
-            return self.render(
-                shown,
-                tools=masked_tools,
-                add_generation_prompt=add_generation_prompt,
-                **masked_extra,
-            )
-
-        disguised = render(masked)
+        disguised = self.render(masked, tools=masked_tools, **masked_extra)
         try:
-            plain: str | None = self.render(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra
-            )
+            plain: str | None = self.render(messages, tools=tools, **extra)
         except TemplateError:
             plain = None  # the template refuses such text; disguised, it is only text
         if plain not in (None, mask.uncover(disguised)):
-            disguised = render(
-                [
-                    message if message.get("role") == "assistant" else covered
-                    for message, covered in zip(messages, masked, strict=True)
-                ]
-            )
+            shown = [
+                message if message.get("role") == "assistant" else covered
+                for message, covered in zip(messages, masked, strict=True)
+            ]
+            disguised = self.render(shown, tools=masked_tools, **masked_extra)
         return mask.segments(disguised)
+
+
+class ChatTemplate(MessageTemplate):
+    """A Jinja2 chat template.
+
+    ``bos`` and ``eos`` are the texts of ``bos_token`` and ``eos_token``; ``with_tools`` is the
+    template to use when tools are given, where a model brings one of its own for that.
+
+    Raises:
+        TemplateError: the source is not valid Jinja2.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        name: str = "chat template",
+        with_tools: str | None = None,
+    ) -> None:
+        # Jinja2 takes a tenth of a second to import, and not every model brings a template
+        from localrt.models.templates.sandbox import SandboxedTemplate
+
+        self.source = source
+        self.tool_source = with_tools or source
+        self._globals = {"bos_token": bos, "eos_token": eos}
+        self._template = SandboxedTemplate(source, name)
+        self._with_tools = SandboxedTemplate(with_tools, name) if with_tools else self._template
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """See ``MessageTemplate``."""
+        shaped = [_shape(message, parts=self._wants_parts) for message in messages]
+        return self._run(shaped, tools, add_generation_prompt, extra)
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -190,8 +160,6 @@ class ChatTemplate:
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
     ) -> str:
-        from jinja2 import TemplateError as JinjaError
-
         given = {
             **self._globals,
             **extra,
@@ -199,29 +167,17 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            return (self._with_tools if tools else self._template).render(given)
-        except JinjaError as error:
-            reason = error.message or type(error).__name__
-        except RecursionError:
-            reason = "it calls itself without end"
-        except (ArithmeticError, LookupError, TypeError, ValueError, MemoryError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        except AttributeError as error:
-            reason = str(error)
-        raise TemplateError(f"the {self.name} refused the messages: {_one_line(reason)}")
+        return (self._with_tools if tools else self._template).render(given)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainTemplate:
+class PlainTemplate(MessageTemplate):
     """``System: ... User: ... Assistant:``, for models that bring no template.
 
     The model may go on to write the user's next turn itself: ``stop_strings`` end that.
     """
 
-    is_plain: bool = True
-    stop_strings: tuple[str, ...] = ("\nUser:",)
-    tool_source: str = ""
+    is_plain = True
+    stop_strings = ("\nUser:",)
 
     def render(
         self,
@@ -248,14 +204,10 @@ class PlainTemplate:
         *,
         control_tokens: Iterable[str] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
         **extra: Any,
     ) -> list[Segment]:
         """One piece in which no control token counts: the format itself writes none."""
-        text = self.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **extra
-        )
-        return [(text, False)]
+        return [(self.render(messages, tools=tools, **extra), False)]
 
 
 def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
@@ -273,8 +225,6 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
         )
         bos, eos = (_gguf_text(metadata, default, key) for key in ("bos", "eos"))
     else:
-        from localrt.models.tokenizers.hf import read_json, token_name
-
         folder = checkpoint.path
         names = read_json(folder / "special_tokens_map.json")
         config = names | read_json(folder / "tokenizer_config.json")
@@ -299,8 +249,6 @@ def _gguf_text(metadata: Mapping[str, Any], source: object, key: str) -> str:
 
 def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates of a Hugging Face folder by name; files win over tokenizer_config.json."""
-    from localrt.models.tokenizers.hf import read_json
-
     found: dict[str, str] = {}
     for given in (read_json(folder / "chat_template.json"), config):
         match given.get("chat_template"):
@@ -365,23 +313,17 @@ def encode_messages(
     tokenizer: Tokenizer,
     template: MessageTemplate,
     messages: Sequence[Message],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    **extra: Any,
+    **options: Any,
 ) -> list[int]:
     """Token ids of ``messages``; nothing in them can become a control token.
+
+    ``options`` are those of ``MessageTemplate.render``.
 
     Raises:
         TemplateError: the template refused the messages.
     """
-    segments = template.render_segments(
-        messages,
-        control_tokens=map(tokenizer.token_text, tokenizer.special_ids),
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        **extra,
-    )
+    names = map(tokenizer.token_text, tokenizer.special_ids)
+    segments = template.render_segments(messages, control_tokens=names, **options)
     return encode_chat(tokenizer, segments)
 
 
@@ -410,7 +352,3 @@ def _flatten(content: object) -> str:
             raise TemplateError(f"a message's content may only hold text, not {kind!r}")
         texts.append(text)
     return "\n".join(texts)
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())
