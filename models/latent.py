@@ -13,7 +13,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.protocol import Array, Weight
 
-__all__ = ["LatentAttention", "latent_groups", "latent_tensors"]
+__all__ = ["LatentAttention", "latent_groups"]
 
 _NORM = "input_layernorm"
 _QUERY = "self_attn.q_proj"
@@ -25,14 +25,6 @@ _LATENT_NORM = "self_attn.kv_a_layernorm"
 _KEY_UP = "self_attn.k_b_proj"
 _VALUE_UP = "self_attn.v_b_proj"
 _OUT = "self_attn.o_proj"
-
-
-def latent_tensors(spec: LatentSpec) -> tuple[str, ...]:
-    """The tensors of a layer's attention, below ``model.layers.N.``, in the order of their use."""
-    low = (_QUERY_DOWN, _DOWN, _QUERY_NORM, _QUERY_UP)
-    queries = low if spec.query_rank else (_QUERY, _DOWN)
-    names = (_NORM, *queries, _LATENT_NORM, _KEY_UP, _VALUE_UP, _OUT)
-    return tuple(f"{name}.weight" for name in names)
 
 
 def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:

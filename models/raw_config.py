@@ -55,11 +55,7 @@ class RawConfig:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
-        value = self._values.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self._error(f"{key} is missing from the config")
+        value = self._required(key, default)
         limit = _LIMITS.get(key, _DEFAULT_LIMIT)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
             raise self._error(f"config {key} must be an integer from 1 to {limit}, is {value!r}")
@@ -71,11 +67,7 @@ class RawConfig:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite positive number."""
-        value = self._values.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self._error(f"{key} is missing from the config")
+        value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise self._error(f"config {key} must be a positive number, is {value!r}")
         return float(value)
@@ -136,6 +128,14 @@ class RawConfig:
         if types is not None and len(types) < layers:
             raise self._error(f"config layer_types has {len(types)} entries for {layers} layers")
         return types
+
+    def _required(self, key: str, default: float | None) -> Any:
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self._error(f"{key} is missing from the config")
+        return value
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self._checkpoint.path.name}: {message}")

@@ -18,7 +18,7 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import Rope
 
-__all__ = ["read_rope"]
+__all__ = ["read_rope", "rope_parameters", "scaling_number", "yarn_mscale"]
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -36,10 +36,12 @@ def read_rope(
     ``rope_theta``) where layers differ. LongRoPE and dynamic scaling follow ``raw.context``.
     """
     if parameters is None:
-        parameters = raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
-    theta = _number(parameters, "rope_theta", raw.number("rope_theta", default_theta))
+        parameters = rope_parameters(raw)
+    theta = scaling_number(parameters, "rope_theta", raw.number("rope_theta", default_theta))
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    share = _number(parameters, "partial_rotary_factor", raw.number("partial_rotary_factor", 1.0))
+    share = scaling_number(
+        parameters, "partial_rotary_factor", raw.number("partial_rotary_factor", 1.0)
+    )
     dim = raw.optional_integer("rope_dim") or int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:
         raise CheckpointError(f"rotary size must be even and at most {head_dim}, is {dim}")
@@ -48,13 +50,13 @@ def read_rope(
     if kind == "default":
         inv_freq = theta**-exponents
     elif kind == "linear":
-        inv_freq = theta**-exponents / _number(parameters, "factor")
+        inv_freq = theta**-exponents / scaling_number(parameters, "factor")
     elif kind == "dynamic":
-        inv_freq = _dynamic(raw, parameters, theta, dim)
+        inv_freq = _dynamic(raw, parameters, theta, dim) ** -exponents
     elif kind == "llama3":
         inv_freq = _llama3(parameters, theta**-exponents, raw.integer("max_position_embeddings"))
     elif kind == "yarn":
-        inv_freq, scale = _yarn(raw, parameters, theta, dim)
+        inv_freq, scale = _yarn(raw, parameters, theta, theta**-exponents)
     elif kind in ("longrope", "su"):
         inv_freq, scale = _longrope(raw, parameters, theta**-exponents)
     else:
@@ -69,7 +71,17 @@ def read_rope(
     return Rope(tuple(float(f) for f in inv_freq.astype(np.float32)), scale)
 
 
-def _number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def rope_parameters(raw: RawConfig) -> Mapping[str, Any]:
+    """The config's ``rope_parameters``, or its older ``rope_scaling``."""
+    return raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
+
+
+def scaling_number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number among the parameters.
+
+    Raises:
+        CheckpointError: there is none, or it is not finite.
+    """
     value = parameters.get(key)
     if value is None:
         value = default
@@ -81,59 +93,62 @@ def _number(parameters: Mapping[str, Any], key: str, default: float | None = Non
 def _original_context(raw: RawConfig, parameters: Mapping[str, Any]) -> float:
     top = raw.optional_integer("original_max_position_embeddings")
     fallback = float(top or raw.integer("max_position_embeddings"))
-    return _number(parameters, "original_max_position_embeddings", fallback)
+    return scaling_number(parameters, "original_max_position_embeddings", fallback)
 
 
-def _dynamic(raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: int) -> Frequencies:
+def _dynamic(raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: int) -> float:
+    """The base that grows with the context."""
     trained = raw.integer("max_position_embeddings")
     used = max(raw.context or trained, trained)
-    factor = _number(parameters, "factor")
-    base = theta * (factor * used / trained - (factor - 1)) ** (dim / (dim - 2))
-    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
-    return np.asarray(base**-exponents)
+    factor = scaling_number(parameters, "factor")
+    stretch: float = (factor * used / trained - (factor - 1)) ** (dim / (dim - 2))
+    return theta * stretch
 
 
 def _llama3(parameters: Mapping[str, Any], inv_freq: Frequencies, trained: int) -> Frequencies:
-    factor = _number(parameters, "factor")
-    low = _number(parameters, "low_freq_factor", 1.0)
-    high = _number(parameters, "high_freq_factor", 4.0)
-    original = _number(parameters, "original_max_position_embeddings", float(trained))
+    factor = scaling_number(parameters, "factor")
+    low = scaling_number(parameters, "low_freq_factor", 1.0)
+    high = scaling_number(parameters, "high_freq_factor", 4.0)
+    original = scaling_number(parameters, "original_max_position_embeddings", float(trained))
     wavelength = 2 * math.pi / inv_freq
     smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
     return np.asarray((1 - smooth) * inv_freq / factor + smooth * inv_freq)
 
 
 def _yarn(
-    raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: int
+    raw: RawConfig, parameters: Mapping[str, Any], theta: float, inv_freq: Frequencies
 ) -> tuple[Frequencies, float]:
+    dim = 2 * len(inv_freq)
     original = _original_context(raw, parameters)
-    factor = _number(parameters, "factor", raw.integer("max_position_embeddings") / original)
+    factor = scaling_number(parameters, "factor", raw.integer("max_position_embeddings") / original)
     scale = _yarn_scale(parameters, factor)
 
     def correction(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = correction(_number(parameters, "beta_fast", 32.0))
-    high = correction(_number(parameters, "beta_slow", 1.0))
+    low = correction(scaling_number(parameters, "beta_fast", 32.0))
+    high = correction(scaling_number(parameters, "beta_slow", 1.0))
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     span = high - low if high > low else 0.001
     ramp = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / span, 0.0, 1.0)
-    inv_freq = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     return np.asarray(inv_freq / factor * ramp + inv_freq * (1 - ramp)), scale
 
 
 def _yarn_scale(parameters: Mapping[str, Any], factor: float) -> float:
     if parameters.get("attention_factor") is not None:
-        return _number(parameters, "attention_factor")
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+        return scaling_number(parameters, "attention_factor")
 
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return mscale(_number(parameters, "mscale")) / mscale(_number(parameters, "mscale_all_dim"))
-    return mscale(1.0)
+        every = yarn_mscale(factor, scaling_number(parameters, "mscale_all_dim"))
+        return yarn_mscale(factor, scaling_number(parameters, "mscale")) / every
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """What YaRN multiplies by for a context that is stretched by ``factor``."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _longrope(
@@ -147,11 +162,11 @@ def _longrope(
     factors = tensor if listed is None else np.asarray(listed, dtype=np.float64)
     if factors is None or factors.shape != inv_freq.shape:
         raise CheckpointError(f"longrope needs {len(inv_freq)} numbers as {name}_factor")
-    stretch = _number(parameters, "factor", trained / original)
+    stretch = scaling_number(parameters, "factor", trained / original)
     if raw.has("original_max_position_embeddings"):
         stretch = trained / original
     if parameters.get("attention_factor") is not None:
-        scale = _number(parameters, "attention_factor")
+        scale = scaling_number(parameters, "attention_factor")
     else:
         scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
     return np.asarray(inv_freq / factors), scale

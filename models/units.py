@@ -17,21 +17,11 @@ from dataclasses import dataclass
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
-from localrt.models.config import (
-    CHOICE_BIAS,
-    EMBEDDING,
-    HEAD,
-    ROUTER,
-    SHARED_DOWN,
-    SHARED_GATE,
-    SHARED_GATE_UP,
-    DecoderConfig,
-    expert_matrices,
-)
-from localrt.models.latent import latent_tensors
-from localrt.models.weights import is_ignored, missing_tensor
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.decoder import load_attention, load_mlp
+from localrt.models.moe import ResidentExperts, load_expert
+from localrt.models.weights import WeightLoader, is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
-from localrt.quant.ops.attention import LatentSpec
 
 __all__ = ["Unit", "list_units", "packed_nbytes"]
 
@@ -99,39 +89,39 @@ def packed_nbytes(info: TensorInfo) -> int:
     return padded_rows(info.shape[0]) * info.format.row_bytes(info.shape[1])
 
 
+class _TensorNames(WeightLoader):
+    """Notes which tensors a part asks for, in the place of reading them."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = tensors
+        self._names: list[str] = []
+
+    def matrix(self, shape: tuple[int, int], *names: str) -> None:
+        """See ``WeightLoader``."""
+        self._names += [_info(self._tensors, name).name for name in names]
+
+    def vector(self, size: int, *names: str, offset: float = 0.0, scale: float = 1.0) -> None:
+        """See ``WeightLoader``."""
+        self._names += [_info(self._tensors, name).name for name in names]
+
+    def take(self) -> tuple[str, ...]:
+        """The names since the last call."""
+        names, self._names = tuple(self._names), []
+        return names
+
+
 def _layer_units(
     tensors: Mapping[str, TensorInfo], layer: int, config: DecoderConfig
 ) -> Iterator[Unit]:
-    """Attention, then MLP, then experts."""
-    prefix, names = f"model.layers.{layer}.", config.names
-
-    def listed(*stems: str, optional: tuple[str, ...] = ()) -> tuple[str, ...]:
-        found = [_info(tensors, f"{prefix}{stem}.weight").name for stem in stems]
-        extra = [*(f"{stem}.bias" for stem in stems), *(f"{stem}.weight" for stem in optional)]
-        found += [f"{prefix}{name}" for name in extra if prefix + name in tensors]
-        return tuple(found)
-
-    form = config.attention[layer]
-    if isinstance(form, LatentSpec):
-        weights = tuple(_info(tensors, f"{prefix}{n}").name for n in latent_tensors(form))
-    else:
-        attention = (names.attention_norm, *names.qkv, names.out)
-        optional = (names.q_norm, names.k_norm, names.attention_post_norm)
-        sinks = tuple(n for n in (f"{prefix}{names.sinks}",) if n in tensors)
-        weights = listed(*attention, optional=optional) + sinks
-    yield Unit(f"layers.{layer}.attention", weights, layer)
-    spec = config.mixture(layer)
-    if spec is None:
-        mlp = (names.mlp_norm, *names.gate_up, names.down)
-        yield Unit(f"layers.{layer}.mlp", listed(*mlp, optional=(names.mlp_post_norm,)), layer)
-        return
-    mlp = (names.mlp_norm, ROUTER)
-    mlp += (*SHARED_GATE_UP, SHARED_DOWN) if spec.shared else ()
-    mlp += (SHARED_GATE,) if spec.shared_gate else ()
-    bias = tuple(n for n in (f"{prefix}{CHOICE_BIAS}",) if n in tensors)
-    yield Unit(f"layers.{layer}.mlp", listed(*mlp) + bias, layer)
-    for number in range(spec.router.count):
-        yield Unit(f"layers.{layer}.expert.{number}", listed(*expert_matrices(number)), layer)
+    """Attention, then MLP, then experts: what their parts are made of."""
+    names, spec = _TensorNames(tensors), config.mixture(layer)
+    load_attention(config, layer, names)
+    yield Unit(f"layers.{layer}.attention", names.take(), layer)
+    load_mlp(config, layer, names, None if spec is None else ResidentExperts())
+    yield Unit(f"layers.{layer}.mlp", names.take(), layer)
+    for number in range(spec.router.count if spec is not None else 0):
+        load_expert(config, layer, number, names)
+        yield Unit(f"layers.{layer}.expert.{number}", names.take(), layer)
 
 
 def _slices(info: TensorInfo, limit: int) -> Iterator[Unit]:

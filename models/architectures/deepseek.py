@@ -7,15 +7,12 @@ softmax's scale grows with YaRN's ``mscale_all_dim`` squared.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
+from localrt.models.mixture_config import SCORING
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
+from localrt.models.rope import read_rope, rope_parameters, scaling_number, yarn_mscale
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec
@@ -67,19 +64,12 @@ def _attention(raw: RawConfig, eps: float) -> LatentSpec:
 
 def _mscale(raw: RawConfig) -> float:
     """What YaRN multiplies queries and keys by in all their dimensions, rotary or not."""
-    scaling: Mapping[str, Any] = raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
+    scaling = rope_parameters(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default" or not scaling.get("mscale_all_dim"):
         return 1.0
-
-    def number(key: str) -> float:
-        value = scaling.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-            raise CheckpointError(f"rotary scaling needs a number above 0 for {key}, has {value!r}")
-        return float(value)
-
-    weight, factor = number("mscale_all_dim"), number("factor")
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    factor = scaling_number(scaling, "factor")
+    return yarn_mscale(factor, scaling_number(scaling, "mscale_all_dim"))
 
 
 def _mixtures(
@@ -120,11 +110,7 @@ def _is_v3(raw: RawConfig) -> bool:
 
 def _router(raw: RawConfig, eps: float, method: str) -> RouterSpec:
     newer = _is_v3(raw)
-    scoring = raw.choice(
-        "scoring_func",
-        "sigmoid" if newer else "softmax",
-        {"softmax": "softmax", "sigmoid": "sigmoid"},
-    )
+    scoring = raw.choice("scoring_func", "sigmoid" if newer else "softmax", SCORING)
     if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
         raise UnsupportedModelError(
             f"topk_method {method!r} is not supported (known: greedy, group_limited_greedy, "

@@ -60,13 +60,12 @@ class _Mxfp4Rows(RowSource):
     def _read(self, start: int, stop: int) -> Bytes:
         count, groups = stop - start, self.info.shape[1] // MXFP4.block
         out = np.empty((count, groups, MXFP4.block_bytes), np.uint8)
-        if count:
-            out[:, :, 0] = self._rows(self.scales, start, stop, groups)
-            pairs = self._rows(self.nibbles, start, stop, groups * _HALF)
-            pairs = pairs.reshape(count, groups, _HALF)
-            low, high = pairs[:, :, : _HALF // 2], pairs[:, :, _HALF // 2 :]
-            out[:, :, 1::2] = (low & 15) | (high << 4)  # even columns
-            out[:, :, 2::2] = (low >> 4) | (high & 0xF0)  # odd ones
+        out[:, :, 0] = self._rows(self.scales, start, stop, groups)
+        pairs = self._rows(self.nibbles, start, stop, groups * _HALF)
+        pairs = pairs.reshape(count, groups, _HALF)
+        low, high = pairs[:, :, : _HALF // 2], pairs[:, :, _HALF // 2 :]
+        out[:, :, 1::2] = (low & 15) | (high << 4)  # even columns
+        out[:, :, 2::2] = (low >> 4) | (high & 0xF0)  # odd ones
         return out
 
     def _rows(self, tensor: StoredTensor, start: int, stop: int, width: int) -> Bytes:

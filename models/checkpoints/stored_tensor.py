@@ -61,7 +61,8 @@ class RowSource(ABC):
             raise ValueError(
                 f"{self.info.name!r} has {self.rows} rows: {start} to {stop} cannot be read"
             )
-        return self._packed(self._read(start, stop), stop - start)
+        data = self._read(start, stop) if start < stop else np.empty(0, np.uint8)
+        return self._packed(data, stop - start)
 
     def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
         """All rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
@@ -70,7 +71,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def _read(self, start: int, stop: int) -> Bytes:
-        """The bytes of the rows, in any shape."""
+        """The bytes of at least one row, in any shape."""
 
     def _row_ranges(self, max_bytes: int) -> Iterator[tuple[int, int]]:
         """Consecutive ``(start, stop)`` covering all rows."""

@@ -1,13 +1,16 @@
-"""The merges of byte-pair encoding, by the ids of the two pieces that they join.
+"""Byte-pair encoding: neighbours are joined, the best pair first, until none can be.
 
-The rule is that of the ``tokenizers`` package: of all neighbours that a merge joins, the pair whose
-merge comes first in the list is joined, the leftmost of equals, until none is left. Held as integer
-arrays: 19 bytes for each merge. Does not know how text becomes the first ids.
+The rule is that of the ``tokenizers`` package and of SentencePiece: of equally good pairs the
+leftmost is joined. ``MergeTable`` ranks pairs of ids by a list of merges, in integer arrays of 19
+bytes for each merge. Does not know how text becomes the first symbols.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,11 +18,55 @@ from localrt.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.pieces import PieceTable, bucket_count, bucket_order, chunks
 
-__all__ = ["MergeTable"]
+__all__ = ["MergeTable", "join_neighbours"]
 
 _NONE = 1 << 32  # a rank behind all others
 _SHORT = 64  # ids; up to here a scan of the whole word beats a queue
 _HALF = 24  # bits of an id in a pair's key; no GGUF array has more strings
+
+
+Symbol = TypeVar("Symbol", int, str)
+
+
+def join_neighbours(
+    symbols: Sequence[Symbol], join: Callable[[Symbol, Symbol], tuple[float, Symbol] | None]
+) -> list[Symbol]:
+    """``symbols`` with all neighbours joined that can be, in almost linear time.
+
+    ``join`` gives the rank of two neighbours, the lowest first, and what they become.
+    """
+    joined = list(symbols)
+    count = len(joined)
+    before, after = list(range(-1, count - 1)), list(range(1, count + 1))
+    offers: list[tuple[float, int, Symbol] | None] = []  # of each symbol with the next one
+    for at, pair in enumerate(pairwise(joined)):
+        offered = join(*pair)
+        offers.append(None if offered is None else (offered[0], at, offered[1]))
+    offers.append(None)
+    queue = [offer for offer in offers if offer is not None]
+    heapify(queue)
+    gone = set[int]()
+    while queue:
+        offer = heappop(queue)
+        _, at, symbol = offer
+        if offers[at] is not offer:
+            continue  # one of the two has been joined since
+        joined[at] = symbol
+        right = after[at]
+        gone.add(right)
+        offers[right] = None
+        after[at] = after[right]
+        if after[at] < count:
+            before[after[at]] = at
+        for left in (before[at], at):
+            if left >= 0:
+                right = after[left]
+                offered = join(joined[left], joined[right]) if right < count else None
+                new = None if offered is None else (offered[0], left, offered[1])
+                offers[left] = new
+                if new is not None:
+                    heappush(queue, new)
+    return [symbol for at, symbol in enumerate(joined) if at not in gone]
 
 
 class MergeTable:
@@ -63,7 +110,11 @@ class MergeTable:
 
     def merge(self, ids: list[int]) -> list[int]:
         """``ids`` of one word with all merges applied."""
-        return self._scan(ids) if len(ids) <= _SHORT else self._queue(ids)
+        return self._scan(ids) if len(ids) <= _SHORT else join_neighbours(ids, self._join)
+
+    def _join(self, left: int, right: int) -> tuple[int, int] | None:
+        rank = self._rank(left, right)
+        return None if rank == _NONE else (rank, self._joined[rank])
 
     def _rank(self, left: int, right: int) -> int:
         """The place in the list of the merge of two ids, or ``_NONE``."""
@@ -87,29 +138,3 @@ class MergeTable:
             if at < len(ranks):
                 ranks[at] = self._rank(ids[at], ids[at + 1])
         return ids
-
-    def _queue(self, ids: list[int]) -> list[int]:
-        """The same in almost linear time: candidates in a heap, stale ones told by their rank."""
-        ids = list(ids)
-        count = len(ids)
-        before, after = list(range(-1, count - 1)), list(range(1, count + 1))
-        ranks = [*map(self._rank, ids, ids[1:]), _NONE]  # of each id with the next one
-        queue = [(rank, at) for at, rank in enumerate(ranks) if rank != _NONE]
-        heapify(queue)
-        while queue:
-            best, at = heappop(queue)
-            if ranks[at] != best:
-                continue  # one of the two has been joined since
-            gone = after[at]
-            ids[at], ids[gone], ranks[gone] = self._joined[best], -1, _NONE
-            after[at] = after[gone]
-            if after[at] < count:
-                before[after[at]] = at
-            for left in (before[at], at):
-                if left >= 0:
-                    right = after[left]
-                    rank = self._rank(ids[left], ids[right]) if right < count else _NONE
-                    ranks[left] = rank
-                    if rank != _NONE:
-                        heappush(queue, (rank, left))
-        return [token for token in ids if token >= 0]

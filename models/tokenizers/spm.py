@@ -8,7 +8,6 @@ back to their UTF-8 bytes. Does not know where the vocabulary was stored.
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.tokenizers.matcher import TokenMatcher
+from localrt.models.tokenizers.merges import join_neighbours
 from localrt.models.tokenizers.pieces import PieceTable
 from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
 
@@ -86,32 +86,14 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         return ids
 
     def _merge(self, chunk: str) -> tuple[int, ...]:
-        """Ids of a chunk: best-scoring merges first, the leftmost among equals."""
-        symbols = list(chunk)  # a merged-away symbol becomes ""
-        before = list(range(-1, len(symbols) - 1))
-        after = list(range(1, len(symbols) + 1))
-        queue: list[tuple[float, int, int, str]] = []
+        """Ids of a chunk: best-scoring merges first."""
+        symbols = join_neighbours(list(chunk), self._join)
+        return tuple(token for symbol in symbols for token in self._symbol_ids(symbol))
 
-        def offer(left: int, right: int) -> None:
-            joined = symbols[left] + symbols[right]
-            token = self._words.find(joined)
-            if token is not None:
-                heapq.heappush(queue, (-self._scores[token], left, right, joined))
-
-        for left in range(len(symbols) - 1):
-            offer(left, left + 1)
-        while queue:
-            _, left, right, joined = heapq.heappop(queue)
-            if not symbols[left] or not symbols[right] or symbols[left] + symbols[right] != joined:
-                continue  # one side has been merged since
-            symbols[left], symbols[right] = joined, ""
-            after[left] = after[right]
-            if after[left] < len(symbols):
-                before[after[left]] = left
-                offer(left, after[left])
-            if before[left] >= 0:
-                offer(before[left], left)
-        return tuple(token for symbol in symbols if symbol for token in self._symbol_ids(symbol))
+    def _join(self, left: str, right: str) -> tuple[float, str] | None:
+        joined = left + right
+        token = self._words.find(joined)
+        return None if token is None else (-self._scores[token], joined)
 
     def _symbol_ids(self, symbol: str) -> list[int]:
         token = self._words.find(symbol)
