@@ -9,6 +9,7 @@ class in its place. Latent attention is in ``latent.py``, mixtures of experts in
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -43,6 +44,7 @@ __all__ = [
 Logits = npt.NDArray[np.float32]
 
 
+@dataclass(slots=True)
 class PassState:
     """What a pass hands from part to part.
 
@@ -50,16 +52,11 @@ class PassState:
     batch. ``logits`` (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``.
     """
 
-    __slots__ = ("logits", "ops", "step", "wanted", "x")
-
-    def __init__(
-        self, ops: Ops, step: Pass, x: Array = None, wanted: npt.NDArray[np.intp] | None = None
-    ) -> None:
-        self.ops = ops
-        self.step = step
-        self.x = x
-        self.wanted = np.arange(0) if wanted is None else wanted
-        self.logits: Logits | None = None
+    ops: Ops
+    step: Pass
+    x: Array = None
+    wanted: npt.NDArray[np.intp] = field(default_factory=lambda: np.arange(0))
+    logits: Logits | None = None
 
     def copy_features(self, out: Logits) -> None:
         """Copy ``x`` to ``out`` (R, D) on the host."""
@@ -80,26 +77,24 @@ class Layer(Protocol):
         """The stacked matrices by the first name in each."""
 
 
+@dataclass(frozen=True, slots=True)
 class Residual:
     """``x + scale * layer(x)``: how attention and MLP join the residual stream."""
 
-    __slots__ = ("layer", "scale")
-
-    def __init__(self, layer: Layer, scale: float = 1.0) -> None:
-        self.layer = layer
-        self.scale = scale
+    layer: Layer
+    scale: float = 1.0
 
     def __call__(self, state: PassState) -> None:
         """Add to ``state.x``."""
         state.x = state.ops.add(state.x, self.layer(state), self.scale)
 
 
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """The rows of a table that is in memory."""
 
-    def __init__(self, table: Weight, scale: float) -> None:
-        self.table = table
-        self.scale = scale
+    table: Weight
+    scale: float
 
     def __call__(self, state: PassState) -> None:
         """``state.x``, for the batch's tokens."""

@@ -26,41 +26,24 @@ __all__ = [
 ]
 
 
-# Published name (GGUF's general.architecture or config.json's architectures[0]) to module.
-ARCHITECTURES = {
-    "llama": "llama",
-    "LlamaForCausalLM": "llama",
-    "MixtralForCausalLM": "mixtral",
-    "mistral": "llama",
-    "MistralForCausalLM": "llama",
-    "qwen2": "qwen2",
-    "Qwen2ForCausalLM": "qwen2",
-    "qwen3": "qwen3",
-    "Qwen3ForCausalLM": "qwen3",
-    "gemma2": "gemma2",
-    "Gemma2ForCausalLM": "gemma2",
-    "gemma3": "gemma3",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3",
-    "phi3": "phi3",
-    "Phi3ForCausalLM": "phi3",
-    "smollm3": "smollm3",
-    "SmolLM3ForCausalLM": "smollm3",
-    "qwen2moe": "qwen2_moe",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "olmoe": "olmoe",
-    "OlmoeForCausalLM": "olmoe",
-    "granitemoe": "granite_moe",
-    "GraniteMoeForCausalLM": "granite_moe",
-    "GraniteMoeSharedForCausalLM": "granite_moe",
-    "gpt-oss": "gpt_oss",
-    "GptOssForCausalLM": "gpt_oss",
-    "deepseek2": "deepseek",
-    "DeepseekV2ForCausalLM": "deepseek",
-    "DeepseekV3ForCausalLM": "deepseek",
+# Of each module, the published names: GGUF's general.architecture, config.json's architectures[0]
+_PUBLISHED = {
+    "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "qwen2 Qwen2ForCausalLM",
+    "qwen3": "qwen3 Qwen3ForCausalLM",
+    "gemma2": "gemma2 Gemma2ForCausalLM",
+    "gemma3": "gemma3 Gemma3ForCausalLM Gemma3ForConditionalGeneration",
+    "phi3": "phi3 Phi3ForCausalLM",
+    "smollm3": "smollm3 SmolLM3ForCausalLM",
+    "qwen2_moe": "qwen2moe Qwen2MoeForCausalLM",
+    "qwen3_moe": "qwen3moe Qwen3MoeForCausalLM",
+    "olmoe": "olmoe OlmoeForCausalLM",
+    "granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
+    "gpt_oss": "gpt-oss GptOssForCausalLM",
+    "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
 }
+ARCHITECTURES = {name: module for module, names in _PUBLISHED.items() for name in names.split()}
 
 
 def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:

@@ -18,7 +18,7 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import Rope
 
-__all__ = ["read_rope", "rope_parameters", "scaling_number", "yarn_mscale"]
+__all__ = ["read_rope", "scaling_number", "yarn_mscale"]
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -32,11 +32,11 @@ def read_rope(
 ) -> Rope:
     """The rotary embedding that a config asks for.
 
-    ``parameters`` replaces the config's own ``rope_parameters`` (or older ``rope_scaling`` and
-    ``rope_theta``) where layers differ. LongRoPE and dynamic scaling follow ``raw.context``.
+    ``parameters`` replaces the config's own ``rope_scaling`` (and may have ``rope_theta``) where
+    layers differ. LongRoPE and dynamic scaling follow ``raw.context``.
     """
     if parameters is None:
-        parameters = rope_parameters(raw)
+        parameters = raw.mapping("rope_scaling")
     theta = scaling_number(parameters, "rope_theta", raw.number("rope_theta", default_theta))
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     share = scaling_number(
@@ -69,11 +69,6 @@ def read_rope(
         inv_freq = theta**-exponents / factors[: dim // 2]
     # Hugging Face keeps frequencies in float32; so does everything that was trained with it.
     return Rope(tuple(float(f) for f in inv_freq.astype(np.float32)), scale)
-
-
-def rope_parameters(raw: RawConfig) -> Mapping[str, Any]:
-    """The config's ``rope_parameters``, or its older ``rope_scaling``."""
-    return raw.mapping("rope_parameters") or raw.mapping("rope_scaling")
 
 
 def scaling_number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:

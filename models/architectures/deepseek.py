@@ -12,7 +12,7 @@ from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
 from localrt.models.mixture_config import SCORING
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope, rope_parameters, scaling_number, yarn_mscale
+from localrt.models.rope import read_rope, scaling_number, yarn_mscale
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec
@@ -64,7 +64,7 @@ def _attention(raw: RawConfig, eps: float) -> LatentSpec:
 
 def _mscale(raw: RawConfig) -> float:
     """What YaRN multiplies queries and keys by in all their dimensions, rotary or not."""
-    scaling = rope_parameters(raw)
+    scaling = raw.mapping("rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default" or not scaling.get("mscale_all_dim"):
         return 1.0

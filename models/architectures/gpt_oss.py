@@ -12,7 +12,7 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.mixture_config import read_router, with_mixture
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope, rope_parameters
+from localrt.models.rope import read_rope
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import AttentionSpec
 
@@ -44,7 +44,7 @@ def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ..
     GGUF has no word for YaRN's ramp.
     """
     plain = config.attention[0]
-    parameters = dict(rope_parameters(raw))
+    parameters = dict(raw.mapping("rope_scaling"))
     parameters.setdefault("truncate", False)
     rope = read_rope(raw, plain.head_dim, parameters=parameters, default_theta=150_000.0)
     full = replace(plain, rope=rope, sinks=True, window=None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope, rope_parameters
+from localrt.models.rope import read_rope
 
 __all__ = ["read_config"]
 
@@ -17,7 +17,7 @@ _NAMES = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; "su" and "yarn" are old names of LongRoPE here."""
     config = llama.read_config(raw)
-    parameters = dict(rope_parameters(raw))
+    parameters = dict(raw.mapping("rope_scaling"))
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind in ("su", "yarn") or raw.has_tensor("rope_factors_long.weight"):
         parameters["rope_type"] = "longrope"

@@ -101,24 +101,20 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             for name, tensor in self._open(WEIGHTS_NAME).items():
                 yield name, tensor, path
             return
-        shards: dict[str, list[str]] = {}
+        shards: dict[str, set[str]] = {}
         for name, shard in _weight_map(self.path / INDEX_NAME).items():
-            shards.setdefault(shard, []).append(name)
-        for shard in sorted(shards):
+            shards.setdefault(shard, set()).add(name)
+        for shard, listed in sorted(shards.items()):
             path = self.path / shard
             if not path.exists():
                 raise CheckpointError(
                     f"{path} is missing: {INDEX_NAME} lists it; download the model again"
                 )
-        for shard in sorted(shards):
-            path = self.path / shard
             header = self._open(shard)
-            missing = next((name for name in shards[shard] if name not in header), None)
-            if missing is not None:
+            if missing := listed - header.keys():
                 raise CheckpointError(
-                    f"{path} has no tensor {missing[:80]!r}, despite {INDEX_NAME}"
+                    f"{path} has no tensor {min(missing)[:80]!r}, despite {INDEX_NAME}"
                 )
-            listed = set(shards[shard])
             for name, tensor in header.items():
                 if name in listed:
                     yield name, tensor, path

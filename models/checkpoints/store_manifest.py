@@ -135,15 +135,12 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the file."""
-        fields = {name: getattr(self, name) for name in _PLAIN}
-        fields["source"] = asdict(self.source)
-        fields["quantization"] = None if self.quantization is None else asdict(self.quantization)
-        fields["units"] = [_unit_fields(unit) for unit in self.units]
-        whole = {_VERSION_KEY: self.version, **fields}
+        fields = asdict(self)
+        for unit, entry in zip(self.units, fields["units"], strict=True):
+            for tensor, described in zip(unit.tensors, entry["tensors"], strict=True):
+                described["format"] = tensor.format.name
+        whole = {_VERSION_KEY: fields.pop("version"), **fields}
         return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
-
-
-_PLAIN = ("layout", "kind", "architecture", "format", "exactness", "config", "generation_config")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -256,10 +253,3 @@ def _tensor(fields: _Fields) -> UnitTensor:
     return UnitTensor(
         name, format_, tuple(shape), fields.whole("offset"), fields.whole("row"), scale, hadamard
     )
-
-
-def _unit_fields(unit: StoredUnit) -> dict[str, Any]:
-    fields = asdict(unit)
-    for entry, tensor in zip(fields["tensors"], unit.tensors, strict=True):
-        entry["format"] = tensor.format.name
-    return fields

@@ -95,7 +95,7 @@ class BackendPieces:
 
 
 def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> VocabularyTokenizer:
-    """The tokenizer of a model folder; ``eos`` are more ids that end a generation.
+    """The tokenizer of a model folder; ``eos`` are the ids that its configs end a generation with.
 
     Raises:
         TokenizerError: the folder has none, or a broken one.
@@ -106,7 +106,7 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Voc
         raise TokenizerError(f"this model has no tokenizer: {_what_is_there(folder)}")
     config = read_json(folder / "tokenizer_config.json")
     names = read_json(folder / "special_tokens_map.json") | config
-    ends = _id_list(eos) | _generation_eos(folder)
+    ends = _id_list(eos)
     packed = read_packed(path, declared=_declared(config))
     backend = _read_whole(path, config) if packed is None else packed.backend
     backend.no_truncation()
@@ -221,14 +221,6 @@ def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not inside:
         return tuple(encoded.ids), ()
     return tuple(encoded.ids[: inside[0]]), tuple(encoded.ids[inside[-1] + 1 :])
-
-
-def _generation_eos(folder: Path) -> frozenset[int]:
-    for name in ("generation_config.json", "config.json"):
-        found = _id_list(read_json(folder / name).get("eos_token_id"))
-        if found:
-            return found
-    return frozenset()
 
 
 def _id_list(value: object) -> frozenset[int]:

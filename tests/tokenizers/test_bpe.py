@@ -80,8 +80,6 @@ def agree(pair: tuple[Tokenizer, Backend], text: str) -> None:
     expected = theirs.encode(text, add_special_tokens=False).ids
     ids = ours.encode(text, add_special=False)
     assert ids == expected, text
-    stream = ours.detokenizer()
-    assert "".join([*map(stream.push, ids), stream.flush()]) == ours.decode(ids)
 
 
 @pytest.mark.parametrize("pre_name", PRE_TYPES)

@@ -101,18 +101,6 @@ def test_any_bytes_survive_in_a_vocabulary_with_all_bytes(data: bytes) -> None:
     assert b"".join(map(tokenizer.token_bytes, ids)) == data
 
 
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50)
-@given(data=st.data())
-def test_streaming_any_tokens_equals_decoding_them_at_once(name: str, data: st.DataObject) -> None:
-    tokenizer, _ = loaded(name)
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
-    for skip in (True, False):
-        stream = tokenizer.detokenizer(skip_special=skip)
-        streamed = "".join([*map(stream.push, ids), stream.flush()])
-        assert streamed == tokenizer.decode(ids, skip_special=skip)
-
-
 def test_ends_of_generation() -> None:
     expected = {
         "smollm2": {"<|im_end|>", "<|endoftext|>"},
