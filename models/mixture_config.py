@@ -11,9 +11,9 @@ from dataclasses import replace
 from localrt.errors import CheckpointError
 from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.raw_config import RawConfig
-from localrt.quant.ops.experts import RouterSpec, Scoring
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Scoring
 
-__all__ = ["SCORING", "read_router", "sparse_layers", "with_mixture"]
+__all__ = ["SCORING", "read_mixture", "sparse_layers", "with_mixture"]
 
 SCORING: Mapping[str, Scoring] = {
     "softmax": "softmax",
@@ -23,22 +23,32 @@ SCORING: Mapping[str, Scoring] = {
 _COUNT_KEYS = ("num_experts", "num_local_experts")
 
 
-def read_router(
-    raw: RawConfig, eps: float, *, scoring: Scoring = "softmax", normalize: bool = True
-) -> RouterSpec:
-    """The router of every sparse layer; ``scoring`` and ``normalize`` are the defaults.
+def read_mixture(
+    raw: RawConfig,
+    config: DecoderConfig,
+    *,
+    scoring: Scoring = "softmax",
+    normalize: bool = True,
+    inner: int | None = None,
+) -> MixtureSpec:
+    """The mixture of every sparse layer, without shared experts.
+
+    ``scoring`` and ``normalize`` are the defaults; ``inner`` is an expert's width where it is not
+    the config's ``intermediate_size``.
 
     Raises:
         ValueError: more experts are used than there are.
     """
     key = next((key for key in _COUNT_KEYS if raw.has(key)), _COUNT_KEYS[0])
-    return RouterSpec(
+    router = RouterSpec(
         count=raw.integer(key),
         used=raw.integer("num_experts_per_tok"),
-        eps=eps,
+        eps=config.norm_eps,
         scoring=raw.choice("scoring_func", scoring, SCORING),
         normalize=raw.flag("norm_topk_prob", normalize),
     )
+    expert = ExpertSpec(activation=config.mlp.activation)
+    return MixtureSpec(router=router, expert=expert, inner=inner or config.intermediate_size)
 
 
 def sparse_layers(raw: RawConfig, layers: int) -> list[bool]:

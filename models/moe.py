@@ -62,10 +62,8 @@ class SparseMlp:
         self.router = RouterWeights(
             norm=weights.vector(hidden, f"{prefix}{config.names.mlp_norm}.weight"),
             gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
-            gate_bias=weights.vector(count, f"{prefix}{ROUTER}.bias") if spec.gate_bias else None,
-            choice_bias=weights.vector(count, f"{prefix}{CHOICE_BIAS}")
-            if spec.choice_bias
-            else None,
+            gate_bias=weights.optional_vector(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
+            choice_bias=weights.optional_vector(spec.choice_bias, count, prefix + CHOICE_BIAS),
         )
         self.shared: MlpWeights | None = None
         self.shared_gate = None
@@ -149,12 +147,10 @@ def load_expert(
     spec, hidden = config.mixture(layer), config.hidden_size
     assert spec is not None, "a dense layer has no experts"
     gate, up, down = (f"model.layers.{layer}.{name}" for name in expert_matrices(number))
-    biased = spec.expert_bias
+    optional, biased = weights.optional_vector, spec.expert_bias
     return ExpertWeights(
         gate_up=weights.matrix((2 * spec.inner, hidden), f"{gate}.weight", f"{up}.weight"),
         down=weights.matrix((hidden, spec.inner), f"{down}.weight"),
-        gate_up_bias=weights.vector(2 * spec.inner, f"{gate}.bias", f"{up}.bias")
-        if biased
-        else None,
-        down_bias=weights.vector(hidden, f"{down}.bias") if biased else None,
+        gate_up_bias=optional(biased, 2 * spec.inner, f"{gate}.bias", f"{up}.bias"),
+        down_bias=optional(biased, hidden, f"{down}.bias"),
     )

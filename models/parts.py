@@ -119,7 +119,7 @@ class Attention:
         self.spec = spec = config.attention[layer]
         hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
         rows = (spec.heads + 2 * spec.kv_heads) * size
-        joint = spec.joint_norms
+        joint, optional = spec.joint_norms, weights.optional_vector
         prefix = f"model.layers.{layer}."
 
         def norm(name: str, width: int, present: bool = True) -> Vector | None:
@@ -131,16 +131,12 @@ class Attention:
             norm=norm(names.attention_norm, hidden),
             qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in names.qkv)),
             out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
-            qkv_bias=weights.vector(rows, *(f"{prefix}{n}.bias" for n in names.qkv))
-            if config.qkv_bias
-            else None,
-            out_bias=weights.vector(hidden, f"{prefix}{names.out}.bias")
-            if config.out_bias
-            else None,
+            qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in names.qkv)),
+            out_bias=optional(config.out_bias, hidden, f"{prefix}{names.out}.bias"),
             q_norm=norm(names.q_norm, size * (spec.heads if joint else 1), config.qk_norm),
             k_norm=norm(names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm),
             post_norm=norm(names.attention_post_norm, hidden, config.post_norms),
-            sinks=weights.vector(spec.heads, f"{prefix}{names.sinks}") if spec.sinks else None,
+            sinks=optional(spec.sinks, spec.heads, f"{prefix}{names.sinks}"),
         )
 
     def __call__(self, state: PassState) -> Array:

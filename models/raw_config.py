@@ -122,12 +122,14 @@ class RawConfig:
             return None
         return unpack(self._checkpoint.read(name)).reshape(-1)
 
-    def layer_types(self, layers: int) -> list[str] | None:
-        """``layer_types``, checked against the number of layers."""
-        types = self.sequence("layer_types")
-        if types is not None and len(types) < layers:
+    def windowed(self, default: list[bool]) -> list[bool]:
+        """Whether each layer sees a window only: ``layer_types``, or ``default`` without one."""
+        types, layers = self.sequence("layer_types"), len(default)
+        if types is None:
+            return default
+        if len(types) < layers:
             raise self._error(f"config layer_types has {len(types)} entries for {layers} layers")
-        return types
+        return [kind == "sliding_attention" for kind in types[:layers]]
 
     def _required(self, key: str, default: float | None) -> Any:
         value = self._values.get(key)

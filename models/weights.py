@@ -78,9 +78,9 @@ class WeightLoader:
         values = np.concatenate([self._values(name) for name in names])
         return self._ops.vector((values + np.float32(offset)) * np.float32(scale))
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint holds ``name``."""
-        return name in self._checkpoint.tensors
+    def optional_vector(self, present: bool, size: int, *names: str) -> Vector | None:
+        """``vector`` where a model has one."""
+        return self.vector(size, *names) if present else None
 
     def skip(self, name: str) -> None:
         """Count a tensor as dealt with although it is not read."""

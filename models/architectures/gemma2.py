@@ -34,8 +34,8 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     )
     sliding = replace(full, window=raw.integer("sliding_window", 4096))
     layers = raw.integer("num_hidden_layers", 26)
-    types = raw.layer_types(layers) or ["sliding_attention", "full_attention"] * layers
-    return sandwich_config(raw, "gemma2", full, sliding, types[:layers])
+    windowed = raw.windowed([layer % 2 == 0 for layer in range(layers)])
+    return sandwich_config(raw, "gemma2", full, sliding, windowed)
 
 
 def read_attention(raw: RawConfig, rope: Rope, layers_27b: int) -> AttentionSpec:
@@ -59,12 +59,12 @@ def sandwich_config(
     architecture: str,
     full: AttentionSpec,
     sliding: AttentionSpec,
-    types: Sequence[str],
+    windowed: Sequence[bool],
     *,
     vocab_size: int = 256_000,
     context_length: int = 8192,
 ) -> DecoderConfig:
-    """The decoder around Gemma's layers; ``types`` says which are ``"sliding_attention"``.
+    """The decoder around Gemma's layers; ``windowed`` says which are ``sliding``.
 
     Published configs leave out what transformers' config class has as a default: so do we.
     """
@@ -77,7 +77,7 @@ def sandwich_config(
         intermediate_size=raw.integer("intermediate_size", 9216),
         context_length=raw.integer("max_position_embeddings", context_length),
         norm_eps=full.eps,
-        attention=tuple(sliding if kind == "sliding_attention" else full for kind in types),
+        attention=tuple(sliding if here else full for here in windowed),
         mlp=MlpSpec(activation=activation, eps=full.eps),
         post_norms=True,
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,

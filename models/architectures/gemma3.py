@@ -29,11 +29,8 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         window=raw.integer("sliding_window", 4096),
     )
     layers, pattern = raw.integer("num_hidden_layers", 26), raw.integer("sliding_window_pattern", 6)
-    types = raw.layer_types(layers) or [
-        "sliding_attention" if (layer + 1) % pattern else "full_attention"
-        for layer in range(layers)
-    ]
+    windowed = raw.windowed([(layer + 1) % pattern != 0 for layer in range(layers)])
     config = gemma2.sandwich_config(
-        raw, "gemma3", full, sliding, types[:layers], vocab_size=262_208, context_length=131_072
+        raw, "gemma3", full, sliding, windowed, vocab_size=262_208, context_length=131_072
     )
     return replace(config, qk_norm=True)

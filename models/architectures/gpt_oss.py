@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from localrt.errors import UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.config import DecoderConfig, MixtureSpec
-from localrt.models.mixture_config import read_router, with_mixture
+from localrt.models.config import DecoderConfig
+from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
 from localrt.models.rope import read_rope
 from localrt.quant.ops.experts import ExpertSpec
@@ -26,16 +26,14 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     if raw.number("swiglu_alpha", _ALPHA) != _ALPHA:
         raise UnsupportedModelError(f"swiglu_alpha must be {_ALPHA}")
     config = llama.read_config(raw)
-    spec = MixtureSpec(
-        router=read_router(raw, config.norm_eps, scoring="softmax-chosen"),
+    spec = replace(
+        read_mixture(raw, config, scoring="softmax-chosen"),
         expert=ExpertSpec(activation="swiglu_oai", limit=raw.number("swiglu_limit", 7.0)),
-        inner=config.intermediate_size,
         gate_bias=True,
         expert_bias=True,
     )
-    return with_mixture(
-        replace(config, architecture="gpt_oss", attention=_attention(raw, config)), spec
-    )
+    config = replace(config, architecture="gpt_oss", attention=_attention(raw, config))
+    return with_mixture(config, spec)
 
 
 def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
@@ -49,9 +47,5 @@ def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ..
     rope = read_rope(raw, plain.head_dim, parameters=parameters, default_theta=150_000.0)
     full = replace(plain, rope=rope, sinks=True, window=None)
     sliding = replace(full, window=raw.integer("sliding_window", 128))
-    types = raw.layer_types(config.layers) or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)
-    ]
-    return tuple(
-        sliding if kind == "sliding_attention" else full for kind in types[: config.layers]
-    )
+    windowed = raw.windowed([layer % 2 == 0 for layer in range(config.layers)])
+    return tuple(sliding if here else full for here in windowed)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.config import DecoderConfig, MixtureSpec
-from localrt.models.mixture_config import read_router, with_mixture
+from localrt.models.config import DecoderConfig
+from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
-from localrt.quant.ops.experts import ExpertSpec
 
 __all__ = ["read_config"]
 
@@ -23,12 +22,8 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     gguf_default = config.attention[0].scale if raw.is_gguf else 1.0
     scale = raw.number("attention_multiplier", gguf_default)
     shared = raw.optional_integer("shared_intermediate_size")
-    spec = MixtureSpec(
-        router=read_router(raw, config.norm_eps, scoring="softmax-chosen"),
-        expert=ExpertSpec(activation=config.mlp.activation),
-        inner=config.intermediate_size,
-        shared=shared or raw.optional_integer("shared_expert_intermediate_size") or 0,
-    )
+    shared = shared or raw.optional_integer("shared_expert_intermediate_size") or 0
+    spec = replace(read_mixture(raw, config, scoring="softmax-chosen"), shared=shared)
     return with_mixture(
         replace(
             config,

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from localrt.errors import UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.config import DecoderConfig, MixtureSpec
-from localrt.models.mixture_config import read_router, with_mixture
+from localrt.models.config import DecoderConfig
+from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
-from localrt.quant.ops.experts import ExpertSpec
 
 __all__ = ["read_config"]
 
@@ -19,12 +18,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     if raw.optional_number("clip_qkv") is not None:
         raise UnsupportedModelError("clip_qkv (clipped queries, keys and values) is not supported")
     config = llama.read_config(raw)
-    spec = MixtureSpec(
-        router=read_router(raw, config.norm_eps, normalize=False),
-        expert=ExpertSpec(activation=config.mlp.activation),
-        inner=config.intermediate_size,
-    )
     attention = tuple(replace(layer, joint_norms=True) for layer in config.attention)
-    return with_mixture(
-        replace(config, architecture="olmoe", attention=attention, qk_norm=True), spec
-    )
+    config = replace(config, architecture="olmoe", attention=attention, qk_norm=True)
+    return with_mixture(config, read_mixture(raw, config, normalize=False))

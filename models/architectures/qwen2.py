@@ -22,15 +22,11 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 def windowed_layers(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
     """The window holds where ``layer_types`` or ``max_window_layers`` says, and if switched on."""
-    full = tuple(replace(spec, window=None) for spec in config.attention)
-    if not raw.flag("use_sliding_window"):
-        return full
-    first = int(raw.number("max_window_layers", 28))
-    types = raw.layer_types(config.layers) or [
-        "sliding_attention" if layer >= first else "full_attention"
-        for layer in range(config.layers)
-    ]
-    pairs = zip(types, config.attention, full, strict=False)
+    windowed = [False] * config.layers
+    if raw.flag("use_sliding_window"):
+        first = int(raw.number("max_window_layers", 28))
+        windowed = raw.windowed([layer >= first for layer in range(config.layers)])
     return tuple(
-        windowed if kind == "sliding_attention" else plain for kind, windowed, plain in pairs
+        spec if here else replace(spec, window=None)
+        for spec, here in zip(config.attention, windowed, strict=True)
     )

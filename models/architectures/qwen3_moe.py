@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.config import DecoderConfig, MixtureSpec
-from localrt.models.mixture_config import read_router, sparse_layers, with_mixture
+from localrt.models.config import DecoderConfig
+from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixture
 from localrt.models.raw_config import RawConfig
-from localrt.quant.ops.experts import ExpertSpec
 
 __all__ = ["read_config"]
 
@@ -19,16 +18,10 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     ``norm_topk_prob`` is set in the published configs; GGUF leaves it to the architecture.
     """
     config = llama.read_config(raw)
-    spec = MixtureSpec(
-        router=read_router(raw, config.norm_eps, normalize=raw.is_gguf),
-        expert=ExpertSpec(activation=config.mlp.activation),
-        inner=raw.integer("moe_intermediate_size"),
-    )
+    inner = raw.integer("moe_intermediate_size")
+    spec = read_mixture(raw, config, normalize=raw.is_gguf, inner=inner)
     attention = config.attention
     if not raw.flag("use_sliding_window"):
         attention = tuple(replace(layer, window=None) for layer in attention)
-    return with_mixture(
-        replace(config, architecture="qwen3_moe", attention=attention, qk_norm=True),
-        spec,
-        sparse_layers(raw, config.layers),
-    )
+    config = replace(config, architecture="qwen3_moe", attention=attention, qk_norm=True)
+    return with_mixture(config, spec, sparse_layers(raw, config.layers))
