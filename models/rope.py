@@ -75,13 +75,13 @@ def scaling_number(parameters: Mapping[str, Any], key: str, default: float | Non
     """A number among the parameters.
 
     Raises:
-        CheckpointError: there is none, or it is not finite.
+        CheckpointError: there is none, or it is not finite and above 0.
     """
     value = parameters.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"rotary scaling needs a number for {key}, has {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise CheckpointError(f"rotary scaling needs a number above 0 for {key}, has {value!r}")
     return float(value)
 
 

@@ -29,7 +29,7 @@ _LAYERS_27B = 46
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Gemma 2's ``config.json`` keys."""
     full = replace(
-        read_attention(raw, read_rope(raw, raw.integer("head_dim", 256)), _LAYERS_27B),
+        read_attention(raw, read_rope(raw, raw.integer("head_dim", 256))),
         softcap=raw.optional_number("attn_logit_softcapping"),
     )
     sliding = replace(full, window=raw.integer("sliding_window", 4096))
@@ -38,11 +38,11 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     return sandwich_config(raw, "gemma2", full, sliding, windowed)
 
 
-def read_attention(raw: RawConfig, rope: Rope, layers_27b: int) -> AttentionSpec:
-    """A full-attention layer. A GGUF leaves the query scale to the architecture's constants."""
+def read_attention(raw: RawConfig, rope: Rope) -> AttentionSpec:
+    """A full-attention layer. A GGUF file of Gemma 2 leaves the query scale to us."""
     heads, head_dim = raw.integer("num_attention_heads", 8), raw.integer("head_dim", 256)
     # The 27B scales queries by hidden size over heads, the others by head size.
-    largest = raw.is_gguf and raw.integer("num_hidden_layers", 26) == layers_27b
+    largest = raw.is_gguf and raw.integer("num_hidden_layers", 26) == _LAYERS_27B
     share = raw.integer("hidden_size", 2304) // heads if largest else head_dim
     return AttentionSpec(
         heads=heads,

@@ -14,15 +14,13 @@ from localrt.models.rope import read_rope
 
 __all__ = ["read_config"]
 
-_LAYERS_27B = 62
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Gemma 3's ``text_config`` keys."""
     head_dim = raw.integer("head_dim", 256)
     scaled = {"rope_theta": raw.number("rope_theta", 1e6), **raw.mapping("rope_scaling")}
     local = {"rope_theta": raw.number("rope_local_base_freq", 1e4)}
-    full = gemma2.read_attention(raw, read_rope(raw, head_dim, parameters=scaled), _LAYERS_27B)
+    full = gemma2.read_attention(raw, read_rope(raw, head_dim, parameters=scaled))
     sliding = replace(
         full,
         rope=read_rope(raw, head_dim, parameters=local),

@@ -53,6 +53,10 @@ def model_config(
     _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
     if architecture in GEMMA:
         config["norm_weights_include_one"] = True
+    if architecture == "gemma3":
+        # Queries are scaled by the head's size, but in the 27B model by hidden size over heads
+        scale = _head_size(config) if config.get("num_hidden_layers") == 62 else None
+        config["query_pre_attn_scalar"] = scale or config.get("head_dim")
     if architecture == "deepseek2":
         _add_deepseek(config, architecture, metadata)
     return config
@@ -99,6 +103,14 @@ def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetada
         config["scoring_func"] = SCORING.get(function, str(function))
 
 
+def _head_size(config: Mapping[str, Any]) -> int | None:
+    """Hidden size over heads, where both are known."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        return hidden // heads
+    return None
+
+
 def _add_vocabulary(
     config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
 ) -> None:
@@ -113,10 +125,7 @@ def _add_vocabulary(
 
 def _add_partial_rotary(config: dict[str, Any]) -> None:
     """Rotation of a part of each head, as Hugging Face states it: a fraction."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    head_dim, rope_dim = config.get("head_dim"), config.get("rope_dim")
-    if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        head_dim = hidden // heads
+    head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
         config["partial_rotary_factor"] = rope_dim / head_dim
 

@@ -123,7 +123,7 @@ def test_names_of_gemma3(tmp_path):
     model = open_model(tmp_path, "gemma3", tensors, metadata)
     assert list(model.tensors) == [f"model.layers.12.{name}.weight" for name in stems.values()]
     assert model.config["norm_weights_include_one"] is True
-    assert model.config["head_dim"] == 16
+    assert model.config["head_dim"] == model.config["query_pre_attn_scalar"] == 16
     assert model.config["sliding_window"] == 512
     assert model.config["final_logit_softcapping"] == 30.0
     assert model.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
