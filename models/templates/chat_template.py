@@ -49,7 +49,6 @@ class MessageTemplate(ABC):
     stop_strings: tuple[str, ...] = ()
     tool_source = ""
 
-    @abstractmethod
     def render(
         self,
         messages: Sequence[Message],
@@ -65,6 +64,8 @@ class MessageTemplate(ABC):
         Raises:
             TemplateError: the template refused the messages or failed; its own words, on one line.
         """
+        shaped = [_shape(message, parts=self._wants_parts) for message in messages]
+        return self._render(shaped, tools, add_generation_prompt, extra)
 
     def render_segments(
         self,
@@ -81,6 +82,8 @@ class MessageTemplate(ABC):
         a control token in an assistant's message (to drop its thoughts, say) does that message
         go through as it is.
         """
+        if self.is_plain:  # the format itself writes no control token
+            return [(self.render(messages, tools=tools, **extra), False)]
         given = [list(messages), tools, extra]
         mask = ControlMask(given, control_tokens)
         if mask.covered == given:
@@ -98,6 +101,21 @@ class MessageTemplate(ABC):
             ]
             disguised = self.render(shown, tools=masked_tools, **masked_extra)
         return mask.segments(disguised)
+
+    @property
+    def _wants_parts(self) -> bool:
+        """Whether contents must be lists of parts."""
+        return False
+
+    @abstractmethod
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> str:
+        """``render`` of messages whose contents are all strings, or all lists of parts."""
 
 
 class ChatTemplate(MessageTemplate):
@@ -128,32 +146,20 @@ class ChatTemplate(MessageTemplate):
         self._template = SandboxedTemplate(source, name)
         self._with_tools = SandboxedTemplate(with_tools, name) if with_tools else self._template
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **extra: Any,
-    ) -> str:
-        """See ``MessageTemplate``."""
-        shaped = [_shape(message, parts=self._wants_parts) for message in messages]
-        return self._run(shaped, tools, add_generation_prompt, extra)
-
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether this template reads contents as lists of parts and ignores plain strings."""
 
         def shows(content: object) -> bool:
             try:
-                rendered = self._run([{"role": "user", "content": content}], None, True, {})
+                rendered = self._render([{"role": "user", "content": content}], None, True, {})
             except TemplateError:
                 return False
             return _PROBE in rendered and "{" not in rendered
 
         return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
 
-    def _run(
+    def _render(
         self,
         messages: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -179,35 +185,17 @@ class PlainTemplate(MessageTemplate):
     is_plain = True
     stop_strings = ("\nUser:",)
 
-    def render(
+    def _render(
         self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **extra: Any,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
     ) -> str:
-        """The prompt as one string. ``extra`` is ignored, as templates ignore what they lack.
-
-        Raises:
-            TemplateError: ``tools`` are given: a plain model was never taught to call them.
-        """
         if tools:
             raise TemplateError("this model has no chat template, so it cannot be given tools")
-        shaped = [_shape(message, parts=False) for message in messages]
-        turns = [f"{str(turn['role']).title()}: {turn.get('content') or ''}" for turn in shaped]
+        turns = [f"{turn['role'].title()}: {turn.get('content') or ''}" for turn in messages]
         return "\n".join([*turns, "Assistant:"] if add_generation_prompt else turns)
-
-    def render_segments(
-        self,
-        messages: Sequence[Message],
-        *,
-        control_tokens: Iterable[str] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
-    ) -> list[Segment]:
-        """One piece in which no control token counts: the format itself writes none."""
-        return [(self.render(messages, tools=tools, **extra), False)]
 
 
 def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
