@@ -80,6 +80,7 @@ def open_placed(
         StorageError: there is no room on disk for the packed form.
     """
     from localrt.machine.measuring import machine_profile
+    from localrt.models.checkpoints.unit_memory import StoreDiscardedError
     from localrt.models.decoder import Decoder
     from localrt.models.registry import read_config
     from localrt.offload.pipeline.opening import open_pipeline
@@ -88,7 +89,6 @@ def open_placed(
     from localrt.offload.planner.expert_costs import expert_costs
     from localrt.offload.planner.machine import typical_machine
     from localrt.offload.reading.loading import Reading
-    from localrt.offload.reading.unit_memory import StoreDiscardedError
     from localrt.offload.store.cached import cached_store, discard_store
     from localrt.quant.ops.native.ops import NativeOps
 

@@ -6,7 +6,6 @@ tensors are views of that memory. It does not know how a store is written (``off
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from localrt.models.checkpoints.store_manifest import (
     UnitTensor,
     read_manifest,
 )
+from localrt.models.checkpoints.unit_memory import UnitMemory, Verifier
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
 
@@ -58,9 +58,8 @@ class StoreCheckpoint:
         self.architecture = self.manifest.architecture
         self.config: Mapping[str, Any] = self.manifest.config
         self.generation_config: Mapping[str, Any] = self.manifest.generation_config
-        self._verify = verify
-        self._verified: set[str] = set()
-        self._held: tuple[StoredUnit, Bytes] | None = None
+        self._verify = Verifier(path, enabled=verify)
+        self._held: tuple[StoredUnit, UnitMemory] | None = None
         self._files: dict[str, RangedFile] = {}
         self._text: GgufFile | None = None
         try:
@@ -93,8 +92,7 @@ class StoreCheckpoint:
         if not 0 <= start <= stop <= rows:
             raise ValueError(f"{name!r} has {rows} rows: {start} to {stop} cannot be read")
         if len(info.shape) == 1:
-            data = self.read_unit(unit)[tensor.offset : tensor.offset + tensor.nbytes]
-            return PackedTensor(name, info.format, info.shape, data.reshape(1, -1))
+            return self._unit(unit).read(name)
         if tensor.hadamard:
             raise ValueError(f"{name!r} is stored rotated: its blocks can be had, its rows cannot")
         row_bytes = info.format.row_bytes(info.shape[1])
@@ -116,26 +114,19 @@ class StoreCheckpoint:
         """
         parts = self._find(name)
         info, (unit, tensor) = self.tensors[name], parts[0]
-        if len(info.shape) == 1:
-            yield self.read(name)
-            return
         if len(parts) == 1:
-            data = self.read_unit(unit)[tensor.offset : tensor.offset + tensor.nbytes]
-        else:
-            data = self._read_slices([unit for unit, _ in parts])[: info.nbytes]
+            yield from self._unit(unit).blocks(name)
+            return
+        data = self._read_slices([unit for unit, _ in parts])[: info.nbytes]
         shape = (info.shape[0], info.shape[1])
         yield TiledTensor(name, info.format, shape, data, tensor.scale, tensor.hadamard)
 
-    def read_unit(self, unit: StoredUnit) -> Bytes:
-        """A unit's whole range. The unit that was read last is kept, so that it is read once.
-
-        Raises:
-            CheckpointError: the files are closed, or the bytes are not those that were written.
-        """
+    def _unit(self, unit: StoredUnit) -> UnitMemory:
+        """A unit's whole range. The unit that was read last is kept, so that it is read once."""
         if self._held is None or self._held[0] is not unit:
             data = self._files[unit.file].read(unit.offset, unit.nbytes)
-            self._check(unit, data)
-            self._held = (unit, data)
+            self._verify(unit, data)
+            self._held = (unit, UnitMemory(self.path, self.architecture, unit, data))
         return self._held[1]
 
     def close(self) -> None:
@@ -158,18 +149,8 @@ class StoreCheckpoint:
         data = self._files[first.file].read(first.offset, count)
         for unit in units:
             at = unit.offset - first.offset
-            self._check(unit, data[at : at + unit.nbytes])
+            self._verify(unit, data[at : at + unit.nbytes])
         return data
-
-    def _check(self, unit: StoredUnit, data: Bytes) -> None:
-        if not self._verify or unit.name in self._verified:
-            return
-        if hashlib.sha256(data.data).hexdigest() != unit.sha256:
-            raise CheckpointError(
-                f"{self.path}: unit {unit.name} in {unit.file} is damaged (its SHA-256 is not that "
-                "of the manifest): copy or quantize the model again"
-            )
-        self._verified.add(unit.name)
 
     def _open_files(self) -> None:
         """Every file, none shorter than its units."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.unit_memory import Verifier
 from localrt.models.config import EMBEDDING, DecoderConfig
 from localrt.models.decoder import load_norm
 from localrt.models.moe import SparseMlp
@@ -36,7 +37,6 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.loading import Reading
 from localrt.offload.reading.sources import DiskSource, LinkSource
-from localrt.offload.reading.unit_memory import Verifier
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.ops.aligned import aligned_buffer

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.unit_memory import Verifier
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.timing import Clock
 from localrt.offload.cards.accelerator import Accelerator
@@ -17,7 +18,6 @@ from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import FileReader
 from localrt.offload.reading.loading import Reading
-from localrt.offload.reading.unit_memory import Verifier
 from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Ops
 
