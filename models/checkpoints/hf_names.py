@@ -1,15 +1,15 @@
 """Tensor names of Hugging Face folders, and localrt's names of the same things.
 
 Most architectures are called what Llama's parts are called, and keep their names. Mixtures differ
-in how they name and stack their experts: one table each, below ``model.layers.N.``, where ``{}`` is
-an expert's number. Every expert appears by itself: ``mlp.experts.E.gate_proj.weight``.
+in how they name and stack their experts: tables of what stands below ``model.layers.N.``, where
+``{}`` is an expert's number. Every expert appears by itself: ``mlp.experts.E.gate_proj.weight``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from localrt.errors import CheckpointError
@@ -17,7 +17,7 @@ from localrt.models.checkpoints.expert_stacks import Stack, split_stack
 from localrt.models.checkpoints.mxfp4_experts import split_mxfp4
 from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor
 
-__all__ = ["expert_count", "plain_tensors"]
+__all__ = ["plain_tensors"]
 
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -28,86 +28,52 @@ _DOWN_BIAS = ("mlp.experts.{}.down_proj.bias",)
 _SHARED_GATE_UP = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
-    """One architecture's. ``packed`` stacks come as two tensors, ``..._blocks`` and ``..._scales``.
-
-    ``ours`` gives localrt's name; ``{}`` in both is the same number.
-    """
-
-    ours: Mapping[str, str] = field(default_factory=dict)
-    stacks: Mapping[str, Stack] = field(default_factory=dict)
-    packed: Mapping[str, Stack] = field(default_factory=dict)
-
-
-# What transformers 5 makes of experts in memory, and some publish: stacked, gate before up.
-_STACKED = {
-    "mlp.experts.gate_up_proj": Stack(_GATE_UP),
-    "mlp.experts.down_proj": Stack(_DOWN),
+_OURS: Mapping[str, str] = {
+    # localrt's name; ``{}`` in both is the same number
+    # Qwen
+    "mlp.shared_expert.gate_proj.weight": _SHARED_GATE_UP[0],
+    "mlp.shared_expert.up_proj.weight": _SHARED_GATE_UP[1],
+    "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.down_proj.weight",
+    # Mixtral
+    "block_sparse_moe.gate.weight": "mlp.gate.weight",
+    "block_sparse_moe.experts.{}.w1.weight": _GATE_UP[0],
+    "block_sparse_moe.experts.{}.w3.weight": _GATE_UP[1],
+    "block_sparse_moe.experts.{}.w2.weight": _DOWN[0],
+    "mlp.experts.{}.w1.weight": _GATE_UP[0],
+    "mlp.experts.{}.w3.weight": _GATE_UP[1],
+    "mlp.experts.{}.w2.weight": _DOWN[0],
+    # Granite
+    "block_sparse_moe.router.layer.weight": "mlp.gate.weight",
+    "block_sparse_moe.router.weight": "mlp.gate.weight",
+    "shared_mlp.output_linear.weight": "mlp.shared_experts.down_proj.weight",
+    # gpt-oss
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.bias": "mlp.gate.bias",
 }
 
-_QWEN = _Names(
-    ours={
-        "mlp.shared_expert.gate_proj.weight": _SHARED_GATE_UP[0],
-        "mlp.shared_expert.up_proj.weight": _SHARED_GATE_UP[1],
-        "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.down_proj.weight",
-    },
-    stacks=_STACKED,
-)
+_STACKS: Mapping[str, Stack] = {
+    # What transformers 5 makes of experts in memory, and some publish: stacked, gate before up
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP),
+    "mlp.experts.down_proj": Stack(_DOWN),
+    # Granite
+    "block_sparse_moe.input_linear.weight": Stack(_GATE_UP),
+    "block_sparse_moe.output_linear.weight": Stack(_DOWN),
+    "block_sparse_moe.experts.gate_up_proj": Stack(_GATE_UP),
+    "block_sparse_moe.experts.down_proj": Stack(_DOWN),
+    "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
+}
 
-_MIXTRAL = _Names(
-    ours={
-        "block_sparse_moe.gate.weight": "mlp.gate.weight",
-        "block_sparse_moe.experts.{}.w1.weight": _GATE_UP[0],
-        "block_sparse_moe.experts.{}.w3.weight": _GATE_UP[1],
-        "block_sparse_moe.experts.{}.w2.weight": _DOWN[0],
-        "mlp.experts.{}.w1.weight": _GATE_UP[0],
-        "mlp.experts.{}.w3.weight": _GATE_UP[1],
-        "mlp.experts.{}.w2.weight": _DOWN[0],
-    },
-    stacks=_STACKED,
-)
-
-_GRANITE = _Names(
-    ours={
-        "block_sparse_moe.router.layer.weight": "mlp.gate.weight",
-        "block_sparse_moe.router.weight": "mlp.gate.weight",
-        "shared_mlp.output_linear.weight": "mlp.shared_experts.down_proj.weight",
-    },
-    stacks={
-        "block_sparse_moe.input_linear.weight": Stack(_GATE_UP),
-        "block_sparse_moe.output_linear.weight": Stack(_DOWN),
-        "block_sparse_moe.experts.gate_up_proj": Stack(_GATE_UP),
-        "block_sparse_moe.experts.down_proj": Stack(_DOWN),
-        "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
-    },
-)
-
-_GPT_OSS = _Names(
-    ours={
-        "mlp.router.weight": "mlp.gate.weight",
-        "mlp.router.bias": "mlp.gate.bias",
-    },
-    stacks={
-        "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True, transposed=True),
-        "mlp.experts.gate_up_proj_bias": Stack(_GATE_UP_BIAS, turns=True),
-        "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
-        "mlp.experts.down_proj_bias": Stack(_DOWN_BIAS),
-    },
-    packed={
-        "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True),
-        "mlp.experts.down_proj": Stack(_DOWN),
-    },
-)
-
-_ARCHITECTURES: Mapping[str, _Names] = {
-    "MixtralForCausalLM": _MIXTRAL,
-    "Qwen2MoeForCausalLM": _QWEN,
-    "Qwen3MoeForCausalLM": _QWEN,
-    "OlmoeForCausalLM": _QWEN,
-    "GraniteMoeForCausalLM": _GRANITE,
-    "GraniteMoeSharedForCausalLM": _GRANITE,
-    "GptOssForCausalLM": _GPT_OSS,
+_GPT_OSS = "GptOssForCausalLM"
+_GPT_OSS_STACKS: Mapping[str, Stack] = {
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True, transposed=True),
+    "mlp.experts.gate_up_proj_bias": Stack(_GATE_UP_BIAS, turns=True),
+    "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
+    "mlp.experts.down_proj_bias": Stack(_DOWN_BIAS),
+}
+_GPT_OSS_PACKED: Mapping[str, Stack] = {
+    # as two tensors, ``..._blocks`` and ``..._scales``
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True),
+    "mlp.experts.down_proj": Stack(_DOWN),
 }
 
 _LAYER = re.compile(r"(?P<prefix>model\.layers\.\d{1,9}\.)(?P<stem>.+)", re.DOTALL)
@@ -123,42 +89,42 @@ def plain_tensors(
     Raises:
         CheckpointError: two tensors of one name, or a stacked one that does not fit the config.
     """
-    names = _ARCHITECTURES.get(architecture)
-    if names is None:
+    count = _expert_count(config)
+    if count is None:
         return dict(stored)
-    count = expert_count(config)
+    stacks = _GPT_OSS_STACKS if architecture == _GPT_OSS else _STACKS
     plain: dict[str, RowSource] = {}
     for name, tensor in stored.items():
-        for part in _parts(names, name, tensor, stored, count):
+        for part in _parts(stacks, name, tensor, stored, count):
             if part.info.name in plain:
                 raise CheckpointError(f"{tensor.file.path}: tensor {name!r} appears twice")
             plain[part.info.name] = part
     return plain
 
 
-def expert_count(config: Mapping[str, Any]) -> int | None:
+def _expert_count(config: Mapping[str, Any]) -> int | None:
     """Experts of a layer, if the config says."""
     values = (config.get(key) for key in _COUNT_KEYS)
     return next((value for value in values if type(value) is int), None)
 
 
 def _parts(
-    names: _Names,
+    stacks: Mapping[str, Stack],
     name: str,
     tensor: StoredTensor,
     stored: Mapping[str, StoredTensor],
-    count: int | None,
+    count: int,
 ) -> list[RowSource]:
     """What one tensor of a file is; nothing where another one brings it along."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return [tensor]
     prefix, stem = match["prefix"], match["stem"]
-    if (stack := names.stacks.get(stem)) is not None:
+    if (stack := stacks.get(stem)) is not None:
         return list(split_stack(tensor, stack, prefix, count))
     kind = stem[-len(_BLOCKS) :]
-    packed = names.packed.get(stem.removesuffix(kind)) if kind in (_BLOCKS, _SCALES) else None
-    if packed is not None:
+    packed = _GPT_OSS_PACKED.get(stem.removesuffix(kind))
+    if packed is not None and kind in (_BLOCKS, _SCALES):
         other = name.removesuffix(kind) + (_SCALES if kind == _BLOCKS else _BLOCKS)
         if other not in stored:
             raise CheckpointError(f"{tensor.file.path}: tensor {other!r} of {name!r} is missing")
@@ -167,7 +133,7 @@ def _parts(
         return list(split_mxfp4(tensor, stored[other], packed, prefix, count))
     number = _NUMBER.search(stem)
     pattern = stem if number is None else _NUMBER.sub("{}", stem, count=1)
-    ours = names.ours.get(pattern)
+    ours = _OURS.get(pattern)
     if ours is None:
         return [tensor]
     renamed = prefix + (ours if number is None else ours.format(number[0]))

@@ -263,18 +263,15 @@ def _named_source(entry: object) -> tuple[str, str]:
     raise TemplateError("an entry of the model's chat_template list lacks its name or template")
 
 
-def encode_chat(
-    tokenizer: Tokenizer, segments: Sequence[Segment], *, add_special: bool | None = None
-) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[int]:
     """Token ids of a rendered chat, as if it were one text, but for the control tokens in it.
 
-    By default the tokenizer adds its BOS only where no template could have written one.
+    The tokenizer adds its BOS only where no template could have written one.
     """
-    if add_special is None:
-        add_special = not any(counts for _, counts in segments)
+    written = any(counts for _, counts in segments)
     ids: list[int] = []
     for index, (text, counts) in enumerate(_separate(tokenizer, segments)):
-        first = add_special and index == 0
+        first = index == 0 and not written
         ids += tokenizer.encode(text, add_special=first, parse_special=counts)
     return ids
 

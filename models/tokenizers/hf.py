@@ -106,15 +106,15 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Voc
         raise TokenizerError(f"this model has no tokenizer: {_what_is_there(folder)}")
     config = read_json(folder / "tokenizer_config.json")
     names = read_json(folder / "special_tokens_map.json") | config
-    ends = _id_list(eos)
-    packed = read_packed(path, declared=_declared(config))
-    backend = _read_whole(path, config) if packed is None else packed.backend
-    backend.no_truncation()
-    backend.no_padding()
-    if packed is not None:
-        return packed.tokenizer(_vocabulary(backend, packed.pieces, names, ends))
+
+    def describe(backend: Backend, pieces: Pieces, strip_space: bool = False) -> Vocabulary:
+        return _vocabulary(backend, pieces, names, _id_list(eos), strip_space)
+
+    if (packed := read_packed(path, _declared(config), describe)) is not None:
+        return packed
+    backend = _read_whole(path, config)
     decoder = _decoder(json.loads(backend.decoder.__getstate__()) if backend.decoder else None)
-    vocabulary = _vocabulary(backend, BackendPieces(backend), names, ends, decoder.strip_space)
+    vocabulary = describe(backend, BackendPieces(backend), decoder.strip_space)
     return HuggingFaceTokenizer(backend, vocabulary, decoder)
 
 
@@ -161,6 +161,8 @@ def _read_whole(path: Path, config: Mapping[str, Any]) -> Backend:
     except Exception as error:  # noqa: BLE001 - the package raises nothing more precise
         reason = " ".join(str(error).split())
         raise TokenizerError(f"{path} cannot be read as a tokenizer: {reason}") from None
+    backend.no_truncation()
+    backend.no_padding()
     present = backend.get_added_tokens_decoder()
     for token, entry in _declared(config).items():
         name = token_name(entry)
@@ -185,7 +187,7 @@ def _vocabulary(
     pieces: Pieces,
     names: Mapping[str, Any],
     eos: frozenset[int],
-    strip_space: bool = False,
+    strip_space: bool,
 ) -> Vocabulary:
     def named(key: str) -> int | None:
         name = token_name(names.get(key))

@@ -8,8 +8,7 @@ left to the package as a whole, errors included.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from localrt.models.tokenizers.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-__all__ = ["PackedTokenizer", "read_packed"]
+__all__ = ["read_packed"]
 
 _LARGEST_ID = 1 << 22
 _EXTRAS = (
@@ -37,37 +36,15 @@ _EXTRAS = (
 _STEPS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "ByteLevel"}
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTokenizer:
-    """The parts of a file: ``backend`` has all of it but its vocabulary and merges.
-
-    ``words`` are the pieces that words may become, ``pieces`` those and the ``added`` tokens.
-    """
-
-    backend: Backend
-    words: PieceTable
-    pieces: PieceTable
-    merges: MergeTable
-    whole_words: bool
-    added: Mapping[str, int]
-
-    def tokenizer(self, vocabulary: Vocabulary) -> ByteLevelTokenizer:
-        """The tokenizer, once it is known what its ids mean."""
-        return ByteLevelTokenizer(
-            vocabulary,
-            words=self.words,
-            merges=self.merges,
-            whole_words=self.whole_words,
-            added=self.added,
-            normalizer=self.backend.normalizer,
-            pre_tokenizer=self.backend.pre_tokenizer,
-        )
-
-
-def read_packed(path: Path, *, declared: Mapping[int, Any]) -> PackedTokenizer | None:
+def read_packed(
+    path: Path,
+    declared: Mapping[int, Any],
+    describe: Callable[[Backend, PieceTable], Vocabulary],
+) -> ByteLevelTokenizer | None:
     """The tokenizer.json at ``path``, or None where it is not plain byte-level BPE.
 
-    None also where it lacks added tokens that are ``declared`` elsewhere, by id.
+    None also where it lacks added tokens that are ``declared`` elsewhere, by id. ``describe`` tells
+    what ids mean, from all of the file but its vocabulary and merges, and the pieces.
     """
     from tokenizers import Tokenizer as Backend  # needed by tokenizer.json alone
 
@@ -80,18 +57,26 @@ def read_packed(path: Path, *, declared: Mapping[int, Any]) -> PackedTokenizer |
         names = {entry["content"]: entry["id"] for entry in added}
         if not declared.keys() <= set(names.values()):
             return None
-        merges = _packed_merges(model.pop("merges"))
+        packed = _packed_merges(model.pop("merges"))
         words, pieces = _tables(vocab, names)
+        merges = MergeTable(words, packed)
         known = {char: vocab[char] for char in BYTE_TO_CHAR} | names
         spec["model"] = {"type": "BPE", "vocab": known, "merges": []}
+        spec["truncation"] = spec["padding"] = None
         whole_words = bool(model.get("ignore_merges"))
         del model, vocab
         backend = Backend.from_str(json.dumps(spec))
-        return PackedTokenizer(
-            backend, words, pieces, MergeTable(words, merges), whole_words, names
-        )
     except Exception:  # noqa: BLE001 - broken in one of many ways; the package says in which
         return None
+    return ByteLevelTokenizer(
+        describe(backend, pieces),
+        words=words,
+        merges=merges,
+        whole_words=whole_words,
+        added=names,
+        normalizer=backend.normalizer,
+        pre_tokenizer=backend.pre_tokenizer,
+    )
 
 
 def _is_plain(spec: Mapping[str, Any]) -> bool:

@@ -21,6 +21,8 @@ from localrt.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers import hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.hf_packed import read_packed
+from localrt.models.tokenizers.pieces import PieceTable
+from localrt.models.tokenizers.vocabulary import Vocabulary
 from tests.tokenizers.varied_text import varied_strings
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>"]
@@ -120,7 +122,7 @@ def test_packed_tables_yield_what_the_package_yields(
     )
     save(tmp_path, backend)
     packed = load(tmp_path)
-    assert read_packed(tmp_path / "tokenizer.json", declared={}) is not None
+    assert read_packed(tmp_path / "tokenizer.json", {}, undescribed) is not None
     monkeypatch.setattr(hf, "read_packed", lambda *_, **__: None)
     whole = load(tmp_path)
     tools = ["<tool>x", "a<tool>", "<tool><tool>xthe</s>the", "<s><|im_start|>the start"]
@@ -136,6 +138,10 @@ def test_packed_tables_yield_what_the_package_yields(
     names = [whole.token_text(token) for token in tokens] + ["", "none such"]
     assert [packed.token_id(name) for name in names] == [whole.token_id(name) for name in names]
     assert (packed.special_ids, packed.eos_ids) == (whole.special_ids, whole.eos_ids)
+
+
+def undescribed(_: Backend, pieces: PieceTable) -> Vocabulary:
+    return Vocabulary(pieces)
 
 
 def change(spec: dict[str, Any], *path: Any, to: Any) -> None:
@@ -162,12 +168,12 @@ def test_what_is_out_of_the_ordinary_is_left_to_the_package(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     path = save(tmp_path, byte_level()) / "tokenizer.json"
-    assert read_packed(path, declared={1: "<s>"}) is not None
-    assert read_packed(path, declared={9999: "<more>"}) is None
+    assert read_packed(path, {1: "<s>"}, undescribed) is not None
+    assert read_packed(path, {9999: "<more>"}, undescribed) is None
     spec = json.loads(path.read_text())
     change(spec, *changed["path"], to=changed["to"])
     path.write_text(json.dumps(spec))
-    assert read_packed(path, declared={}) is None
+    assert read_packed(path, {}, undescribed) is None
 
 
 def test_typed_control_tokens_stay_text(folder: Path) -> None:
