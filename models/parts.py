@@ -44,7 +44,7 @@ __all__ = [
 Logits = npt.NDArray[np.float32]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PassState:
     """What a pass hands from part to part.
 
@@ -77,7 +77,7 @@ class Layer(Protocol):
         """The stacked matrices by the first name in each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Residual:
     """``x + scale * layer(x)``: how attention and MLP join the residual stream."""
 
@@ -89,7 +89,7 @@ class Residual:
         state.x = state.ops.add(state.x, self.layer(state), self.scale)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
     """The rows of a table that is in memory."""
 
