@@ -1,8 +1,8 @@
 """A Hugging Face ``config.json`` as architectures want it: one text model, one way to say a thing.
 
 Multimodal configs hold the text model's parameters in ``text_config``; transformers 5 moved rotary
-parameters into ``rope_parameters``. Both are brought to the flat, older form. What is there already
-stays; defaults that a config leaves out are the architecture's.
+parameters into ``rope_parameters``. Both are brought to the flat, older form. Defaults that a
+config leaves out are the architecture's.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _add_older_rope(config: dict[str, Any], path: Path) -> None:
-    """``rope_theta`` and ``rope_scaling`` from ``rope_parameters``, where they are not there.
+    """``rope_theta`` and ``rope_scaling`` from ``rope_parameters``, which count where both are.
 
     Gemma 3 has parameters for each kind of layer: those of full attention are the model's, the
     sliding window's base is ``rope_local_base_freq``.
@@ -82,14 +82,10 @@ def _add_older_rope(config: dict[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path}: rope_parameters is not an object")
     full, sliding = rope.get("full_attention"), rope.get("sliding_attention")
     if isinstance(sliding, dict) and "rope_theta" in sliding:
-        config.setdefault("rope_local_base_freq", sliding["rope_theta"])
-    rope = full if isinstance(full, dict) else rope
+        config["rope_local_base_freq"] = sliding["rope_theta"]
+    scaling = dict(full if isinstance(full, dict) else rope)
     for key in ("rope_theta", "partial_rotary_factor"):
-        if key in rope:
-            config.setdefault(key, rope[key])
-    if rope.get("rope_type", "default") != "default" and not config.get("rope_scaling"):
-        config["rope_scaling"] = {
-            key: value
-            for key, value in rope.items()
-            if key not in ("rope_theta", "partial_rotary_factor")
-        }
+        if key in scaling:
+            config[key] = scaling.pop(key)
+    if scaling.get("rope_type", "default") != "default":
+        config["rope_scaling"] = scaling
