@@ -45,6 +45,7 @@ _SIZES: Mapping[int, int] = MappingProxyType(
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
+_FIRST_PAIR = 24  # behind magic, version, and the numbers of tensors and of pairs
 _MOST_PAIRS = 1 << 16
 _MOST_STRINGS = 1 << 24  # in one array; the largest vocabularies have some 2^19 merges
 _LONGEST_KEY = (1 << 16) - 1
@@ -87,6 +88,12 @@ class GgufMetadata(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def alone(self) -> bytes:
+        """The contents of a GGUF file that has these pairs, byte for byte, and no tensors."""
+        end = max((value.stop for value in self._values.values()), default=_FIRST_PAIR)
+        data = self._file.read(0, end).tobytes()
+        return data[:8] + bytes(8) + data[16:]
 
     def numbers(self, key: str) -> npt.NDArray[Any] | None:
         """The elements of the array under ``key`` in the file's own type; None without one.

@@ -107,64 +107,48 @@ _DEEPSEEK_LLM = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_AND_KANA, r"\p{N}")
 _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 
-_FAMILIES: tuple[tuple[str, PreType], ...] = (
-    (
-        "default",
-        PreType((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+_FAMILIES: dict[str, PreType] = {
+    "default": PreType((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2 phi-2 gigachat mellum a.x-4.0 trillion granite-docling jais": PreType((_GPT2,)),
+    "mpt olmo": PreType((_GPT2,), nfc=True),
+    "starcoder refact smollm codeshell exaone minerva-7b mellum2": PreType((r"\p{N}", _GPT2)),
+    "command-r": PreType((r"\p{N}", _GPT2), nfc=True),
+    "falcon": PreType((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2), digits_of_bytes=True),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": PreType(
+        (_cl100k(r"\p{N}{1,3}"),), whole_words=True, add_bos=True
     ),
-    ("gpt-2 phi-2 gigachat mellum a.x-4.0 trillion granite-docling jais", PreType((_GPT2,))),
-    ("mpt olmo", PreType((_GPT2,), nfc=True)),
-    ("starcoder refact smollm codeshell exaone minerva-7b mellum2", PreType((r"\p{N}", _GPT2))),
-    ("command-r", PreType((r"\p{N}", _GPT2), nfc=True)),
-    ("falcon", PreType((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2), digits_of_bytes=True)),
-    (
-        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
-        PreType((_cl100k(r"\p{N}{1,3}"),), whole_words=True, add_bos=True),
-    ),
-    ("glm4", PreType((_cl100k(r"\p{N}{1,3}"),), whole_words=True)),
-    ("dbrx smaug-bpe chatglm-bpe", PreType((_cl100k(r"\p{N}{1,3}"),))),
-    ("qwen2 deepseek-r1-qwen", PreType((_cl100k(r"\p{N}"),), nfc=True)),
-    ("stablelm2 megrez hunyuan solar-open kormo grok-2", PreType((_cl100k(r"\p{N}"),))),
-    (
-        "qwen35",
-        PreType(
-            (
-                rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-                rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-            ),
-            nfc=True,
+    "glm4": PreType((_cl100k(r"\p{N}{1,3}"),), whole_words=True),
+    "dbrx smaug-bpe chatglm-bpe": PreType((_cl100k(r"\p{N}{1,3}"),)),
+    "qwen2 deepseek-r1-qwen": PreType((_cl100k(r"\p{N}"),), nfc=True),
+    "stablelm2 megrez hunyuan solar-open kormo grok-2": PreType((_cl100k(r"\p{N}"),)),
+    "qwen35": PreType(
+        (
+            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
         ),
+        nfc=True,
     ),
-    ("tekken", PreType((_o200k("", r"\p{N}"),), whole_words=True, add_bos=True)),
-    (
-        "gpt-4o llama4 kanana2 minimax-m2",
-        PreType((_o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
+    "tekken": PreType((_o200k("", r"\p{N}"),), whole_words=True, add_bos=True),
+    "gpt-4o llama4 kanana2 minimax-m2": PreType((_o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
+    "deepseek-llm": PreType(_DEEPSEEK_LLM),
+    "deepseek-coder": PreType(_DEEPSEEK_CODER),
+    "deepseek-v3 hunyuan-dense joyai-llm": PreType(_DEEPSEEK_V3),
+    "seed-coder": PreType(
+        (
+            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
+        )
     ),
-    ("deepseek-llm", PreType(_DEEPSEEK_LLM)),
-    ("deepseek-coder", PreType(_DEEPSEEK_CODER)),
-    ("deepseek-v3 hunyuan-dense joyai-llm", PreType(_DEEPSEEK_V3)),
-    (
-        "seed-coder",
-        PreType(
-            (
-                rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
-                rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
-            )
-        ),
+    "bailingmoe bailingmoe2 llada-moe": PreType(
+        (
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+            r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
     ),
-    (
-        "bailingmoe bailingmoe2 llada-moe",
-        PreType(
-            (
-                r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
-                r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-            )
-        ),
-    ),
-    ("poro-chat bloom gpt3-finnish", PreType((_BLOOM,))),
-    ("viking", PreType((_BLOOM, r"\p{N}"))),
-)
-_TABLE = {name: kind for names, kind in _FAMILIES for name in names.split()}
+    "poro-chat bloom gpt3-finnish": PreType((_BLOOM,)),
+    "viking": PreType((_BLOOM, r"\p{N}")),
+}
+_TABLE = {name: kind for names, kind in _FAMILIES.items() for name in names.split()}
 
 KNOWN_PRE_TYPES: tuple[str, ...] = tuple(sorted(_TABLE))
 

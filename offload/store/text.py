@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.checkpoints.gguf_cursor import GgufCursor
-from localrt.models.checkpoints.gguf_metadata import GgufMetadata, read_pairs
+from localrt.models.checkpoints.gguf_metadata import GgufMetadata
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.store_checkpoint import GGUF_TEXT_NAME
 
@@ -36,27 +35,11 @@ def text_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
     """
     metadata = checkpoint.metadata
     if isinstance(metadata, GgufMetadata):
-        yield GGUF_TEXT_NAME, _pairs_alone(metadata.path)
+        yield GGUF_TEXT_NAME, metadata.alone()
         return
     for pattern in _TEXT_FILES:
         for path in sorted(checkpoint.path.glob(pattern)):
             yield path.relative_to(checkpoint.path).as_posix(), _contents(path)
-
-
-def _pairs_alone(path: Path) -> bytes:
-    """The GGUF file at ``path`` up to where its table of tensors begins, which is left out."""
-    file = RangedFile(path)
-    try:
-        cursor = GgufCursor(file)
-        magic_and_version = cursor.take(8, "the version")
-        cursor.skip(8, "the number of tensors")
-        count = cursor.take(8, "the number of metadata keys")
-        begin = cursor.position
-        read_pairs(cursor, int.from_bytes(count, "little"))
-        pairs = file.read(begin, cursor.position - begin).tobytes()
-    finally:
-        file.close()
-    return magic_and_version + bytes(8) + count + pairs
 
 
 def _contents(path: Path) -> bytes:
