@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -38,35 +37,34 @@ def join_neighbours(
     joined = list(symbols)
     count = len(joined)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
-    offers: list[tuple[float, int, Symbol] | None] = []  # of each symbol with the next one
-    for at, pair in enumerate(pairwise(joined)):
-        offered = join(*pair)
-        offers.append(None if offered is None else (offered[0], at, offered[1]))
-    offers.append(None)
-    queue = [offer for offer in offers if offer is not None]
+
+    def offer(at: int) -> tuple[float, int, Symbol] | None:
+        """What a symbol and the next one become."""
+        found = join(joined[at], joined[after[at]]) if after[at] < count else None
+        return None if found is None else (found[0], at, found[1])
+
+    offers = [offer(at) for at in range(count)]
+    queue = [found for found in offers if found is not None]
     heapify(queue)
-    gone = set[int]()
     while queue:
-        offer = heappop(queue)
-        _, at, symbol = offer
-        if offers[at] is not offer:
+        best = heappop(queue)
+        _, at, symbol = best
+        if offers[at] is not best:
             continue  # one of the two has been joined since
-        joined[at] = symbol
-        right = after[at]
-        gone.add(right)
-        offers[right] = None
-        after[at] = after[right]
+        joined[at], offers[after[at]] = symbol, None
+        after[at] = after[after[at]]
         if after[at] < count:
             before[after[at]] = at
         for left in (before[at], at):
             if left >= 0:
-                right = after[left]
-                offered = join(joined[left], joined[right]) if right < count else None
-                new = None if offered is None else (offered[0], left, offered[1])
-                offers[left] = new
+                offers[left] = new = offer(left)
                 if new is not None:
                     heappush(queue, new)
-    return [symbol for at, symbol in enumerate(joined) if at not in gone]
+    at, result = 0, list[Symbol]()
+    while at < count:
+        result.append(joined[at])
+        at = after[at]
+    return result
 
 
 class MergeTable:
