@@ -11,7 +11,6 @@ tokenizer.json decides:
 
 import unicodedata
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,10 +109,3 @@ def test_ends_of_generation() -> None:
     for name in NAMES:
         tokenizer, _ = loaded(name)
         assert {tokenizer.token_text(end) for end in tokenizer.eos_ids} == expected[name]
-
-
-def test_a_model_without_tokenizer_is_one_clear_error() -> None:
-    from localrt.errors import TokenizerError
-
-    with pytest.raises(TokenizerError, match="no tokenizer"):
-        load_tokenizer(SimpleNamespace(kind="gguf", metadata={}))  # type: ignore[arg-type]
