@@ -20,7 +20,7 @@ from localrt.models.checkpoints.gguf_cursor import GgufCursor
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.checkpoints.ranged_file import RangedFile
 
-__all__ = ["GgufMetadata", "locate", "read_pairs"]
+__all__ = ["GgufMetadata", "read_pairs"]
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS: Mapping[int, str] = MappingProxyType(
@@ -168,16 +168,12 @@ def read_pairs(cursor: GgufCursor, count: int) -> GgufMetadata:
         shown = f"metadata key {key[:80]!r}"
         if key in values:
             raise cursor.error(f"{shown} appears twice")
-        values[key] = locate(cursor, cursor.u32(shown), shown)
+        values[key] = _locate(cursor, cursor.u32(shown), shown)
     return GgufMetadata(cursor.file, values)
 
 
-def locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
-    """Step over one value of the type ``kind``, checking it.
-
-    Raises:
-        CheckpointError: truncated, or of no known type.
-    """
+def _locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
+    """Step over one value of the type ``kind``, checking it."""
     start = cursor.position
     count, element = 1, -1
     if kind in _SIZES:
@@ -195,7 +191,7 @@ def locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
         elif element == _ARRAY and depth < _DEEPEST_ARRAY:
             cursor.check_count(count, 12, _MOST_PAIRS, f"arrays in {what}")
             for _ in range(count):
-                locate(cursor, _ARRAY, what, depth + 1)
+                _locate(cursor, _ARRAY, what, depth + 1)
         elif element == _ARRAY:
             raise cursor.error(f"{what} nests arrays deeper than {_DEEPEST_ARRAY}")
         else:
@@ -206,7 +202,7 @@ def locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
 
 
 def _decode(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    """The value at ``at`` of bytes that ``locate`` has checked, and where it ends."""
+    """The value at ``at`` of bytes that ``_locate`` has checked, and where it ends."""
     if kind in _SIZES:
         stop = at + _SIZES[kind]
         return np.frombuffer(data[at:stop], _NUMBERS[kind])[0].item(), stop
