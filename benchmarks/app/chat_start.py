@@ -40,16 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=7)
     args = parser.parse_args(arguments)
     runs = [start(args.model) for _ in range(args.runs + 1)][1:]  # the first warms up
-    prompts, echoes, tokens = (statistics.median(times) for times in zip(*runs, strict=True))
-    found = {"prompt_s": prompts, "typed_s": echoes, "first_token_s": tokens, "runs": runs}
+    echoes, tokens = (statistics.median(times) for times in zip(*runs, strict=True))
+    found = {"typed_s": echoes, "first_token_s": tokens, "runs": runs}
     print(json.dumps(found, indent=1))
     command = setting(cited_command("app.chat_start", arguments))
     save(args.json, {**command, "model": Path(args.model).name, **found})
     return 0
 
 
-def start(model: str) -> tuple[float, float, float]:
-    """Seconds to the prompt, to the first typed word on screen, and to the first token."""
+def start(model: str) -> tuple[float, float]:
+    """Seconds to the first typed word on screen, and to the first token."""
     with tempfile.TemporaryDirectory() as home:
         began = time.perf_counter()
         child, terminal = pty.fork()
@@ -59,7 +59,7 @@ def start(model: str) -> tuple[float, float, float]:
             os.execv(sys.executable, command)
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         try:
-            ready = wait_for(terminal, _READY) - began
+            wait_for(terminal, _READY)
             os.write(terminal, _ECHO)
             echoed = wait_for(terminal, _ECHO) - began
             os.write(terminal, b"\r")
@@ -68,7 +68,7 @@ def start(model: str) -> tuple[float, float, float]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             os.close(terminal)
-    return ready, echoed, answered
+    return echoed, answered
 
 
 def wait_for(terminal: int, text: bytes) -> float:

@@ -23,8 +23,7 @@ from benchmarks.common.record import Record, load, save, setting
 from localrt.bench.page_cache import drop_from_cache
 from localrt.formatting import format_bytes
 
-TEXT = "the store keeps what was packed and brings it back in order"
-WORDS = TEXT.split(" ")
+TEXT = "the store keeps what was packed and brings it back in order "
 PREFILLS = 3  # they take long
 
 
@@ -87,14 +86,10 @@ def measure(args: argparse.Namespace, folder: Path) -> Record:
 def conversation(model: localrt.Model, tokens: int) -> list[localrt.Message]:
     """Turns that come to about ``tokens``."""
     messages: list[localrt.Message] = []
-    turn = 0
     while not messages or model.count(messages) < tokens - 350:
-        words = [WORDS[(turn * 7 + i * (turn % 5 + 1)) % len(WORDS)] for i in range(220)]
-        role = "assistant" if turn % 2 else "user"
-        messages.append({"role": role, "content": f"{turn}: " + " ".join(words)})
-        turn += 1
-    if messages[-1]["role"] == "user":
-        messages.append({"role": "assistant", "content": "Yes."})
+        turn = len(messages) // 2
+        messages.append({"role": "user", "content": f"{turn}: {TEXT * 18}"})
+        messages.append({"role": "assistant", "content": f"{turn}: yes."})
     return messages
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import localrt
 from localrt.files import write_text
@@ -15,17 +15,6 @@ from localrt.machine import hardware
 __all__ = ["Record", "load", "pending", "save", "save_row", "setting"]
 
 Record = dict[str, Any]
-
-
-class Named(Protocol):
-    """A row of a benchmark that goes on where it stopped."""
-
-    @property
-    def name(self) -> str:
-        """What ``--only`` and ``--again`` look for."""
-
-
-AnyRow = TypeVar("AnyRow", bound=Named)
 
 
 def setting(command: str, *packages: str) -> Record:
@@ -64,12 +53,15 @@ def save_row(
 
 
 def pending(
-    rows: Sequence[AnyRow], record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]
-) -> list[AnyRow]:
-    """Rows to measure: without results yet, or named by ``again``; of those named by ``only``."""
+    rows: Sequence[Any], record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]
+) -> list[Any]:
+    """Rows to measure: without results yet, or named by ``again``; of those named by ``only``.
+
+    A row's ``name`` has such a word.
+    """
     done = {row["name"] for row in record["rows"] if row["results"]}
 
-    def named(row: AnyRow, words: Sequence[str]) -> bool:
+    def named(row: Any, words: Sequence[str]) -> bool:
         return any(word in row.name for word in words)
 
     wanted = [row for row in rows if not only or named(row, only)]

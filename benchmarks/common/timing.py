@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["by_turns", "median_ratio", "medians"]
+__all__ = ["by_turns", "median_ratio"]
 
 _PAUSE = 0.03  # seconds: another's threads spin for a while
 
@@ -34,11 +34,6 @@ def by_turns(
             if run:
                 samples[name].append(time.perf_counter() - start)
     return samples
-
-
-def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each."""
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:

@@ -12,8 +12,8 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
 
-__all__ = ["ARCHITECTURES", "QWEN_1_5B", "TINY", "largest_error", "logits", "random_ids",
-           "random_model"]  # fmt: skip
+__all__ = ["ARCHITECTURES", "QWEN_1_5B", "SMALLEST", "TINY", "largest_error", "logits",
+           "random_ids", "random_model"]  # fmt: skip
 
 TINY: dict[str, Any] = {
     "vocab_size": 1000,
@@ -25,6 +25,15 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
+}
+# For the interpreter.
+SMALLEST: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from benchmarks.common.random_store import RandomStore
 from benchmarks.gpu.attention import check_mixture_attention
+from benchmarks.gpu.configs import SMALLEST
 from benchmarks.gpu.grouped import check_grouped
 from benchmarks.gpu.offload import (
     Card,
@@ -108,16 +109,11 @@ LARGE = {
 SMALL = {
     "small": Size(
         _qwen3_moe(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=64,
+            **SMALLEST,
             moe_intermediate_size=64,
             num_hidden_layers=2,
             num_experts=8,
             num_experts_per_tok=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
         ),
         "int4-g32",
         200_000,

@@ -1,4 +1,4 @@
-"""Experts of a layer in two launches: right, and beside a product for each.
+"""Experts of a layer in two launches: as right as a product for each, and how fast.
 
 Every expert has memory of its own, as in a pool of slots. Bytes per second are those of the experts
 that are chosen; which they are changes from launch to launch, so that no cache holds them. Kernels

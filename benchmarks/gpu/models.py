@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from benchmarks.common.random_weights import RandomCheckpoint, RandomPackedCheck
 from benchmarks.gpu.configs import (
     ARCHITECTURES,
     QWEN_1_5B,
+    SMALLEST,
     TINY,
     largest_error,
     logits,
@@ -35,32 +36,29 @@ from localrt.quant.ops.triton.ops import TritonOps
 # off); bf16 keeps 8 bits, through a few layers.
 BOUNDS = {"f32": 1e-4, "bf16": 0.05, "triton": 0.05}
 TREE = 16
-# For the interpreter.
-SMALLEST = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
 
 
 def check_logits(device: str) -> list[Result]:
-    """torch on the device, for every architecture."""
-    return [
-        result
-        for name, extra in ARCHITECTURES.items()
-        for result in logits_of(name, {**TINY, **extra}, 100, ("f32", "bf16"), device)
-    ]
+    """torch on the device."""
+    return every_architecture(("f32", "bf16"), device)
 
 
 def check_triton_logits(device: str) -> list[Result]:
-    """The Triton kernels, for every architecture."""
-    if not device.startswith("cuda"):
-        return logits_of("LlamaForCausalLM", {**TINY, **SMALLEST}, 6, ("triton",), device)
-    return [
-        result
-        for name, extra in ARCHITECTURES.items()
-        for result in logits_of(name, {**TINY, **extra}, 100, ("triton",), device)
-    ]
+    """The Triton kernels; one small model where they are interpreted."""
+    if device.startswith("cuda"):
+        return every_architecture(("triton",), device)
+    return logits_of("LlamaForCausalLM", _config(device), 6, ("triton",), device)
+
+
+def every_architecture(kinds: Sequence[str], device: str) -> list[Result]:
+    """Random models of all that are known."""
+    configs = {name: {**TINY, **extra} for name, extra in ARCHITECTURES.items()}
+    found = (logits_of(name, config, 100, kinds, device) for name, config in configs.items())
+    return [result for results in found for result in results]
 
 
 def logits_of(
-    name: str, config: dict[str, Any], length: int, kinds: Iterable[str], device: str
+    name: str, config: dict[str, Any], length: int, kinds: Sequence[str], device: str
 ) -> list[Result]:
     """A prompt, then four tokens one by one: against the CPU's float32."""
     ids = random_ids(config, length)
@@ -101,7 +99,7 @@ def check_packed(device: str) -> list[Result]:
 
 
 def _config(device: str) -> dict[str, Any]:
-    return QWEN_1_5B if device.startswith("cuda") else {**TINY, **SMALLEST}
+    return QWEN_1_5B if device.startswith("cuda") else {**TINY, **SMALLEST, "num_hidden_layers": 1}
 
 
 def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.common.command import cited_command, listed, make_parser
 from benchmarks.common.random_weights import random_packed
 from benchmarks.common.record import Record, save, setting
-from benchmarks.common.timing import by_turns, medians
+from benchmarks.common.timing import by_turns
 from benchmarks.kernels.ggml import TYPES, GgmlProduct, find_ggml
 from benchmarks.kernels.tables import kernels_table
 from localrt.machine import hardware
@@ -83,7 +83,8 @@ class Bench:
             "peak": lambda: self._ops.multiply(PEAK_ROUNDS),
             **{kind: every(call) for kind, call in line.ggml.items()},
         }
-        taken = medians(by_turns(calls, self._runs, settle=SETTLING))
+        samples = by_turns(calls, self._runs, settle=SETTLING)
+        taken = {name: statistics.median(seconds) for name, seconds in samples.items()}
         seconds = taken["localrt"] / line.count
         ggml = {kind: taken[kind] / line.count for kind in line.ggml}
         return {

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.record import Record, load, pending, save_row, setting
 from benchmarks.offload.tables import offload_table
-from localrt.bench.outcome import BenchOptions, Outcome
+from localrt.bench.outcome import BenchOptions
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import Workload
@@ -91,13 +91,6 @@ def measure(row: Row, path: Path, threads: int, machine: hardware.Machine) -> Re
     except LocalrtError as error:
         return {"name": row.name, "results": [], "skipped": [{"reason": str(error)}]}
     print(to_table(outcome, options, name=path.name, machine=machine), flush=True)
-    return row_record(row, options, outcome, machine)
-
-
-def row_record(
-    row: Row, options: BenchOptions, outcome: Outcome, machine: hardware.Machine
-) -> Record:
-    """What of a row is kept: the names of ``localrt bench --json``."""
     report = to_json(outcome, options, name="", machine=machine, versions={}, command="")
     for name in ("machine", "versions", "command", "model"):
         del report[name]

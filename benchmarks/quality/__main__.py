@@ -72,7 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         corpora = [prose(options.text), *([python_source()] if options.python_source else [])]
-        results = Results(options.json, _settings(options, corpora), _command(options))
+        sizes = {name: getattr(options, name) for name in ("tokens", "ctx", "calibration_tokens")}
+        # Without this machine's paths, and without the rows that it makes this time.
+        words = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items()]
+        command = " ".join(["python -m benchmarks.quality --text", options.text.name, *words])
+        texts = [corpus.to_dict() for corpus in corpora]
+        results = Results(options.json, {**sizes, "texts": texts}, command)
         for name in options.models:
             if options.speeds:
                 _speeds(options, name, corpora[0], results)
@@ -150,24 +155,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")
     parser.add_argument("--work", type=Path, help="where quantized models lie for a while")
     return parser.parse_args(arguments)
-
-
-def _settings(options: argparse.Namespace, corpora: Sequence[Corpus]) -> dict[str, Any]:
-    """All that a row's numbers depend on beside the model: rows of one table share it."""
-    return {
-        "ctx": options.ctx,
-        "tokens": options.tokens,
-        "calibration_tokens": options.calibration_tokens,
-        "texts": [corpus.to_dict() for corpus in corpora],
-    }
-
-
-def _command(options: argparse.Namespace) -> str:
-    """The command without this machine's paths and without the rows that it made this time."""
-    return (
-        f"python -m benchmarks.quality --text {options.text.name} --tokens {options.tokens}"
-        f" --ctx {options.ctx} --calibration-tokens {options.calibration_tokens}"
-    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,14 @@ class Bench:
         self._corpora, self._measure = corpora, measure
         self._calibration_tokens = calibration_tokens
         self._cache, self._work = cache, work
-        self._made: list[Reference] = []
-        self._tokens: list[int] = []
 
+    @cached_property
     def references(self) -> list[Reference]:
         """Log-probabilities of every text, from the cache where they are there."""
-        if not self._made:
-            self._made = [
-                make_reference(self.source, corpus, self._measure, self._cache)
-                for corpus in self._corpora
-            ]
-        return self._made
+        return [
+            make_reference(self.source, corpus, self._measure, self._cache)
+            for corpus in self._corpora
+        ]
 
     def reference_row(self) -> Row:
         """The reference's own perplexities."""
@@ -104,7 +102,7 @@ class Bench:
                     "perplexity_error": reference.perplexity_error,
                     "scored_tokens": len(reference.log_p),
                 }
-                for reference in self.references()
+                for reference in self.references
             ],
         }
 
@@ -122,7 +120,7 @@ class Bench:
         try:
             if job.peer is not None:
                 row["scores"], row["bits_per_weight"] = peer_scores(
-                    self.source, job.peer, self.references(), self._measure
+                    self.source, job.peer, self.references, self._measure
                 )
             elif job.format is None:
                 self._run(row, self.source, job.engine)
@@ -139,7 +137,7 @@ class Bench:
 
     def _run(self, row: Row, source: Path, engine: str) -> None:
         """Fill in the row: on the engine's own kernels, and natively in floating point too."""
-        references, measure = self.references(), self._measure
+        references, measure = self.references, self._measure
         row["bits_per_weight"] = bits_per_weight(source)
         try:
             row["scores"] = kernel_scores(source, references, measure, engine=engine)
@@ -152,7 +150,7 @@ class Bench:
 
     def _quantize(self, format_: str, method: str | None, store: Path) -> Row:
         """Write the store; what there is to say about it."""
-        text = None if method == "rtn" else self._calibration_ids()
+        text = None if method == "rtn" else self._calibration_ids
         recipe = Recipe(
             format_,
             method=method,
@@ -167,10 +165,9 @@ class Bench:
             "fallbacks": dict(Counter(report.fallbacks.values())),
         }
 
+    @cached_property
     def _calibration_ids(self) -> list[int]:
-        if not self._tokens:
-            texts = [corpus.calibration for corpus in self._corpora]
-            with localrt.load(self.source, ctx=self._measure.ctx, engine="native") as model:
-                parts = [model.tokenizer.encode(text, add_special=False) for text in texts]
-            self._tokens = interleaved(parts, total=self._calibration_tokens)
-        return self._tokens
+        with localrt.load(self.source, ctx=self._measure.ctx, engine="native") as model:
+            encode = model.tokenizer.encode
+            parts = [encode(corpus.calibration, add_special=False) for corpus in self._corpora]
+        return interleaved(parts, total=self._calibration_tokens)

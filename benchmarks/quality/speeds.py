@@ -38,15 +38,9 @@ def measure_speeds(
     """Median decode tokens per second of ``source``, of llama.cpp on it, and of every format.
 
     Nothing is guessed ahead. Each turn loads a model, warms it up and decodes 64 tokens after a
-    prompt of 64. Quantized models stay in ``work``, where a later call finds them.
-
-    Args:
-        source: the published model.
-        formats: names of formats, ``"int4-g32"``.
-        methods: ``"rtn"``, ``"mr-gptq"``; another has the speed of one of these.
-        text: to prompt with and to calibrate on, 512 tokens or more.
-        work: a folder for quantized models.
-        runs: turns of each, after one to warm up.
+    prompt of 64; there are ``runs`` turns, after one to warm up. ``text`` (512 tokens or more) is
+    for prompts and calibration. Quantized models stay in ``work``, where a later call finds them.
+    Methods but ``"rtn"`` and ``"mr-gptq"`` have the speed of one of these.
     """
     with localrt.load(source, ctx=_CTX, engine="native", draft="off") as model:
         tokens = model.tokenize(text, add_special=False)

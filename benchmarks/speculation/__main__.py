@@ -10,7 +10,6 @@ the tables.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -74,7 +73,15 @@ def without_folders(value: Any, setup: Setup) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, row by row."""
-    args = _arguments(arguments)
+    parser = make_parser(__doc__, results="speculation")
+    parser.add_argument("--target", default="qwen1.5b", metavar="MODEL")
+    parser.add_argument("--draft", default="qwen0.5b", metavar="MODEL")
+    parser.add_argument("--humaneval", type=Path, required=True, help="JSON lines with a prompt")
+    parser.add_argument("--mtbench", type=Path, required=True, help="JSON lines with turns")
+    parser.add_argument("--only", action="append", default=[], help="rows whose name has this")
+    parser.add_argument("--again", action="append", default=[], help="measure these anew")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args(arguments)
     setup = Setup(
         target=find_model(args.target),
         draft=find_model(args.draft),
@@ -96,18 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if record["rows"]:
         print(speculation_table(record))
     return 0
-
-
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, results="speculation")
-    parser.add_argument("--target", default="qwen1.5b", metavar="MODEL")
-    parser.add_argument("--draft", default="qwen0.5b", metavar="MODEL")
-    parser.add_argument("--humaneval", type=Path, required=True, help="JSON lines with a prompt")
-    parser.add_argument("--mtbench", type=Path, required=True, help="JSON lines with turns")
-    parser.add_argument("--only", action="append", default=[], help="rows whose name has this")
-    parser.add_argument("--again", action="append", default=[], help="measure these anew")
-    parser.add_argument("--threads", type=int, default=2)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A policy keeps one number per expert of the whole model, (layers, count); the ca
 smallest. It is told of every layer's routing in every pass and of nothing else: not of the cache's
 contents, of time or of weights. The numbers must be comparable across layers, for one cache serves
 them all: shares of a layer's own routing are, scores and ages on a common clock are not.
-``benchmarks/moe/hit_rates.py`` compares the one below with LRU and the optimum.
+docs/mixtures.md compares the one below with LRU and the optimum.
 """
 
 from __future__ import annotations
