@@ -17,7 +17,7 @@ from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.trace import write_trace
 from localrt.bench.workload import Workload
-from localrt.cli.options import add_model_argument
+from localrt.cli.options import Flag, add_flags, add_model_argument
 from localrt.cli.progress import ProgressLine
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import parse_size
@@ -31,52 +31,36 @@ __all__ = ["add_arguments", "run"]
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 
 
+_ENGINES_HELP = (
+    "comma-separated: native, llamacpp, transformers, accelerate, airllm (default: native,llamacpp)"
+)
+_LIMIT_HELP = "hard limit for each engine's process, like 1GB"
+_TRACE_HELP = "write the pipeline's tasks for Perfetto"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser)
-    parser.add_argument(
-        "--engines",
-        type=_engines,
-        default=("native", "llamacpp"),
-        metavar="LIST",
-        help="comma-separated: native, llamacpp, transformers, accelerate, airllm "
-        "(default: native,llamacpp)",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="length of the prompt (default: 512)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="length of the answer (default: 128)",
-    )
-    parser.add_argument(
-        "--runs",
-        type=int,
-        default=5,
-        metavar="N",
-        help="runs of each engine; medians are shown (default: 5)",
-    )
-    parser.add_argument(
-        "--memory-limit", metavar="SIZE", help="hard limit for each engine's process, like 1GB"
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads for every engine")
-    parser.add_argument("--ctx", type=int, metavar="TOKENS", help="context length for every engine")
-    native = parser.add_argument_group("the native engine")
-    native.add_argument("--format", choices=("bf16", "f32"), help="unpack weights to this format")
-    native.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
-    native.add_argument("--gpu-memory", metavar="SIZE", help="most GPU memory to use, like 8GB")
-    native.add_argument("--device", help="cpu, cuda, auto, or a virtual card")
-    native.add_argument("--kv-format", metavar="F", help="format of the KV cache")
-    native.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the pipeline's tasks for Perfetto"
-    )
+    flags: list[Flag] = [
+        ("--engines", _engines, "LIST", _ENGINES_HELP),
+        ("--prompt-tokens", int, "N", "length of the prompt (default: 512)"),
+        ("--tokens", int, "N", "length of the answer (default: 128)"),
+        ("--runs", int, "N", "runs of each engine; medians are shown (default: 5)"),
+        ("--memory-limit", str, "SIZE", _LIMIT_HELP),
+        ("--threads", int, "N", "CPU threads for every engine"),
+        ("--ctx", int, "TOKENS", "context length for every engine"),
+    ]
+    engines = ("native", "llamacpp")
+    add_flags(parser, flags, engines=engines, prompt_tokens=512, tokens=128, runs=5)
+    native: list[Flag] = [
+        ("--format", ("bf16", "f32"), None, "unpack weights to this format"),
+        ("--ram", str, "SIZE", "most RAM to use, like 4GB"),
+        ("--gpu-memory", str, "SIZE", "most GPU memory to use, like 8GB"),
+        ("--device", str, None, "cpu, cuda, auto, or a virtual card"),
+        ("--kv-format", str, "F", "format of the KV cache"),
+        ("--trace", Path, "FILE", _TRACE_HELP),
+    ]
+    add_flags(parser.add_argument_group("the native engine"), native)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

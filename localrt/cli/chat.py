@@ -9,14 +9,15 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import localrt
+from localrt.chat import ChatModel
 from localrt.cli.loading import choose_model, connect_endpoint, model_title
 from localrt.cli.options import (
-    DEMO_MODEL,
     add_endpoint_arguments,
     add_load_arguments,
+    add_model_argument,
     add_sampling_arguments,
     load_options,
     sampling_options,
@@ -26,37 +27,20 @@ from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.progress import ProgressCallback
 
-if TYPE_CHECKING:
-    from localrt.chat import ChatModel
-
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"hub id, folder or .gguf file (default: {DEMO_MODEL})",
-    )
-    parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
-    parser.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="answer this prompt on stdout and exit"
-    )
-    parser.add_argument(
-        "-c",
-        "--continue",
-        dest="resume",
-        action="store_true",
-        help="continue the last conversation",
-    )
-    parser.add_argument("--load", metavar="PATH", type=Path, help="continue a saved chat")
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="plain text without a screen, for screen readers and simple terminals",
-    )
+    add_model_argument(parser, default=None)
+    plain = "plain text without a screen, for screen readers and simple terminals"
+    add = parser.add_argument
+    add("-s", "--system", metavar="TEXT", help="system prompt")
+    add("-p", "--prompt", metavar="TEXT", help="answer this prompt on stdout and exit")
+    resume = "continue the last conversation"
+    add("-c", "--continue", dest="resume", action="store_true", help=resume)
+    add("--load", metavar="PATH", type=Path, help="continue a saved chat")
+    add("--plain", action="store_true", help=plain)
     parser.set_defaults(json=False, stats=False)
     add_endpoint_arguments(parser)
     add_load_arguments(parser)

@@ -10,11 +10,11 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from localrt.errors import LocalrtError
 from localrt.formatting import format_bytes, table
@@ -34,24 +34,6 @@ _PACKAGES = (
     ("transformers", "bench", "an engine to compare with in bench"),
     ("uvicorn", "server", "the HTTP server"),
 )
-
-_Measured = TypeVar("_Measured")
-
-
-@dataclass(frozen=True, slots=True)
-class _Package:
-    name: str
-    version: str | None
-    extra: str
-    use: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    what: str
-    path: str
-    writable: bool
-    free_bytes: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +60,13 @@ def _examine(*, quick: bool) -> dict[str, Any]:
             machine,
             gpus=hardware.gpus() or machine.gpus,
             memory_read_bytes_s=hardware.measure_memory_read(machine.cpu.usable_cores),
-            disk=_or_note(lambda: _disk_speed(settings.cache_dir), notes),
         )
-    packages = [_Package(name, _version(name), extra, use) for name, extra, use in _PACKAGES]
+        try:
+            settings.cache_dir.mkdir(parents=True, exist_ok=True)
+            machine = replace(machine, disk=hardware.measure_disk_read(settings.cache_dir))
+        except OSError as error:
+            notes.append(f"the disk could not be measured: {error.strerror or error}")
+    versions = {name: _version(name) for name, _, _ in _PACKAGES}
     folders = [
         _folder("models", settings.hub_cache),
         _folder("cache", settings.cache_dir),
@@ -88,18 +74,20 @@ def _examine(*, quick: bool) -> dict[str, Any]:
         _folder("settings", settings.config_dir),
     ]
     demo = _demo_model(settings)
-    gpu = bool(machine.gpus)
     isa = best_isa()
-    notes += [f"{folder.path} is not writable" for folder in folders if not folder.writable]
+    notes += [f"{folder['path']} is not writable" for folder in folders if not folder["writable"]]
     return {
         "localrt": __version__,
         "quick": quick,
         "machine": machine.to_dict(),
         "kernels": isa and f"compiled, {isa}",
-        "packages": [asdict(package) for package in packages],
-        "folders": [asdict(folder) for folder in folders],
+        "packages": [
+            {"name": name, "version": versions[name], "extra": extra, "use": use}
+            for name, extra, use in _PACKAGES
+        ],
+        "folders": folders,
         "demo_model": str(demo) if demo else None,
-        "advice": [*notes, *_advice(packages, demo=demo, gpu=gpu, isa=isa)],
+        "advice": [*notes, *_advice(versions, demo=demo, gpu=bool(machine.gpus), isa=isa)],
     }
 
 
@@ -110,27 +98,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _disk_speed(folder: Path) -> Any:
-    folder.mkdir(parents=True, exist_ok=True)
-    return hardware.measure_disk_read(folder)
-
-
-def _or_note(measure: Callable[[], _Measured], notes: list[str]) -> _Measured | None:
-    try:
-        return measure()
-    except OSError as error:
-        notes.append(f"the disk could not be measured: {error.strerror or error}")
-        return None
-
-
-def _folder(what: str, path: Path) -> _Folder:
+def _folder(what: str, path: Path) -> dict[str, Any]:
     """A folder that may not exist yet counts as writable when it can be made."""
     existing = next((place for place in (path, *path.parents) if place.exists()), path)
     try:
         free = shutil.disk_usage(existing).free
     except OSError:
         free = None
-    return _Folder(what, str(path), existing.is_dir() and os.access(existing, os.W_OK), free)
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    return {"what": what, "path": str(path), "writable": writable, "free_bytes": free}
 
 
 def _demo_model(settings: Settings) -> Path | None:
@@ -141,10 +117,9 @@ def _demo_model(settings: Settings) -> Path | None:
 
 
 def _advice(
-    packages: list[_Package], *, demo: Path | None, gpu: bool, isa: str | None
+    versions: dict[str, str | None], *, demo: Path | None, gpu: bool, isa: str | None
 ) -> Iterator[str]:
     """What would help most first."""
-    versions = {package.name: package.version for package in packages}
     if demo is None:
         yield "the demo model is not here: localrt pull smollm2"
     torch = versions["torch"]
@@ -159,7 +134,7 @@ def _advice(
         yield "there is a GPU: to use it, pip install 'localrt[gpu]'"
     elif torch is not None and gpu and "+cpu" in torch:
         yield f"there is a GPU, but torch {torch} cannot use it: install a CUDA build of torch"
-    missing = {package.extra for package in packages if package.version is None}
+    missing = {extra for name, extra, _ in _PACKAGES if versions[name] is None}
     uses = {
         "gpu": "the GPU" if gpu else None,
         "llamacpp": "more architectures, and bench's baseline",
@@ -223,7 +198,7 @@ def _aligned(rows: list[list[str]]) -> str:
 def _gpu_text(gpu: dict[str, Any]) -> str:
     parts = [gpu["name"]]
     if gpu["memory_bytes"]:
-        parts.append(f"{format_bytes(gpu['memory_bytes'])}")
+        parts.append(format_bytes(gpu["memory_bytes"]))
     if gpu["free_bytes"]:
         parts.append(f"{format_bytes(gpu['free_bytes'])} free")
     if gpu["driver"]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from localrt.cli.loading import resolve_model
-from localrt.cli.options import add_hub_arguments
+from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments
 from localrt.cli.progress import ProgressLine
 from localrt.drafts.head import TRAINED
 from localrt.drafts.training import DraftTraining, TrainingReport, train_draft
@@ -31,16 +31,22 @@ finds it in the default folder). Training needs torch: pip install 'localrt[quan
 
 _PLAIN_LINE_S = 60.0  # between lines where the output is no terminal
 
-_NUMBERS = {
-    "generate": "tokens for the model to write (default: 500000); 0 learns from --text alone",
-    "tokens": "tokens to learn from (default: all, three times)",
-    "depth": "blocks of the head, 1 to 5 (default: 1)",
-    "vocab": "tokens that the head can guess (default: 8192)",
-    "length": "tokens per sequence (default: 384)",
-    "batch": "sequences per step (default: 4)",
-    "seed": "for all random choices (default: 0)",
-    "threads": "CPU threads",
-}
+_TEXT_HELP = "a UTF-8 text, or a folder of texts, that resembles what the model will read and write"
+_GENERATE_HELP = "tokens for the model to write (default: 500000); 0 learns from --text alone"
+_FLAGS: tuple[Flag, ...] = (
+    ("--text", Path, "PATH", _TEXT_HELP),
+    ("--generate", int, "N", _GENERATE_HELP),
+    ("--tokens", int, "N", "tokens to learn from (default: all, three times)"),
+    ("--depth", int, "N", "blocks of the head, 1 to 5 (default: 1)"),
+    ("--vocab", int, "N", "tokens that the head can guess (default: 8192)"),
+    ("--length", int, "N", "tokens per sequence (default: 384)"),
+    ("--batch", int, "N", "sequences per step (default: 4)"),
+    ("--out", Path, "DIR", "folder for the head (default: where --draft head finds it)"),
+    ("--seed", int, "N", "for all random choices (default: 0)"),
+    ("--device", str, "D", "cpu (default) or cuda"),
+    ("--threads", int, "N", "CPU threads"),
+    ("--keep-work", bool, None, "keep the text and its hidden states"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,28 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("action", choices=("train",), help="train a head")
-    parser.add_argument(
-        "model", metavar="TARGET", help="smollm2, org/name of the hub, a folder or a .gguf file"
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="PATH",
-        help="a UTF-8 text, or a folder of texts, that resembles what the model will read "
-        "and write",
-    )
-    for name, what in _NUMBERS.items():
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for the head (default: where --draft head finds it)",
-    )
-    parser.add_argument(
-        "--keep-work", action="store_true", help="keep the text and its hidden states"
-    )
+    parser.add_argument("model", metavar="TARGET", help=BARE_MODEL_HELP)
+    add_flags(parser, _FLAGS, device="cpu")
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -8,7 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from localrt.cli.loading import load
-from localrt.cli.options import add_load_arguments, add_model_argument, load_options
+from localrt.cli.options import (
+    Flag,
+    add_flags,
+    add_load_arguments,
+    add_model_argument,
+    load_options,
+)
 from localrt.cli.progress import StatusLine
 from localrt.evaluating.evaluate import Evaluation, evaluate
 from localrt.formatting import format_rate
@@ -17,34 +23,25 @@ from localrt.quantizing.text import read_file
 __all__ = ["add_arguments", "run"]
 
 
+_AGAINST_HELP = "compare with this model: KL divergence, top-1 agreement"
+_ENGINE_HELP = "compare with this engine (without --against: with MODEL itself)"
+_FORMAT_HELP = "compare with weights unpacked to this format"
+_FLAGS: tuple[Flag, ...] = (
+    ("--stride", int, "N", "tokens from one window to the next (default: --ctx)"),
+    ("--limit-tokens", int, "N", "use the first N tokens of the text"),
+    ("--against", str, "MODEL", _AGAINST_HELP),
+    ("--against-engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
+    ("--against-format", ("bf16", "f32"), None, _FORMAT_HELP),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser)
     parser.add_argument(
         "--text", type=Path, required=True, metavar="FILE", help="a UTF-8 text file"
     )
-    parser.add_argument(
-        "--stride",
-        type=int,
-        metavar="N",
-        help="tokens from one window to the next (default: --ctx)",
-    )
-    parser.add_argument(
-        "--limit-tokens", type=int, metavar="N", help="use the first N tokens of the text"
-    )
-    parser.add_argument(
-        "--against", metavar="MODEL", help="compare with this model: KL divergence, top-1 agreement"
-    )
-    parser.add_argument(
-        "--against-engine",
-        choices=("auto", "native", "llamacpp"),
-        help="compare with this engine (without --against: with MODEL itself)",
-    )
-    parser.add_argument(
-        "--against-format",
-        choices=("bf16", "f32"),
-        help="compare with weights unpacked to this format",
-    )
+    add_flags(parser, _FLAGS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_load_arguments(parser)
 

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import localrt
-from localrt.cli.options import DEMO_MODEL, load_options
+from localrt.chat import ChatModel
+from localrt.cli.options import load_options
 from localrt.cli.progress import ProgressLine
 from localrt.errors import OptionError
-from localrt.hub import ResolvedModel, resolve
+from localrt.hub import DEMO_NAME, ResolvedModel, resolve
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
-
-if TYPE_CHECKING:
-    from localrt.api import Model
-    from localrt.chat import ChatModel
-    from localrt.remote.model import RemoteModel
 
 __all__ = [
     "choose_model",
@@ -33,13 +29,13 @@ __all__ = [
 ]
 
 
-def load(name: str, options: dict[str, Any]) -> Model:
+def load(name: str, options: dict[str, Any]) -> localrt.Model:
     """``localrt.load`` with a line of progress."""
     with ProgressLine() as line:
         return localrt.load(name, progress=line, **options)
 
 
-def load_model(args: argparse.Namespace) -> Model:
+def load_model(args: argparse.Namespace) -> localrt.Model:
     """The model of this machine that the arguments ask for; its notes go to stderr."""
     model = load(args.model, load_options(args))
     _print_notes(model)
@@ -85,7 +81,7 @@ def choose_model(args: argparse.Namespace) -> None:
     if args.endpoint is None:
         if args.api_key is not None:
             raise OptionError("--api-key needs --endpoint URL")
-        args.model = DEMO_MODEL if args.model is None else args.model
+        args.model = DEMO_NAME if args.model is None else args.model
         return
     from localrt.remote.address import read_address
 
@@ -98,7 +94,7 @@ def choose_model(args: argparse.Namespace) -> None:
 
 def connect_endpoint(
     args: argparse.Namespace, progress: ProgressCallback | None = None
-) -> RemoteModel:
+) -> ChatModel:
     """The server's model."""
     from localrt.remote.model import connect
 
@@ -107,9 +103,11 @@ def connect_endpoint(
 
 def model_title(args: argparse.Namespace) -> str:
     """What to call the model until it says its own name."""
+    if args.model:
+        return str(args.model)
     from localrt.remote.address import read_address
 
-    return str(args.model or read_address(args.endpoint).place)
+    return read_address(args.endpoint).place
 
 
 def _key(args: argparse.Namespace) -> str | None:

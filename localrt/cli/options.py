@@ -6,17 +6,21 @@ Names are the Python options' names with dashes.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from localrt.engine.options import read_options
 from localrt.errors import OptionError
+from localrt.hub import DEMO_NAME
 from localrt.settings import ENDPOINT_KEY
 
 __all__ = [
-    "DEMO_MODEL",
+    "BARE_MODEL_HELP",
+    "Flag",
     "add_constraint_arguments",
     "add_endpoint_arguments",
+    "add_flags",
     "add_hub_arguments",
     "add_load_arguments",
     "add_model_argument",
@@ -26,153 +30,135 @@ __all__ = [
     "sampling_options",
 ]
 
-DEMO_MODEL = "smollm2"
+# Name, type, what stands for the value in help texts, and the help text. The type is what converts
+# the text, ``bool`` for a switch, ``list`` for a text that may be repeated, or a tuple of choices.
+Flag: TypeAlias = tuple[str, Any, str | None, str]
 
-_SAMPLING = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop"),
-    *("draft", "tree_budget", "overflow"),
+BARE_MODEL_HELP = "smollm2, org/name of the hub, a folder or a .gguf file"
+
+_HUB: tuple[Flag, ...] = (
+    ("--revision", str, None, "branch, tag or commit of a hub model"),
+    ("--offline", bool, None, "never use the network"),
 )
-_LOADING = (
-    *("engine", "format", "device", "gpu_memory", "ram", "ctx", "kv_format", "threads"),
-    *("revision", "offline"),
+_ENDPOINT: tuple[Flag, ...] = (
+    (
+        "--endpoint",
+        str,
+        "URL",
+        "use a model of this server (localrt serve, vLLM, or any with OpenAI's protocol); "
+        "MODEL is its name there (default: the first one that the server lists)",
+    ),
+    (
+        "--api-key",
+        str,
+        "KEY",
+        f"key for the server; better set it in ${ENDPOINT_KEY}; '' sends none",
+    ),
+)
+_KV_HELP = "format of the KV cache: int8 takes half the memory, int4 a third (CPU kernels)"
+_ENGINE_HELP = "auto uses llamacpp for models that native cannot run"
+_LOADING: tuple[Flag, ...] = (
+    ("--engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
+    ("--format", ("bf16", "f32"), None, "unpack weights to this format"),
+    ("--device", str, None, "cpu, cuda, virtual:CARD or auto (default)"),
+    ("--gpu-memory", str, "SIZE", "most GPU memory to use, like 8GB"),
+    ("--ram", str, "SIZE", "most RAM to use, like 4GB"),
+    ("--ctx", int, "TOKENS", "context length"),
+    ("--kv-format", ("bf16", "int8", "int4"), None, _KV_HELP),
+    ("--threads", int, "N", "CPU threads"),
+    *_HUB,
+)
+_DRAFT_HELP = (
+    "what guesses the next tokens: a smaller model with the same vocabulary, a trained head, or "
+    "repeated text (ngram); auto is the default"
+)
+_OVERFLOW_HELP = "what to do when a conversation is longer than the context"
+_SAMPLING: tuple[Flag, ...] = (
+    ("--max-tokens", int, "N", "longest answer, in tokens"),
+    ("--temperature", float, "T", "0 always takes the likeliest token"),
+    ("--top-k", int, "K", "only the K likeliest tokens"),
+    ("--top-p", float, "P", "only the likeliest tokens, up to probability P"),
+    ("--min-p", float, "P", "no token below P times the likeliest one"),
+    ("--typical-p", float, "P", "locally typical sampling"),
+    ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens"),
+    ("--frequency-penalty", float, "X", "tokens get less likely each time they occur"),
+    ("--presence-penalty", float, "X", "tokens get less likely once they occurred"),
+    ("--seed", int, "N", "the same seed gives the same text"),
+    ("--stop", list, "TEXT", "end the answer at this text; may be repeated"),
+    ("--draft", str, "MODEL|DIR|head|ngram|auto|off", _DRAFT_HELP),
+    ("--tree-budget", int, "K", "guesses per pass (default: tuned)"),
+    ("--overflow", ("error", "drop_oldest"), None, _OVERFLOW_HELP),
+)
+_CONSTRAINTS: tuple[Flag, ...] = (
+    ("--json-schema", str, "FILE|TEXT", "JSON that follows this schema (true: any JSON)"),
+    ("--regex", str, "R", "text that matches this whole regular expression"),
 )
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: Any) -> None:
+    """Declare ``flags``; without a default one that is not given is None, a switch False."""
+    for name, kind, metavar, text in flags:
+        how: dict[str, Any] = {"type": kind, "metavar": metavar}
+        if kind is bool:
+            how = {"action": "store_true"}
+        elif kind is list:
+            how = {"action": "append", "metavar": metavar}
+        elif isinstance(kind, tuple):
+            how = {"choices": kind, "metavar": metavar}
+        default = defaults.get(_option(name), False if kind is bool else None)
+        parser.add_argument(name, help=text, default=default, **how)
+
+
+def _option(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def add_model_argument(parser: argparse.ArgumentParser, *, default: str | None = DEMO_NAME) -> None:
     """MODEL, by default the demo model."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEMO_MODEL,
-        metavar="MODEL",
-        help=f"hub id, folder or .gguf file (default: {DEMO_MODEL})",
-    )
+    text = f"hub id, folder or .gguf file (default: {DEMO_NAME})"
+    parser.add_argument("model", nargs="?", default=default, metavar="MODEL", help=text)
 
 
 def add_hub_arguments(parser: argparse._ActionsContainer) -> None:
     """Flags of a model of the hub."""
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
-    parser.add_argument(
-        "--offline", action="store_true", default=None, help="never use the network"
-    )
+    add_flags(parser, _HUB, offline=None)
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags for a model behind a server with OpenAI's protocol."""
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--endpoint",
-        metavar="URL",
-        help="use a model of this server (localrt serve, vLLM, or any with OpenAI's protocol); "
-        "MODEL is its name there (default: the first one that the server lists)",
-    )
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"key for the server; better set it in ${ENDPOINT_KEY}; '' sends none",
-    )
+    add_flags(parser.add_argument_group("server"), _ENDPOINT)
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``localrt.load``."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--engine",
-        choices=("auto", "native", "llamacpp"),
-        default="auto",
-        help="auto uses llamacpp for models that native cannot run",
-    )
-    group.add_argument("--format", choices=("bf16", "f32"), help="unpack weights to this format")
-    group.add_argument("--device", default="auto", help="cpu, cuda, virtual:CARD or auto (default)")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="most GPU memory to use, like 8GB")
-    group.add_argument("--ram", metavar="SIZE", help="most RAM to use, like 4GB")
-    group.add_argument("--ctx", type=int, metavar="TOKENS", help="context length")
-    group.add_argument(
-        "--kv-format",
-        choices=("bf16", "int8", "int4"),
-        help="format of the KV cache: int8 takes half the memory, int4 a third (CPU kernels)",
-    )
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    add_hub_arguments(group)
+    add_flags(group, _LOADING, engine="auto", device="auto", offline=None)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of a generation; those left out follow the model's own defaults."""
-    group = parser.add_argument_group("generation")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
-    group.add_argument(
-        "--temperature", type=float, metavar="T", help="0 always takes the likeliest token"
-    )
-    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="only the likeliest tokens, up to probability P"
-    )
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="no token below P times the likeliest one"
-    )
-    group.add_argument("--typical-p", type=float, metavar="P", help="locally typical sampling")
-    group.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="above 1: fewer repeated tokens"
-    )
-    group.add_argument(
-        "--frequency-penalty",
-        type=float,
-        metavar="X",
-        help="tokens get less likely each time they occur",
-    )
-    group.add_argument(
-        "--presence-penalty",
-        type=float,
-        metavar="X",
-        help="tokens get less likely once they occurred",
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    group.add_argument(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="end the answer at this text; may be repeated",
-    )
-    group.add_argument(
-        "--draft",
-        metavar="MODEL|DIR|head|ngram|auto|off",
-        help="what guesses the next tokens: a smaller model with the same vocabulary, a trained "
-        "head, or repeated text (ngram); auto is the default",
-    )
-    group.add_argument(
-        "--tree-budget", type=int, metavar="K", help="guesses per pass (default: tuned)"
-    )
-    group.add_argument(
-        "--overflow",
-        choices=("error", "drop_oldest"),
-        help="what to do when a conversation is longer than the context",
-    )
+    add_flags(parser.add_argument_group("generation"), _SAMPLING)
 
 
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that constrain the form of the answer."""
-    group = parser.add_argument_group(
-        "form of the answer", "needs pip install 'localrt[structured]'"
-    )
-    either = group.add_mutually_exclusive_group()
-    either.add_argument(
-        "--json-schema", metavar="FILE|TEXT", help="JSON that follows this schema (true: any JSON)"
-    )
-    either.add_argument(
-        "--regex", metavar="R", help="text that matches this whole regular expression"
-    )
+    needs = "needs pip install 'localrt[structured]'"
+    group = parser.add_argument_group("form of the answer", needs)
+    add_flags(group.add_mutually_exclusive_group(), _CONSTRAINTS)
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
-    names = (*_LOADING, *(["draft"] if getattr(args, "draft", None) else []))
+    names = [_option(name) for name, *_ in _LOADING]
+    if getattr(args, "draft", None):
+        names.append("draft")
     return {name: getattr(args, name) for name in names}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
-    return {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    given = {option: getattr(args, option) for option in (_option(name) for name, *_ in _SAMPLING)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def constraint_options(args: argparse.Namespace) -> dict[str, Any]:

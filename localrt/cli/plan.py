@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from localrt.cli.options import add_hub_arguments
+from localrt.cli.options import Flag, add_flags, add_hub_arguments
 from localrt.drafts.acceptance import known_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.files import write_text
@@ -30,6 +30,33 @@ __all__ = ["add_arguments", "run"]
 _DRAFT_CTX, _DRAFT_NODES = 2048, 128
 
 
+_KV_HELP = "format of the KV cache (default: bf16)"
+_SSD_HELP = "keep keys and values that do not fit in RAM on the SSD"
+_ACCEPTANCE_HELP = (
+    "share of the draft's first choices that are right, from 0 to 1 (default: as measured, or 0.7)"
+)
+_GPU_HELP = 'a card by name, like "RTX 4060", or virtual:8GB@12GB/s,...'
+_PLAN: tuple[Flag, ...] = (
+    ("--ctx", int, "TOKENS", "context length (default: 4096)"),
+    ("--format", str, "F", "plan as if the weights had this format"),
+    ("--kv-format", ("bf16", "int8", "int4"), None, _KV_HELP),
+    ("--batch", int, "N", "sequences at once (default: 1)"),
+    ("--kv-on-ssd", bool, None, _SSD_HELP),
+)
+_SPECULATION: tuple[Flag, ...] = (
+    ("--draft", str, "MODEL", "a smaller model that guesses the next tokens"),
+    ("--acceptance", float, "SHARE", _ACCEPTANCE_HELP),
+)
+_HARDWARE: tuple[Flag, ...] = (
+    ("--ram", str, "SIZE", "RAM to use, like 32GB"),
+    ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB"),
+    ("--gpu", str, "CARD", _GPU_HELP),
+    ("--link", str, "RATE", "speed of copies to the GPU, like 12GB/s"),
+    ("--ssd", str, "RATE", "speed of the disk, like 3.5GB/s"),
+    ("--remeasure", bool, None, "measure this machine again"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
@@ -37,42 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="hub id, folder, .gguf file, or a config.json (or its folder) without weights",
     )
-    parser.add_argument("--ctx", type=int, metavar="TOKENS", help="context length (default: 4096)")
-    parser.add_argument("--format", metavar="F", help="plan as if the weights had this format")
-    parser.add_argument(
-        "--kv-format",
-        choices=("bf16", "int8", "int4"),
-        default="bf16",
-        help="format of the KV cache (default: bf16)",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences at once (default: 1)"
-    )
-    parser.add_argument(
-        "--kv-on-ssd",
-        action="store_true",
-        help="keep keys and values that do not fit in RAM on the SSD",
-    )
-    group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--draft", metavar="MODEL", help="a smaller model that guesses the next tokens"
-    )
-    group.add_argument(
-        "--acceptance",
-        type=float,
-        metavar="SHARE",
-        help="share of the draft's first choices that are right, from 0 to 1 (default: as "
-        "measured, or 0.7)",
-    )
-    group = parser.add_argument_group("hardware", "default: this machine's")
-    group.add_argument("--ram", metavar="SIZE", help="RAM to use, like 32GB")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory to use, like 8GB")
-    group.add_argument(
-        "--gpu", metavar="CARD", help='a card by name, like "RTX 4060", or virtual:8GB@12GB/s,...'
-    )
-    group.add_argument("--link", metavar="RATE", help="speed of copies to the GPU, like 12GB/s")
-    group.add_argument("--ssd", metavar="RATE", help="speed of the disk, like 3.5GB/s")
-    group.add_argument("--remeasure", action="store_true", help="measure this machine again")
+    add_flags(parser, _PLAN, kv_format="bf16", batch=1)
+    add_flags(parser.add_argument_group("speculation"), _SPECULATION)
+    add_flags(parser.add_argument_group("hardware", "default: this machine's"), _HARDWARE)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a timeline as SVG")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the timeline")

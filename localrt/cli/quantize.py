@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from localrt.cli.loading import resolve_model
-from localrt.cli.options import add_hub_arguments
+from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments
 from localrt.cli.progress import ProgressLine
 from localrt.errors import OptionError, TokenizerError
 from localrt.formatting import format_bytes, format_seconds
@@ -43,42 +43,28 @@ weight and become int8-g32 above that, unless you give --head-format.
 """
 
 
+_CALIBRATION_HELP = (
+    "a UTF-8 text, or a folder of texts, that resembles what the model will read "
+    "(default: Python's language reference)"
+)
+_FLAGS: tuple[Flag, ...] = (
+    ("--method", str, "M", "rtn, gptq or mr-gptq (default: the best for the format)"),
+    ("--calibration", Path, "PATH", _CALIBRATION_HELP),
+    ("--calibration-tokens", int, "N", "tokens of it to use (default: 16384)"),
+    ("--head-format", str, "F", "format of embedding and head"),
+    ("--out", Path, "DIR", "folder for the result (default: in localrt's data folder)"),
+    ("--seed", int, "N", "chooses the parts of the text (default: 0)"),
+    ("--threads", int, "N", "CPU threads for calibration"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "model", metavar="MODEL", help="smollm2, org/name of the hub, a folder or a .gguf file"
-    )
+    parser.add_argument("model", metavar="MODEL", help=BARE_MODEL_HELP)
     parser.add_argument("--format", required=True, metavar="F", help="format of the layers")
-    parser.add_argument(
-        "--method", metavar="M", help="rtn, gptq or mr-gptq (default: the best for the format)"
-    )
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="PATH",
-        help="a UTF-8 text, or a folder of texts, that resembles what the model will read "
-        "(default: Python's language reference)",
-    )
-    parser.add_argument(
-        "--calibration-tokens", type=int, metavar="N", help="tokens of it to use (default: 16384)"
-    )
-    parser.add_argument("--head-format", metavar="F", help="format of embedding and head")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for the result (default: in localrt's data folder)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="chooses the parts of the text (default: 0)",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads for calibration")
+    add_flags(parser, _FLAGS, seed=0)
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -12,61 +12,49 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from localrt.chat import ChatSession
 from localrt.cli.loading import choose_model, load_chat_model, load_model
 from localrt.cli.options import (
-    DEMO_MODEL,
+    Flag,
     add_constraint_arguments,
     add_endpoint_arguments,
+    add_flags,
     add_load_arguments,
+    add_model_argument,
     add_sampling_arguments,
     constraint_options,
     sampling_options,
 )
 from localrt.cli.run_batch import read_stdin, run_batch
+from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_bytes, format_rate, format_seconds
 from localrt.settings import Settings
 
-if TYPE_CHECKING:
-    from localrt.chat import ChatSession
-    from localrt.engine.types import Chunk, Metrics
-
 __all__ = ["add_arguments", "answer", "read_prompt", "run"]
+
+
+_BATCH_HELP = "answer every line of FILE (-: stdin): text, or JSON with prompt or messages"
+_BATCH_SIZE_HELP = "prompts at a time (default: as many as memory holds)"
+_FLAGS: tuple[Flag, ...] = (
+    ("--batch", str, "FILE", _BATCH_HELP),
+    ("--batch-size", int, "N", _BATCH_SIZE_HELP),
+    ("--raw", bool, None, "complete the text, without a chat template"),
+    ("--json", bool, None, "print text and metrics as JSON"),
+    ("--stats", bool, None, "print timings on stderr"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"hub id, folder or .gguf file (default: {DEMO_MODEL})",
-    )
-    parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the prompt; text on stdin is added below it"
-    )
-    parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
-    parser.add_argument(
-        "-c", "--continue", dest="resume", action="store_true", help="continue the last run"
-    )
-    parser.add_argument(
-        "--batch",
-        metavar="FILE",
-        help="answer every line of FILE (-: stdin): text, or JSON with prompt or messages",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="prompts at a time (default: as many as memory holds)",
-    )
-    parser.add_argument(
-        "--raw", action="store_true", help="complete the text, without a chat template"
-    )
-    parser.add_argument("--json", action="store_true", help="print text and metrics as JSON")
-    parser.add_argument("--stats", action="store_true", help="print timings on stderr")
+    add_model_argument(parser, default=None)
+    add = parser.add_argument
+    prompt = "the prompt; text on stdin is added below it"
+    add("prompt", nargs="?", metavar="PROMPT", help=prompt)
+    add("-s", "--system", metavar="TEXT", help="system prompt")
+    add("-c", "--continue", dest="resume", action="store_true", help="continue the last run")
+    add_flags(parser, _FLAGS)
     add_endpoint_arguments(parser)
     add_load_arguments(parser)
     add_sampling_arguments(parser)

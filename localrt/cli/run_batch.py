@@ -14,18 +14,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import localrt
 from localrt.answering.streams import joined
 from localrt.cli.loading import load_model
 from localrt.cli.options import constraint_options, sampling_options
 from localrt.cli.progress import StatusLine
+from localrt.engine.types import Chunk
 from localrt.errors import OptionError
 from localrt.formatting import format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from localrt.api import Model
-    from localrt.engine.types import Chunk
 
 __all__ = ["BatchPrompt", "parse_prompts", "read_stdin", "run_batch"]
 
@@ -131,7 +129,7 @@ def _with_system(prompt: BatchPrompt, system: str) -> BatchPrompt:
     return replace(prompt, prompt=[{"role": "system", "content": system}, *messages])
 
 
-def _print(args: argparse.Namespace, model: Model, prompts: Sequence[BatchPrompt]) -> int:
+def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[BatchPrompt]) -> int:
     out = sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from localrt.cli.loading import load_model
 from localrt.cli.options import (
+    Flag,
+    add_flags,
     add_load_arguments,
     add_model_argument,
     add_sampling_arguments,
@@ -32,58 +34,35 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 
+_HOST_HELP = "address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in"
+_CORS_HELP = (
+    "let web pages of this origin send requests, like https://example.org, or all (*); "
+    "may be repeated"
+)
+_RUNNING_HELP = "most answers at a time; they share passes (default: 16)"
+_DRAIN_HELP = "when stopping, seconds for answers to finish (default: 20)"
+_FLAGS: tuple[Flag, ...] = (
+    ("--host", str, None, _HOST_HELP),
+    ("--port", int, None, "port (default: 8080); 0 takes a free one"),
+    ("--name", str, None, "the model's name in requests (default: its own name)"),
+    ("--api-key", str, "KEY", f"key that requests must send; better set it in ${SERVE_KEY}"),
+    ("--cors", list, "ORIGIN", _CORS_HELP),
+    ("--max-running", int, "N", _RUNNING_HELP),
+    ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
+    ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
+    ("--drain", float, "S", _DRAIN_HELP),
+    ("--json", bool, None, "log to stdout as JSON"),
+    ("--quiet", bool, None, "do not log requests"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser)
     group = parser.add_argument_group("server")
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in",
-    )
-    group.add_argument(
-        "--port", type=int, default=8080, help="port (default: 8080); 0 takes a free one"
-    )
-    group.add_argument("--name", help="the model's name in requests (default: its own name)")
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"key that requests must send; better set it in ${SERVE_KEY}",
-    )
-    group.add_argument(
-        "--cors",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let web pages of this origin send requests, like https://example.org, or all (*); "
-        "may be repeated",
-    )
-    group.add_argument(
-        "--max-running",
-        type=int,
-        default=16,
-        metavar="N",
-        help="most answers at a time; they share passes (default: 16)",
-    )
-    group.add_argument(
-        "--max-queued",
-        type=int,
-        default=64,
-        metavar="N",
-        help="most answers that wait for their turn (default: 64)",
-    )
-    group.add_argument(
-        "--max-body", default="8MiB", metavar="SIZE", help="largest request (default: 8MiB)"
-    )
-    group.add_argument(
-        "--drain",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="when stopping, seconds for answers to finish (default: 20)",
-    )
-    group.add_argument("--json", action="store_true", help="log to stdout as JSON")
-    group.add_argument("--quiet", action="store_true", help="do not log requests")
+    unset = ServeOptions()
+    kept = {name: getattr(unset, name) for name in ("host", "port", "max_running", "max_queued")}
+    add_flags(group, _FLAGS, **kept, cors=[], max_body="8MiB", drain=unset.drain_s)
     add_load_arguments(parser)
     add_sampling_arguments(parser)
 
