@@ -11,7 +11,7 @@ from typing import Any
 from localrt.answering.core import open_core
 from localrt.bench.child import serve
 from localrt.bench.engines import Launch, llamacpp_core
-from localrt.bench.process_io import disk_bytes_read
+from localrt.bench.page_cache import disk_bytes_read
 from localrt.loading.options import LoadOptions
 
 __all__ = ["PROMPT", "main"]

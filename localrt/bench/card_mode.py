@@ -7,20 +7,21 @@ throughout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from localrt.bench.outcome import BenchOptions, Outcome, Result
 from localrt.engine.types import Metrics
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
+from localrt.machine import hardware
+from localrt.offload.memory.process import ram_budget
+from localrt.offload.planner import Plan, make_plan
+from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
+from localrt.offload.planner.explain import explain
+from localrt.offload.shapes import parse_kv_format
+from localrt.planning.inputs import Hardware, budgets_of, machine_of, shape_of, with_card
 from localrt.settings import Settings
-
-if TYPE_CHECKING:
-    from localrt.offload.planner import MachineProfile, ModelShape, Plan
-    from localrt.offload.planner.cards import Card
 
 __all__ = ["CardRun", "card_for", "simulate_card", "wants_card"]
 
@@ -36,8 +37,6 @@ class CardRun:
     @property
     def text(self) -> str:
         """The whole for people, labelled."""
-        from localrt.offload.planner.explain import explain
-
         link = f"{self.card.link_bytes_s / 1e9:.3g} GB/s"
         return (
             f"SIMULATED: no GPU here. A named card, {self.card.name} (link {link}), its memory "
@@ -45,7 +44,7 @@ class CardRun:
             + explain(self.plan)
         )
 
-    def to_dict(self) -> Mapping[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What a report has beside the results: the card and the plan."""
         card = self.card
         return {
@@ -63,11 +62,8 @@ class CardRun:
 
 def wants_card(options: BenchOptions) -> bool:
     """Whether GPU memory was asked for, of whatever card there is, and there is none."""
-    if options.gpu_memory is None or options.device not in (None, "auto"):
-        return False
-    from localrt.machine.hardware import gpus
-
-    return not gpus()
+    any_card = options.gpu_memory is not None and options.device in (None, "auto")
+    return any_card and not hardware.gpus()
 
 
 def card_for(gpu_memory: int) -> Card:
@@ -76,8 +72,6 @@ def card_for(gpu_memory: int) -> Card:
     Raises:
         OptionError: none has it.
     """
-    from localrt.offload.planner.cards import CARDS, DEFAULT_CARD
-
     large = [card for card in CARDS.values() if card.vram_bytes >= gpu_memory]
     if not large:
         most = max(card.vram_bytes for card in CARDS.values())
@@ -86,9 +80,7 @@ def card_for(gpu_memory: int) -> Card:
             f" {format_bytes(most)}): try one that is made up, such as"
             " --device virtual:24GB@25GB/s,900GB/s,80TFLOPS"
         )
-    smallest = min(card.vram_bytes for card in large)
-    chosen = [card for card in large if card.vram_bytes == smallest]
-    return next((card for card in chosen if card.name == DEFAULT_CARD), chosen[0])
+    return min(large, key=lambda card: (card.vram_bytes, card.name != DEFAULT_CARD))
 
 
 def simulate_card(options: BenchOptions, settings: Settings) -> CardRun:
@@ -98,52 +90,32 @@ def simulate_card(options: BenchOptions, settings: Settings) -> CardRun:
         MemoryBudgetError: it does not fit card, RAM and disk.
         LocalrtError: the model cannot be read, or no such card is known.
     """
-    from localrt.machine.measuring import machine_profile
-    from localrt.models.checkpoints import open_checkpoint
-    from localrt.offload.planner import shape_from_checkpoint
-
     assert options.gpu_memory is not None
-    card = card_for(options.gpu_memory)
-    with closing(open_checkpoint(options.path)) as checkpoint:
-        shape = shape_from_checkpoint(checkpoint)
-    formats = {unit.format for unit in shape.units}
-    folder = options.path if options.path.is_dir() else options.path.parent
-    _, machine = machine_profile(folder, settings, formats=formats)
-    return plan_card(card, shape, machine, options)
-
-
-def plan_card(
-    card: Card, shape: ModelShape, machine: MachineProfile, options: BenchOptions
-) -> CardRun:
-    """The plan for a model on ``machine`` with ``card`` in it."""
-    from localrt.offload.memory.process import ram_budget
-    from localrt.offload.planner import Budgets, make_plan
-    from localrt.offload.shapes import parse_kv_format
-
-    work = options.workload
-    assert options.gpu_memory is not None
+    work, card = options.workload, card_for(options.gpu_memory)
+    shape = shape_of(options.path)
+    machine, _ = machine_of(options.path, settings, shape)
+    machine, vram = with_card(machine, Hardware(gpu=card.name, gpu_memory=options.gpu_memory))
     plan = make_plan(
         shape,
-        replace(machine, gpu=card.profile, link_bytes_s=card.link_bytes_s),
-        Budgets(ram=ram_budget(options.ram, rss=0), vram=min(options.gpu_memory, card.vram_bytes)),
+        machine,
+        budgets_of(machine, ram_budget(options.ram, rss=0), vram),
         ctx=options.ctx or work.prompt_tokens + work.tokens,
         kv_format=parse_kv_format(options.kv_format or "bf16"),
         held=work.prompt_tokens + work.tokens // 2,
     )
-    said = plan.prediction
-    per_token = 1 / said.tok_s
+    found = plan.prediction
     metrics = Metrics(
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.tokens,
-        ttft_s=work.prompt_tokens / said.prefill_tok_s,
-        tpot_s=per_token,
-        prefill_tok_s=said.prefill_tok_s,
-        decode_tok_s=said.tok_s,
+        ttft_s=work.prompt_tokens / found.prefill_tok_s,
+        tpot_s=1 / found.tok_s,
+        prefill_tok_s=found.prefill_tok_s,
+        decode_tok_s=found.tok_s,
         peak_vram_bytes=plan.memory.total("vram"),
         peak_ram_bytes=plan.memory.total("ram"),
-        pipeline_efficiency=said.efficiency,
-        ceiling_tok_s=said.ceiling_tok_s,
-        predicted_tok_s=said.tok_s,
+        pipeline_efficiency=found.efficiency,
+        ceiling_tok_s=found.ceiling_tok_s,
+        predicted_tok_s=found.tok_s,
         exactness="approximate",
         simulated=True,
     )

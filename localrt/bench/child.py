@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from localrt.bench.engines import BenchEngine, Launch, load_engine
-from localrt.bench.process_io import disk_bytes_read
+from localrt.bench.page_cache import disk_bytes_read
 from localrt.errors import LocalrtError
 
 __all__ = ["Requests", "main", "serve"]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -67,7 +68,7 @@ def hf_folder(
             return checkpoint.path
         out = hf_folder_path(checkpoint.path, cache)
         if not out.is_dir():
-            size = 2 * sum(_elements(info.shape) for info in checkpoint.tensors.values())
+            size = 2 * sum(math.prod(info.shape) for info in checkpoint.tensors.values())
             notify(f"writing {format_bytes(size)} of bf16 weights for the peers, once, to {out}")
             write_hf_folder(checkpoint, out)
         return out
@@ -90,7 +91,8 @@ def write_hf_folder(checkpoint: Checkpoint, out: Path) -> None:
     config = _config(checkpoint)
     files = _files(checkpoint)
     names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
-    size = sum(_nbytes(checkpoint, tensors) for tensors in files)
+    sizes = {name: 2 * math.prod(info.shape) for name, info in checkpoint.tensors.items()}
+    size = sum(sizes[tensor] for tensors in files for tensor in tensors)
     aside = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         aside.mkdir(parents=True)
@@ -100,9 +102,10 @@ def write_hf_folder(checkpoint: Checkpoint, out: Path) -> None:
                 f"bf16 weights for the peers take {format_bytes(size)} and {out.parent} has"
                 f" {format_bytes(free)} free: free some, or set LOCALRT_CACHE to another disk"
             )
+        weight_map: dict[str, str] = {}
         for name, tensors in zip(names, files, strict=True):
             _write_file(checkpoint, tensors, aside / name)
-        weight_map = {t: name for name, tensors in zip(names, files, strict=True) for t in tensors}
+            weight_map |= dict.fromkeys(tensors, name)
         _write_json(
             aside / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": weight_map},
@@ -159,7 +162,7 @@ def _write_file(checkpoint: Checkpoint, tensors: Sequence[str], path: Path) -> N
     offset = 0
     for name in tensors:
         shape = checkpoint.tensors[name].shape
-        end = offset + 2 * _elements(shape)
+        end = offset + 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
@@ -174,15 +177,10 @@ def _write_file(checkpoint: Checkpoint, tensors: Sequence[str], path: Path) -> N
 
 def _write_tensor(checkpoint: Checkpoint, name: str, file: BinaryIO) -> None:
     one = checkpoint.config.get("norm_weights_include_one") and name.endswith("norm.weight")
-    for block in _packed(checkpoint, name):
-        values = unpack(block)
-        file.write(_to_bf16(values - np.float32(1) if one else values).tobytes())
-
-
-def _packed(checkpoint: Checkpoint, name: str) -> Iterator[PackedTensor]:
     for block in checkpoint.blocks(name, _BLOCK_BYTES):
         assert isinstance(block, PackedTensor), "only a store has tiles"
-        yield block
+        values = unpack(block)
+        file.write(_to_bf16(values - np.float32(1) if one else values).tobytes())
 
 
 def _to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -190,17 +188,6 @@ def _to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     return (rounded >> np.uint32(16)).astype("<u2")
-
-
-def _nbytes(checkpoint: Checkpoint, tensors: Sequence[str]) -> int:
-    return sum(2 * _elements(checkpoint.tensors[name].shape) for name in tensors)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

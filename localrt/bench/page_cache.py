@@ -1,4 +1,4 @@
-"""Drop what the operating system keeps of files, so that the next reader reads the disk.
+"""Files and the page cache: drop what is kept of them, and count what is read from the disk.
 
 A memory limit counts the page cache that a process causes; what another one left behind would be
 free for it. The model's files are dropped everywhere that allows it, the whole cache where this
@@ -8,10 +8,13 @@ process may do that.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["drop_from_cache", "model_files"]
+import psutil
+
+__all__ = ["disk_bytes_read", "drop_from_cache", "model_files"]
 
 _DROP_ALL = Path("/proc/sys/vm/drop_caches")
 
@@ -30,16 +33,13 @@ def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> str
     Returns what was dropped, in words: ``"everything"``, ``"model files"`` or ``"nothing"``.
     """
     dropped = "nothing"
-    for file in _each(paths):
-        if hasattr(os, "posix_fadvise"):
+    if hasattr(os, "posix_fadvise"):
+        for file in (file for path in paths for file in model_files(path)):
             try:
-                descriptor = os.open(file, os.O_RDONLY)
+                with file.open("rb", buffering=0) as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError:
                 continue
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
             dropped = "model files"
     try:
         drop_all.write_text("1\n", encoding="ascii")
@@ -48,6 +48,15 @@ def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> str
     return "everything"
 
 
-def _each(paths: Iterable[Path]) -> Iterator[Path]:
-    for path in paths:
-        yield from model_files(path)
+def disk_bytes_read() -> int | None:
+    """Bytes that this process has had read from storage; None where not known.
+
+    By the kernel's account: page faults on mapped files, buffered and direct reads count, what the
+    page cache already holds does not. So every engine's reading is measured alike.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        return int(psutil.Process().io_counters().read_bytes)
+    except (AttributeError, OSError, psutil.Error):  # a kernel without task accounting
+        return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
@@ -90,12 +91,11 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         ("setting", setting),
         ("prefill tok/s", lambda r: format_rate(r.metrics["prefill_tok_s"])),
         ("decode tok/s", lambda r: format_rate(r.metrics["decode_tok_s"])),
-        *(column for name, column in _DETAILS.items() if _any(outcome.results, name)),
+        *_details(outcome.results, _DETAILS),
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
+        *_details(outcome.results, {"peak_cgroup_bytes": ("with page cache", _size)}),
     ]
-    if _any(outcome.results, "peak_cgroup_bytes"):
-        columns.append(("with page cache", lambda r: _size(r.metrics["peak_cgroup_bytes"])))
     if compare:
         against = f"/ {_BASELINE}"
         columns.insert(3, (against, lambda r: _ratio(r.metrics["prefill_tok_s"], prefill)))
@@ -113,9 +113,17 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     return "\n".join(lines)
 
 
-def _any(results: Sequence[Result], name: str) -> bool:
-    """Whether a column has anything to say: some engine reads 0 bytes, but not all."""
-    return any(result.metrics.get(name) for result in results)
+def _details(
+    results: Sequence[Result], details: Mapping[str, tuple[str, Callable[[Any], str]]]
+) -> Iterator[tuple[str, Callable[[Result], str]]]:
+    """The columns that have anything to say: some engine reads 0 bytes, but not all."""
+
+    def cell(show: Callable[[Any], str], name: str, result: Result) -> str:
+        return show(result.metrics.get(name))
+
+    for name, (header, show) in details.items():
+        if any(result.metrics.get(name) for result in results):
+            yield header, partial(cell, show, name)
 
 
 def _size(count: int | None) -> str:
@@ -126,24 +134,12 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}%"
 
 
-# Columns that stand only where a result has them.
-_DETAILS: Mapping[str, tuple[str, Callable[[Result], str]]] = {
-    "predicted_tok_s": (
-        "predicted",
-        lambda r: format_rate(r.metrics.get("predicted_tok_s")),
-    ),
-    "pipeline_efficiency": (
-        "pipeline busy",
-        lambda r: _percent(r.metrics.get("pipeline_efficiency")),
-    ),
-    "read_bytes_per_token": (
-        "read/token",
-        lambda r: _size(r.metrics.get("read_bytes_per_token")),
-    ),
-    "peak_vram_bytes": (
-        "peak VRAM",
-        lambda r: _size(r.metrics.get("peak_vram_bytes")),
-    ),
+# Columns that stand only where a result has them: header, and how to show a value.
+_DETAILS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "predicted_tok_s": ("predicted", format_rate),
+    "pipeline_efficiency": ("pipeline busy", _percent),
+    "read_bytes_per_token": ("read/token", _size),
+    "peak_vram_bytes": ("peak VRAM", _size),
 }
 
 

@@ -7,8 +7,10 @@ import importlib.metadata
 import json
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from localrt.bench.card_mode import simulate_card, wants_card
 from localrt.bench.engines import ENGINES
@@ -97,15 +99,7 @@ def run(args: argparse.Namespace) -> int:
     machine = replace(machine, memory_read_bytes_s=floor)
     outcome = run_bench(options, notify=_notify)
     if args.json:
-        report = to_json(
-            outcome,
-            options,
-            name=name,
-            machine=machine,
-            versions=_versions(),
-            command=shlex.join(["localrt", *sys.argv[1:]]),
-        )
-        print(json.dumps(report, indent=2))
+        print(json.dumps(_report(outcome, options, name, machine), indent=2))
     else:
         print(to_table(outcome, options, name=name, machine=machine))
     if not outcome.results:
@@ -126,20 +120,22 @@ def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where:
     run = simulate_card(options, where)
     machine = hardware.probe()
     if args.json:
-        report = to_json(
-            run.outcome,
-            options,
-            name=name,
-            machine=machine,
-            versions=_versions(),
-            command=shlex.join(["localrt", *sys.argv[1:]]),
-        )
+        report = _report(run.outcome, options, name, machine)
         print(json.dumps({**report, "runs": 0, **run.to_dict()}, indent=2))
     else:
-        print(run.text)
-        print()
-        print(to_table(run.outcome, options, name=name, machine=machine))
+        print(f"{run.text}\n\n{to_table(run.outcome, options, name=name, machine=machine)}")
     return 0
+
+
+def _report(
+    outcome: Outcome, options: BenchOptions, name: str, machine: hardware.Machine
+) -> dict[str, Any]:
+    versions = {"localrt": __version__}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    command = shlex.join(["localrt", *sys.argv[1:]])
+    return to_json(outcome, options, name=name, machine=machine, versions=versions, command=command)
 
 
 def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
@@ -171,16 +167,6 @@ def _resolve(model: str) -> tuple[str, Path]:
     # File names only: results are made to be passed on.
     name = resolved.path.name if Path(resolved.name).exists() else resolved.name
     return name, resolved.path
-
-
-def _versions() -> dict[str, str]:
-    versions = {"localrt": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _notify(line: str) -> None:

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Listen, load, serve, and let answers finish."""
     _check_extra()
-    from localrt.serve import open_socket, serve  # once the extra is known to be there
+    from localrt.serve.server import open_socket, serve  # once the extra is known to be there
 
     options = _options(args)
     defaults = sampling_options(args)

@@ -17,7 +17,6 @@ from localrt.engine.types import FinishReason, Metrics, ToolCall
 from localrt.errors import ContextOverflowError, LocalrtError
 from localrt.formatting import one_line
 from localrt.remote.address import Address
-from localrt.remote.http import Head
 from localrt.text.thinking import CLOSE, OPEN
 
 __all__ = ["ListedModel", "Reader", "events", "listed_models", "refusal"]
@@ -109,7 +108,7 @@ class Reader:
             LocalrtError: it tells of a failure, or is no event of this protocol.
         """
         if event.get("error") or event.get("object") == "error":
-            raise refusal(self.address, Head(200, {}), json.dumps(event).encode())
+            raise refusal(self.address, 200, {}, json.dumps(event).encode())
         usage, choices = event.get("usage"), event.get("choices")
         if isinstance(usage, Mapping):
             self._usage = usage
@@ -117,9 +116,8 @@ class Reader:
             if usage is None and "choices" not in event:
                 raise LocalrtError(f"{self.address.origin} {_NO_PROTOCOL}")
             return ""
-        choice = choices[0] if choices and isinstance(choices[0], Mapping) else {}
-        delta = choice.get("delta")
-        delta = delta if isinstance(delta, Mapping) else {}
+        choice = _mapping(choices[0] if choices else None)
+        delta = _mapping(choice.get("delta"))
         text = self._text(delta)
         calls = delta.get("tool_calls")
         if isinstance(calls, list):
@@ -156,8 +154,7 @@ class Reader:
     def metrics(self) -> Metrics:
         """What is known so far."""
         usage = self._usage or {}
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+        cached = _mapping(usage.get("prompt_tokens_details")).get("cached_tokens")
         count = _count(usage.get("completion_tokens"), self._pieces)
         found = Metrics(
             prompt_tokens=_count(usage.get("prompt_tokens"), self.estimate),
@@ -173,12 +170,8 @@ class Reader:
         return found
 
     def _text(self, delta: Mapping[str, Any]) -> str:
-        thought = next(
-            (t for n in ("reasoning", "reasoning_content") if isinstance(t := delta.get(n), str)),
-            "",
-        )
-        content = delta.get("content")
-        content = content if isinstance(content, str) else ""
+        thought = _string(delta, "reasoning", "reasoning_content")
+        content = _string(delta, "content")
         text = ""
         if thought:
             text = thought if self._thinking else f"{OPEN}\n{thought}"
@@ -190,16 +183,19 @@ class Reader:
 
     def _take_call(self, position: int, piece: Mapping[str, Any]) -> None:
         call = self._calls.setdefault(_count(piece.get("index"), position), _Call())
-        function = piece.get("function")
-        function = function if isinstance(function, Mapping) else {}
-        for value, name in (
-            (piece.get("id"), "id"),
-            (function.get("name"), "name"),
-        ):
-            if isinstance(value, str) and value:
-                setattr(call, name, value)
-        if isinstance(arguments := function.get("arguments"), str):
-            call.arguments += arguments
+        function = _mapping(piece.get("function"))
+        call.id = _string(piece, "id") or call.id
+        call.name = _string(function, "name") or call.name
+        call.arguments += _string(function, "arguments")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _string(value: Mapping[str, Any], *names: str) -> str:
+    """The first of these entries that is a text; empty where none is."""
+    return next((text for name in names if isinstance(text := value.get(name), str)), "")
 
 
 def _count(value: Any, otherwise: int) -> int:
@@ -229,8 +225,8 @@ def listed_models(body: bytes, address: Address) -> list[ListedModel]:
         raise LocalrtError(f"{address.origin} {_NO_PROTOCOL}")
     models = []
     for entry in data:
-        name = entry.get("id") if isinstance(entry, Mapping) else None
-        if isinstance(name, str) and name:
+        entry = _mapping(entry)
+        if name := _string(entry, "id"):
             told = (entry.get(n) for n in ("max_model_len", "context_length", "context_window"))
             models.append(
                 ListedModel(name, next((n for each in told if (n := _count(each, 0))), 0))
@@ -241,11 +237,11 @@ def listed_models(body: bytes, address: Address) -> list[ListedModel]:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-def refusal(address: Address, head: Head, body: bytes) -> LocalrtError:
-    """A refusal or a failure in one line that says what to do."""
+def refusal(address: Address, status: int, headers: Mapping[str, str], body: bytes) -> LocalrtError:
+    """A refusal or a failure in one line that says what to do; ``headers`` are in lower case."""
     why, code = _told(body)
     why = address.hide(why)
-    status, origin = head.status, address.origin
+    origin = address.origin
     because = f": {why}" if why else ""
     if code == "context_length_exceeded" or "maximum context length" in why:
         return ContextOverflowError(f"the conversation is too long for the server{because}")
@@ -262,8 +258,9 @@ def refusal(address: Address, head: Head, body: bytes) -> LocalrtError:
             f"{origin} has no such thing ({status}{because}): check the model's name, and the "
             "address, which often ends in /v1"
         )
-    if status == 429 or (status == 503 and "retry-after" in head.headers):
-        return LocalrtError(f"{origin} is busy ({status}{because}): {_when(head)}")
+    if status == 429 or (status == 503 and "retry-after" in headers):
+        later = _when(headers.get("retry-after", "").strip())
+        return LocalrtError(f"{origin} is busy ({status}{because}): {later}")
     if status >= 500:
         return LocalrtError(f"{origin} failed ({status}{because}): try again, or see its log")
     if 300 <= status < 400 or not why:
@@ -277,21 +274,16 @@ def _told(body: bytes) -> tuple[str, str]:
         found = json.loads(body)
     except (ValueError, RecursionError):
         return "", ""
-    if not isinstance(found, Mapping):
-        return "", ""
-    error = found.get("error", found)
+    error = _mapping(found)
+    error = error.get("error", error)
     if isinstance(error, str):
         return one_line(error), ""
-    if not isinstance(error, Mapping):
-        return "", ""
-    message = next(
-        (text for name in ("message", "detail") if isinstance(text := error.get(name), str)), ""
-    )
-    return one_line(message).rstrip("."), str(error.get("code") or "")
+    error = _mapping(error)
+    message = one_line(_string(error, "message", "detail"))
+    return message.rstrip("."), str(error.get("code") or "")
 
 
-def _when(head: Head) -> str:
-    after = head.headers.get("retry-after", "").strip()
+def _when(after: str) -> str:
     seconds: float | None = None
     if after.isascii() and after.isdigit():
         seconds = float(after[:9])

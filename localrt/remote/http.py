@@ -12,7 +12,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -22,7 +21,7 @@ from localrt.errors import LocalrtError
 from localrt.formatting import one_line
 from localrt.remote.address import Address
 
-__all__ = ["Exchange", "Head"]
+__all__ = ["Exchange"]
 
 _CONNECT_S = 10.0
 _IDLE_S = 600.0  # a long prompt on a streamed model takes minutes
@@ -31,14 +30,6 @@ _AHEAD = 256  # pieces that are read and not yet taken
 _REDIRECTS = 3
 _REDIRECTED = (301, 302, 307, 308)
 _KEEP_ALIVE = (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What an answer begins with; names of headers are in lower case."""
-
-    status: int
-    headers: Mapping[str, str]
 
 
 class Exchange(Closing):
@@ -61,21 +52,21 @@ class Exchange(Closing):
         self._address = address
         self._method, self._path, self._body = method, path, body
         self._look, self._idle_s = look, idle_s
-        self._came: queue.Queue[Head | bytes | Exception | None] = queue.Queue(_AHEAD)
+        self._came: queue.Queue[httpx2.Response | bytes | Exception | None] = queue.Queue(_AHEAD)
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._answered = False  # whether the head came
         threading.Thread(target=self._run, name="localrt-remote", daemon=True).start()
 
-    def head(self) -> Head:
-        """Status and headers.
+    def head(self) -> httpx2.Response:
+        """Status and headers; its body comes from ``pieces``.
 
         Raises:
             LocalrtError: the server cannot be reached, or does not answer as one.
         """
         found = self._next()
-        if not isinstance(found, Head):
+        if not isinstance(found, httpx2.Response):
             raise LocalrtError(
                 f"{self._address.origin} closed the connection without an HTTP answer"
             )
@@ -113,7 +104,7 @@ class Exchange(Closing):
 
     # -- the side that waits ---------------------------------------------------------------------
 
-    def _next(self) -> Head | bytes | None:
+    def _next(self) -> httpx2.Response | bytes | None:
         while True:
             self._look()
             try:
@@ -156,7 +147,7 @@ class Exchange(Closing):
             ) as response:
                 location = response.headers.get("location")
                 if response.status_code not in _REDIRECTED or location is None:
-                    self._tell(Head(response.status_code, dict(response.headers)))
+                    self._tell(response)
                     for piece in response.iter_raw():
                         self._tell(piece)
                     return
@@ -180,7 +171,7 @@ class Exchange(Closing):
                 info["return_value"].close()
             raise LocalrtError("given up")
 
-    def _tell(self, item: Head | bytes | Exception | None) -> None:
+    def _tell(self, item: httpx2.Response | bytes | Exception | None) -> None:
         while not self._over.is_set():
             try:
                 self._came.put(item, timeout=_LOOK_S)

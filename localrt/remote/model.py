@@ -77,13 +77,13 @@ def connect(
 
     with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
         head = exchange.head()
-        body = exchange.read(_LONGEST_LIST if head.status == 200 else _LONGEST_REFUSAL)
-    if head.status == 200:
+        body = exchange.read(_LONGEST_LIST if head.status_code == 200 else _LONGEST_REFUSAL)
+    if head.status_code == 200:
         listed = listed_models(body, address)
-    elif head.status in (404, 405) and model is not None:
+    elif head.status_code in (404, 405) and model is not None:
         listed = []  # not every server tells
     else:
-        raise refusal(address, head, body)
+        raise refusal(address, head.status_code, head.headers, body)
     return RemoteModel(address, *_chosen(address, model, listed))
 
 
@@ -230,8 +230,10 @@ class _Conversation:
         try:
             with Exchange(address, "POST", path, body, look=look) as exchange:
                 head = exchange.head()
-                if head.status != 200 or not _is_stream(head.headers):
-                    raise refusal(address, head, exchange.read(_LONGEST_REFUSAL))
+                if head.status_code != 200 or not _is_stream(head.headers):
+                    raise refusal(
+                        address, head.status_code, head.headers, exchange.read(_LONGEST_REFUSAL)
+                    )
                 for event in events(exchange.pieces(), address):
                     if event is None:
                         reader.reason = reader.reason or "stop"

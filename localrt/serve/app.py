@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.errors import LocalrtError
-from localrt.serve import endpoints
+from localrt.serve.endpoints import ROUTES
 from localrt.serve.errors import ApiError, api_error
 from localrt.serve.guard import Guard, LogLine
 from localrt.serve.options import ServeOptions
@@ -26,17 +26,6 @@ from localrt.serve.service import Service
 __all__ = ["create_app"]
 
 _WORKERS = 4
-
-_ROUTES = (
-    ("/v1/chat/completions", "POST", endpoints.chat_completions),
-    ("/v1/completions", "POST", endpoints.completions),
-    ("/v1/embeddings", "POST", endpoints.embeddings),
-    ("/v1/models", "GET", endpoints.models),
-    ("/v1/models/{name:path}", "GET", endpoints.model),
-    ("/health", "GET", endpoints.health),
-    ("/metrics", "GET", endpoints.metrics),
-    ("/openapi.json", "GET", endpoints.openapi),
-)
 
 
 def create_app(
@@ -52,7 +41,7 @@ def create_app(
     """
     options = options or ServeOptions()
     service = Service(model, options)
-    paths = frozenset(path for path, _, _ in _ROUTES)
+    paths = frozenset(path for path, _, _ in ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -81,14 +70,11 @@ def create_app(
             )
         )
     app = Starlette(
-        routes=[Route(path, function, methods=[method]) for path, method, function in _ROUTES],
+        routes=[Route(path, function, methods=[method]) for path, method, function in ROUTES],
         middleware=middleware,
-        exception_handlers={
-            ApiError: _api_error,
-            LocalrtError: _library_error,
-            HTTPException: _http_error,
-            Exception: _any_error,
-        },
+        exception_handlers=dict.fromkeys(
+            (ApiError, LocalrtError, HTTPException, Exception), _failed
+        ),
         lifespan=lifespan,
     )
     app.state.service = service
@@ -101,21 +87,11 @@ async def _sample(service: Service) -> None:
         await asyncio.sleep(1)
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _failed(_: Request, error: Exception) -> Response:
+    if isinstance(error, LocalrtError):
+        error = api_error(error)
+    elif isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"the server failed: {type(error).__name__}")
     return error.response()
-
-
-async def _library_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, LocalrtError)
-    return api_error(error).response()
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    return ApiError(error.status_code, f"{error.detail}", headers=headers).response()
-
-
-async def _any_error(_: Request, error: Exception) -> Response:
-    return ApiError(500, f"the server failed: {type(error).__name__}").response()

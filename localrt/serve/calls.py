@@ -12,7 +12,7 @@ from typing import Any
 
 from localrt.serve.errors import invalid
 
-__all__ = ["Call", "Forced", "chat_call", "completion_call"]
+__all__ = ["Call", "Forced", "chat_call", "completion_call", "prompts_of"]
 
 Fields = Mapping[str, Any]
 
@@ -111,7 +111,7 @@ def completion_call(fields: Fields) -> Call:
     options = _options(fields)
     if fields.get("logprobs") is not None:
         options["logprobs"] = fields["logprobs"]
-    texts = _texts(fields["prompt"])
+    texts = prompts_of(fields["prompt"])
     echo = None
     if fields.get("echo"):
         if "logprobs" in options:
@@ -132,7 +132,7 @@ def completion_call(fields: Fields) -> Call:
     )
 
 
-def _texts(given: Any) -> list[str | list[int]]:
+def prompts_of(given: Any) -> list[str | list[int]]:
     """One text, or its ids, for each prompt."""
     if isinstance(given, str):
         return [given]

@@ -14,25 +14,15 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from localrt.engine.types import Chunk
 from localrt.serve.bodies import read_fields
-from localrt.serve.calls import Call, chat_call, completion_call
+from localrt.serve.calls import chat_call, completion_call, prompts_of
 from localrt.serve.errors import ApiError, JsonResponse, invalid
 from localrt.serve.generating import answer, until_gone
 from localrt.serve.openapi import describe
-from localrt.serve.payloads import chat_logprobs, completion_logprobs, tool_calls
+from localrt.serve.payloads import ChatShape, TextShape
 from localrt.serve.service import Service
 
-__all__ = [
-    "chat_completions",
-    "completions",
-    "embeddings",
-    "health",
-    "metrics",
-    "model",
-    "models",
-    "openapi",
-]
+__all__ = ["ROUTES"]
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -43,110 +33,29 @@ def _service(request: Request) -> Service:
     return service
 
 
+async def _fields(request: Request, kind: str) -> dict[str, Any]:
+    """The checked body of a request for the model that runs."""
+    service = _service(request)
+    fields = await read_fields(request, kind, service.options)
+    service.check_model(fields.get("model"))
+    return fields
+
+
 # -- answers -------------------------------------------------------------------------------------
 
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
+    call = chat_call(await _fields(request, "CHAT"))
     service = _service(request)
-    fields = await read_fields(request, "CHAT", service.options)
-    service.check_model(fields.get("model"))
-    call = chat_call(fields)
-    return await answer(request, service, call, _Chat(service, call))
+    return await answer(request, service, call, ChatShape(service.model.tokenizer, call))
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions"""
+    call = completion_call(await _fields(request, "COMPLETION"))
     service = _service(request)
-    fields = await read_fields(request, "COMPLETION", service.options)
-    service.check_model(fields.get("model"))
-    call = completion_call(fields)
-    return await answer(request, service, call, _Text(service, call))
-
-
-class _Chat:
-    """See ``Shape``."""
-
-    kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, service: Service, call: Call) -> None:
-        self._tokenizer = service.model.tokenizer
-        self._logprobs = call.logprobs
-
-    def _shown(self, chunk: Chunk) -> dict[str, Any] | None:
-        return chat_logprobs(chunk.logprobs, self._tokenizer) if self._logprobs else None
-
-    def whole(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": chunk.text, "refusal": None}
-        if chunk.tool_calls:
-            message["content"] = chunk.text or None
-            message["tool_calls"] = tool_calls(chunk)
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._shown(chunk),
-            "finish_reason": chunk.finish_reason,
-        }
-
-    def first(self, index: int) -> list[dict[str, Any]]:
-        return [self._delta(index, {"role": "assistant", "content": ""})]
-
-    def delta(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        found = []
-        if chunk.text or chunk.logprobs:
-            found.append(self._delta(index, {"content": chunk.text}, logprobs=self._shown(chunk)))
-        if chunk.tool_calls:
-            found.append(self._delta(index, {"tool_calls": tool_calls(chunk, streamed=True)}))
-        if chunk.finish_reason is not None:
-            found.append(self._delta(index, {}, reason=chunk.finish_reason))
-        return found
-
-    def _delta(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-class _Text:
-    """See ``Shape``."""
-
-    kind, stream_kind, prefix = "text_completion", "text_completion", "cmpl"
-
-    def __init__(self, service: Service, call: Call) -> None:
-        self._tokenizer = service.model.tokenizer
-        self._call = call
-        self._lengths: dict[int, int] = {}  # of the texts so far, for offsets
-
-    def whole(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        echo = "" if self._call.echo is None else self._call.echo[index]
-        return self._choice(index, echo + chunk.text, chunk)
-
-    def first(self, index: int) -> list[dict[str, Any]]:
-        if self._call.echo is None:
-            return []
-        text = self._call.echo[index]
-        return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]
-
-    def delta(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        return [self._choice(index, chunk.text, chunk)]
-
-    def _choice(self, index: int, text: str, chunk: Chunk) -> dict[str, Any]:
-        shown = None
-        if self._call.logprobs:
-            start = self._lengths.get(index, 0)
-            shown = completion_logprobs(chunk.logprobs, self._tokenizer, start=start)
-            self._lengths[index] = start + sum(map(len, shown["tokens"]))
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": shown,
-            "finish_reason": chunk.finish_reason,
-        }
+    return await answer(request, service, call, TextShape(service.model.tokenizer, call))
 
 
 # -- embeddings ----------------------------------------------------------------------------------
@@ -155,11 +64,10 @@ class _Text:
 async def embeddings(request: Request) -> Response:
     """POST /v1/embeddings"""
     service = _service(request)
-    fields = await read_fields(request, "EMBEDDINGS", service.options)
-    service.check_model(fields.get("model"))
+    fields = await _fields(request, "EMBEDDINGS")
     if fields.get("dimensions") is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
-    texts = _embedded(fields["input"])
+    texts = prompts_of(fields["input"])
     model, cancel = service.model, threading.Event()
 
     def compute() -> tuple[Any, int]:
@@ -178,35 +86,15 @@ async def embeddings(request: Request) -> Response:
             cancel.set()
     if not np.isfinite(vectors).all():
         raise ApiError(500, "the model computes no numbers for this input")
-    base64_wanted = fields.get("encoding_format") == "base64"
+    if fields.get("encoding_format") == "base64":
+        rows: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
+    else:
+        rows = vectors.tolist()
     data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": base64.b64encode(row.tobytes()).decode()
-            if base64_wanted
-            else row.tolist(),
-        }
-        for index, row in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)
     ]
-    return JsonResponse(
-        {
-            "object": "list",
-            "data": data,
-            "model": service.name,
-            "usage": {"prompt_tokens": read, "total_tokens": read},
-        }
-    )
-
-
-def _embedded(given: Any) -> list[str | list[int]]:
-    """Texts, or the ids of each."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given[0], str):
-        return list(given)
-    lists = given if isinstance(given[0], list) else [given]
-    return [[int(token) for token in ids] for ids in lists]
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    return JsonResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
 
 
 # -- about the server ----------------------------------------------------------------------------
@@ -249,3 +137,15 @@ async def metrics(request: Request) -> Response:
 async def openapi(request: Request) -> Response:
     """GET /openapi.json"""
     return JsonResponse(describe(keyed=_service(request).options.api_key is not None))
+
+
+ROUTES = (
+    ("/v1/chat/completions", "POST", chat_completions),
+    ("/v1/completions", "POST", completions),
+    ("/v1/embeddings", "POST", embeddings),
+    ("/v1/models", "GET", models),
+    ("/v1/models/{name:path}", "GET", model),
+    ("/health", "GET", health),
+    ("/metrics", "GET", metrics),
+    ("/openapi.json", "GET", openapi),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,8 @@ from localrt.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from localrt.serve.payloads import to_json
 
-__all__ = ["ApiError", "JsonResponse", "api_error", "error_body", "invalid"]
+__all__ = ["ApiError", "JsonResponse", "api_error", "error_body", "invalid", "to_json"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -37,6 +37,11 @@ _TYPES = {
 
 # Options that requests have under another name.
 _FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
+
+
+def to_json(value: Any) -> bytes:
+    """One line of ASCII."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 class JsonResponse(Response):

@@ -1,7 +1,7 @@
 """Answers of the running batch, as whole JSON objects or as a stream of events.
 
-Chat and text completions differ in their ``Shape`` only. Whoever goes away, or does not read, ends
-his answers; what goes wrong in the middle of a stream is its last event.
+If a client disconnects, or does not read, its answers are cancelled; what goes wrong in the middle
+of a stream is its last event.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Hashable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -24,32 +24,15 @@ from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.errors import CancelledError, LocalrtError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call, Forced
-from localrt.serve.errors import JsonResponse, api_error, error_body, invalid
-from localrt.serve.payloads import Envelope, to_json, usage
+from localrt.serve.errors import JsonResponse, api_error, error_body, invalid, to_json
+from localrt.serve.payloads import Envelope, Shape, usage
 from localrt.serve.service import Service
 
-__all__ = ["Shape", "answer", "until_gone"]
+__all__ = ["answer", "until_gone"]
 
 T = TypeVar("T")
 
 _DONE = b"data: [DONE]\n\n"
-
-
-class Shape(Protocol):
-    """How one kind of completion looks."""
-
-    kind: str
-    stream_kind: str
-    prefix: str
-
-    def whole(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """The choice of a finished answer."""
-
-    def first(self, index: int) -> list[dict[str, Any]]:
-        """What a stream says of a choice before its text."""
-
-    def delta(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """What a stream says of a chunk: nothing, or choices."""
 
 
 async def answer(request: Request, service: Service, call: Call, shape: Shape) -> Response:
@@ -135,11 +118,11 @@ async def _gathered(
     service: Service, answers: Sequence[AsyncAnswer], forced: Forced | None, began: float
 ) -> list[Chunk]:
     """Every answer as one chunk."""
-    said: list[list[Chunk]] = [[] for _ in answers]
+    parts: list[list[Chunk]] = [[] for _ in answers]
     async with aclosing(_merged(service, answers, began)) as merged:
         async for index, chunk in merged:
-            said[index].append(chunk)
-    whole = [joined(chunks) for chunks in said]
+            parts[index].append(chunk)
+    whole = [joined(chunks) for chunks in parts]
     return whole if forced is None else [_as_call(chunk, forced) for chunk in whole]
 
 

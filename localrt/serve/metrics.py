@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 __all__ = ["Metrics", "render"]
 
@@ -69,13 +70,12 @@ def render(
 
 
 def _histogram(name: str, help_text: str, row: Sequence[float]) -> Iterator[str]:
+    bounds = [*(f"{bound:g}" for bound in _BUCKETS), "+Inf"]
+    counts = [*accumulate(row[: len(_BUCKETS)]), row[-1]]
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} histogram"
-    total = 0.0
-    for bound, count in zip(_BUCKETS, row, strict=False):
-        total += count
-        yield f'{name}_bucket{{le="{bound:g}"}} {_number(total)}'
-    yield f'{name}_bucket{{le="+Inf"}} {_number(row[-1])}'
+    for bound, count in zip(bounds, counts, strict=True):
+        yield f'{name}_bucket{{le="{bound}"}} {_number(count)}'
     yield f"{name}_sum {_number(row[-2])}"
     yield f"{name}_count {_number(row[-1])}"
 

@@ -41,15 +41,17 @@ def describe(*, keyed: bool = False) -> dict[str, Any]:
                 "Write on from a text", "COMPLETION", "COMPLETION_RESPONSE", streams=True
             ),
             "/v1/embeddings": _post("Vectors of texts", "EMBEDDINGS", "EMBEDDINGS_RESPONSE"),
-            "/v1/models": _get("The model that runs", _json("MODELS")),
+            "/v1/models": {"get": _operation("The model that runs", _json("MODELS"))},
             "/v1/models/{name}": {
-                **_get("One model", _json("MODEL")),
+                "get": _operation("One model", _json("MODEL")),
                 "parameters": [
                     {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
                 ],
             },
-            "/health": _get("Whether the server is up", {"application/json": {}}, keyed=False),
-            "/metrics": _get("Counts for Prometheus", {"text/plain": {}}),
+            "/health": {
+                "get": _operation("Whether the server is up", {"application/json": {}}, security=[])
+            },
+            "/metrics": {"get": _operation("Counts for Prometheus", {"text/plain": {}})},
         },
         "components": {
             "schemas": {name: getattr(schemas, name) for name in schemas.__all__ if name.isupper()},
@@ -65,28 +67,14 @@ def _json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
-def _responses(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"200": {"description": "as asked for", "content": content}}
+def _operation(summary: str, content: dict[str, Any], **more: Any) -> dict[str, Any]:
+    responses = {"200": {"description": "as asked for", "content": content}}
     for status, description in _ERRORS.items():
-        found[status] = {"description": description, "content": _json("ERROR")}
-    return found
+        responses[status] = {"description": description, "content": _json("ERROR")}
+    return {"summary": summary, "responses": responses, **more}
 
 
 def _post(summary: str, body: str, response: str, *, streams: bool = False) -> dict[str, Any]:
-    content = _json(response)
-    if streams:
-        content["text/event-stream"] = {}
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {"required": True, "content": _json(body)},
-            "responses": _responses(content),
-        }
-    }
-
-
-def _get(summary: str, content: dict[str, Any], *, keyed: bool = True) -> dict[str, Any]:
-    operation: dict[str, Any] = {"summary": summary, "responses": _responses(content)}
-    if not keyed:
-        operation["security"] = []
-    return {"get": operation}
+    content = {**_json(response), **({"text/event-stream": {}} if streams else {})}
+    request = {"required": True, "content": _json(body)}
+    return {"post": _operation(summary, content, requestBody=request)}

@@ -1,36 +1,29 @@
 """From chunks to the objects of OpenAI's protocol: choices, deltas, log-probabilities, usage.
 
-Plain dictionaries. It does not know requests, HTTP, or where chunks come from.
+Plain dictionaries. Chat and text completions differ in their ``Shape`` only. It does not know HTTP,
+or where chunks come from.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeAlias
 
-from localrt.engine.types import Chunk, Metrics, TokenLogprob
+from localrt.engine.types import Chunk, Metrics
 from localrt.models.tokenizers import Tokenizer
+from localrt.serve.calls import Call
+from localrt.text.tools import as_message_calls
 from localrt.version import __version__
 
-__all__ = [
-    "Envelope",
-    "chat_logprobs",
-    "completion_logprobs",
-    "to_json",
-    "tool_calls",
-    "usage",
-]
+__all__ = ["ChatShape", "Envelope", "Shape", "TextShape", "usage"]
+
+Payload: TypeAlias = dict[str, Any]
 
 # JSON knows no infinity; a token that cannot come has about this log-probability.
 _LEAST_LOGPROB = -9999.0
-
-
-def to_json(value: Any) -> bytes:
-    """One line of ASCII."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 class Envelope:
@@ -65,63 +58,121 @@ def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
     }
 
 
-def tool_calls(chunk: Chunk, *, streamed: bool = False) -> list[dict[str, Any]]:
-    """The calls that a last chunk asks for."""
-    return [
-        {
-            **({"index": index} if streamed else {}),
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
+class ChatShape:
+    """How a chat completion looks."""
+
+    kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, tokenizer: Tokenizer, call: Call) -> None:
+        self._tokenizer, self._call = tokenizer, call
+
+    def whole(self, index: int, chunk: Chunk) -> Payload:
+        """The choice of a finished answer."""
+        message: Payload = {"role": "assistant", "content": chunk.text, "refusal": None}
+        if chunk.tool_calls:
+            message["content"] = chunk.text or None
+            message["tool_calls"] = as_message_calls(chunk.tool_calls)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._shown(chunk),
+            "finish_reason": chunk.finish_reason,
         }
-        for index, call in enumerate(chunk.tool_calls)
-    ]
 
+    def first(self, index: int) -> list[Payload]:
+        """What a stream says of a choice before its text."""
+        return [self._delta(index, {"role": "assistant", "content": ""})]
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ``logprobs`` of a chat's choice."""
+    def delta(self, index: int, chunk: Chunk) -> list[Payload]:
+        """What a stream says of a chunk: nothing, or choices."""
+        found = []
+        if chunk.text or chunk.logprobs:
+            found.append(self._delta(index, {"content": chunk.text}, logprobs=self._shown(chunk)))
+        if chunk.tool_calls:
+            calls = as_message_calls(chunk.tool_calls)
+            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+            found.append(self._delta(index, {"tool_calls": numbered}))
+        if chunk.finish_reason is not None:
+            found.append(self._delta(index, {}, finish_reason=chunk.finish_reason))
+        return found
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
-        spelled = tokenizer.token_bytes(token)
+    def _delta(self, index: int, delta: Payload, **more: Any) -> Payload:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+
+    def _shown(self, chunk: Chunk) -> Payload | None:
+        if not self._call.logprobs:
+            return None
+        content = [
+            {
+                **self._token(found.token_id, found.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, _, logprob in found.top],
+            }
+            for found in chunk.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> Payload:
+        spelled = self._tokenizer.token_bytes(token)
         return {
             "token": spelled.decode("utf-8", "replace"),
             "logprob": max(logprob, _LEAST_LOGPROB),
             "bytes": list(spelled),
         }
 
-    content = [
-        {
-            **one(found.token_id, found.logprob),
-            "top_logprobs": [one(token, logprob) for token, _, logprob in found.top],
+
+class TextShape:
+    """How a text completion looks. Methods as of ``ChatShape``."""
+
+    kind, stream_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, tokenizer: Tokenizer, call: Call) -> None:
+        self._tokenizer, self._call = tokenizer, call
+        self._lengths: dict[int, int] = {}  # of the texts so far, for offsets
+
+    def whole(self, index: int, chunk: Chunk) -> Payload:
+        """The choice of a finished answer."""
+        echo = "" if self._call.echo is None else self._call.echo[index]
+        return self._choice(index, chunk, echo + chunk.text)
+
+    def first(self, index: int) -> list[Payload]:
+        """The prompt, where it is to be shown."""
+        if self._call.echo is None:
+            return []
+        text = self._call.echo[index]
+        return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]
+
+    def delta(self, index: int, chunk: Chunk) -> list[Payload]:
+        """A choice for every chunk."""
+        return [self._choice(index, chunk, chunk.text)]
+
+    def _choice(self, index: int, chunk: Chunk, text: str) -> Payload:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._shown(index, chunk) if self._call.logprobs else None,
+            "finish_reason": chunk.finish_reason,
         }
-        for found in logprobs
-    ]
-    return {"content": content, "refusal": None}
+
+    def _shown(self, index: int, chunk: Chunk) -> Payload:
+        texts = [self._text(found.token_id) for found in chunk.logprobs]
+        start = self._lengths.get(index, 0)  # offsets count characters
+        *offsets, self._lengths[index] = accumulate(map(len, texts), initial=start)
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(found.logprob, _LEAST_LOGPROB) for found in chunk.logprobs],
+            "top_logprobs": [
+                {
+                    self._text(token): max(logprob, _LEAST_LOGPROB)
+                    # Of those that look the same the likeliest counts.
+                    for token, _, logprob in reversed(found.top)
+                }
+                for found in chunk.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
-def completion_logprobs(
-    logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer, *, start: int = 0
-) -> dict[str, Any]:
-    """The ``logprobs`` of a text completion; offsets count characters from ``start``."""
-    texts = [_text(tokenizer, found.token_id) for found in logprobs]
-    offsets = []
-    for text in texts:
-        offsets.append(start)
-        start += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(found.logprob, _LEAST_LOGPROB) for found in logprobs],
-        "top_logprobs": [
-            {
-                _text(tokenizer, token): max(logprob, _LEAST_LOGPROB)
-                # Of those that look the same the likeliest counts.
-                for token, _, logprob in reversed(found.top)
-            }
-            for found in logprobs
-        ],
-        "text_offset": offsets,
-    }
-
-
-def _text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.token_bytes(token).decode("utf-8", "replace")
+Shape: TypeAlias = ChatShape | TextShape

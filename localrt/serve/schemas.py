@@ -26,6 +26,20 @@ Schema = dict[str, Any]
 _MOST_ID = (1 << 31) - 1
 
 
+def _object(*required: str, **properties: Schema) -> Schema:
+    """An object with these fields, of which the ``required`` ones must be there."""
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _whole(**properties: Schema) -> Schema:
+    """An object with all of these fields."""
+    return _object(*properties, **properties)
+
+
+def _list(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
 def _number(low: float, high: float) -> Schema:
     return {"type": ["number", "null"], "minimum": low, "maximum": high}
 
@@ -34,14 +48,20 @@ def _integer(low: int, high: int) -> Schema:
     return {"type": ["integer", "null"], "minimum": low, "maximum": high}
 
 
-_TEXT: Schema = {"type": ["string", "null"]}
+def _nullable(schema: Schema) -> Schema:
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+_STRING: Schema = {"type": "string"}
+_FILLED: Schema = {"type": "string", "minLength": 1}
+_COUNT: Schema = {"type": "integer"}
+_TEXT = _nullable(_STRING)
 _FLAG: Schema = {"type": ["boolean", "null"]}
-_IDS: Schema = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": _MOST_ID},
-    "minItems": 1,
-}
-_TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_IDS = _list({"type": "integer", "minimum": 0, "maximum": _MOST_ID}, minItems=1)
+_PROMPTS = "a text, a list of texts, token ids, or a list of lists of token ids"
+_BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
+
+# -- requests --------------------------------------------------------------------------------------
 
 _SAMPLING: dict[str, Schema] = {
     "model": _TEXT,
@@ -49,18 +69,13 @@ _SAMPLING: dict[str, Schema] = {
     "temperature": _number(0, 100),
     "top_p": _number(0, 1),
     "n": _integer(1, 1024),
-    "stop": {
-        "type": ["string", "array", "null"],
-        "minLength": 1,
-        "maxItems": 16,
-        "items": {"type": "string", "minLength": 1},
-    },
+    "stop": {**_FILLED, "type": ["string", "array", "null"], "maxItems": 16, "items": _FILLED},
     "seed": _integer(-(1 << 63), (1 << 63) - 1),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "logit_bias": {
         "type": ["object", "null"],
-        "patternProperties": {"^[0-9]{1,9}$": {"type": "number", "minimum": -100, "maximum": 100}},
+        "patternProperties": {"^[0-9]{1,9}$": _BIAS},
         "additionalProperties": False,
     },
     "stream": _FLAG,
@@ -72,263 +87,129 @@ _SAMPLING: dict[str, Schema] = {
     "ignore_eos": _FLAG,
 }
 
-_FUNCTION: Schema = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-        "description": _TEXT,
-        "parameters": {"type": ["object", "null"]},
-        "strict": _FLAG,
+_FUNCTION = _object(
+    "name",
+    name={"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
+    description=_TEXT,
+    parameters=_nullable({"type": "object"}),
+    strict=_FLAG,
+)
+
+_CALL = _object(
+    "function",
+    id=_TEXT,
+    type={"enum": ["function", None]},
+    function=_whole(name=_STRING, arguments=_STRING),
+)
+
+_MESSAGE = _object(
+    "role",
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content={
+        "type": ["string", "array", "null"],
+        "items": _whole(type={"enum": ["text"]}, text=_STRING),
     },
+    name=_TEXT,
+    tool_call_id=_TEXT,
+    tool_calls=_nullable(_list(_CALL)),
+)
+
+_RESPONSE_FORMAT: Schema = {
+    **_nullable(
+        _object(
+            "type",
+            type={"enum": ["text", "json_object", "json_schema"]},
+            json_schema=_object(
+                "schema", name=_TEXT, description=_TEXT, schema={"type": "object"}, strict=_FLAG
+            ),
+        )
+    ),
+    "if": {"properties": {"type": {"const": "json_schema"}}, "type": "object"},
+    "then": {"required": ["json_schema"]},
 }
 
-_CALL: Schema = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "id": _TEXT,
-        "type": {"enum": ["function", None]},
-        "function": {
-            "type": "object",
-            "required": ["name", "arguments"],
-            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
-        },
-    },
+_TOOL_CHOICE: Schema = {
+    "description": '"none", "auto", "required", or an object that names a function',
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        _whole(type={"enum": ["function"]}, function=_whole(name=_STRING)),
+    ],
 }
 
-_MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {
-            "type": ["string", "array", "null"],
-            "items": {
-                "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
-            },
-        },
-        "name": _TEXT,
-        "tool_call_id": _TEXT,
-        "tool_calls": {"type": ["array", "null"], "items": _CALL},
-    },
-}
+CHAT = _object(
+    "messages",
+    **_SAMPLING,
+    messages=_list(_MESSAGE, minItems=1),
+    max_completion_tokens=_integer(1, _MOST_ID),
+    logprobs=_FLAG,
+    top_logprobs=_integer(0, 20),
+    tools=_nullable(_list(_whole(type={"enum": ["function"]}, function=_FUNCTION))),
+    tool_choice=_TOOL_CHOICE,
+    response_format=_RESPONSE_FORMAT,
+)
 
-_JSON_FORMAT: Schema = {
-    "type": "object",
-    "required": ["schema"],
-    "properties": {
-        "name": _TEXT,
-        "description": _TEXT,
-        "schema": {"type": "object"},
-        "strict": _FLAG,
-    },
-}
 
-CHAT: Schema = {
-    "type": "object",
-    "required": ["messages"],
-    "properties": {
-        **_SAMPLING,
-        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
-        "max_completion_tokens": _integer(1, _MOST_ID),
-        "logprobs": _FLAG,
-        "top_logprobs": _integer(0, 20),
-        "tools": {
-            "type": ["array", "null"],
-            "items": {
-                "type": "object",
-                "required": ["type", "function"],
-                "properties": {"type": {"enum": ["function"]}, "function": _FUNCTION},
-            },
-        },
-        "tool_choice": {
-            "description": '"none", "auto", "required", or an object that names a function',
-            "anyOf": [
-                {"enum": ["none", "auto", "required", None]},
-                {
-                    "type": "object",
-                    "required": ["type", "function"],
-                    "properties": {
-                        "type": {"enum": ["function"]},
-                        "function": {
-                            "type": "object",
-                            "required": ["name"],
-                            "properties": {"name": {"type": "string"}},
-                        },
-                    },
-                },
-            ],
-        },
-        "response_format": {
-            "type": ["object", "null"],
-            "required": ["type"],
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": _JSON_FORMAT,
-            },
-            "if": {"properties": {"type": {"const": "json_schema"}}, "type": "object"},
-            "then": {"required": ["json_schema"]},
-        },
-    },
-}
+def _prompts(text: Schema) -> Schema:
+    kinds = [text, _list(text, minItems=1), _IDS, _list(_IDS, minItems=1)]
+    return {"description": _PROMPTS, "anyOf": kinds}
 
-COMPLETION: Schema = {
-    "type": "object",
-    "required": ["prompt"],
-    "properties": {
-        **_SAMPLING,
-        "prompt": {
-            "description": "a text, a list of texts, token ids, or a list of lists of token ids",
-            "anyOf": [
-                {"type": "string"},
-                _TEXTS,
-                _IDS,
-                {"type": "array", "items": _IDS, "minItems": 1},
-            ],
-        },
-        "logprobs": _integer(0, 20),
-        "echo": _FLAG,
-        "suffix": _TEXT,
-        "best_of": _integer(1, 1024),
-    },
-}
 
-EMBEDDINGS: Schema = {
-    "type": "object",
-    "required": ["input"],
-    "properties": {
-        "model": _TEXT,
-        "input": {
-            "description": "a text, a list of texts, token ids, or a list of lists of token ids",
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                _IDS,
-                {"type": "array", "items": _IDS, "minItems": 1},
-            ],
-        },
-        "encoding_format": {"enum": ["float", "base64", None]},
-        "dimensions": _integer(1, _MOST_ID),
-    },
-}
+COMPLETION = _object(
+    "prompt",
+    **_SAMPLING,
+    prompt=_prompts(_STRING),
+    logprobs=_integer(0, 20),
+    echo=_FLAG,
+    suffix=_TEXT,
+    best_of=_integer(1, 1024),
+)
+
+EMBEDDINGS = _object(
+    "input",
+    model=_TEXT,
+    input=_prompts(_FILLED),
+    encoding_format={"enum": ["float", "base64", None]},
+    dimensions=_integer(1, _MOST_ID),
+)
 
 # -- responses -------------------------------------------------------------------------------------
 
-_USAGE: Schema = {
-    "type": "object",
-    "required": ["prompt_tokens", "total_tokens"],
-    "properties": {
-        "prompt_tokens": {"type": "integer"},
-        "completion_tokens": {"type": "integer"},
-        "total_tokens": {"type": "integer"},
-    },
-}
-
-
-def _response(kind: str, choice: Schema) -> Schema:
-    return {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"const": kind},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": {"type": "array", "items": choice},
-            "usage": _USAGE,
-        },
-    }
-
-
+_USAGE = _object(
+    "prompt_tokens",
+    "total_tokens",
+    prompt_tokens=_COUNT,
+    completion_tokens=_COUNT,
+    total_tokens=_COUNT,
+)
 _REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
+_LOGPROBS: Schema = {"type": ["object", "null"]}
+
+
+def _response(kind: str, **choice: Schema) -> Schema:
+    return _whole(
+        id=_STRING,
+        object={"const": kind},
+        created=_COUNT,
+        model=_STRING,
+        choices=_list(_whole(index=_COUNT, **choice, finish_reason=_REASON, logprobs=_LOGPROBS)),
+        usage=_USAGE,
+    )
+
 
 CHAT_RESPONSE = _response(
-    "chat.completion",
-    {
-        "type": "object",
-        "required": ["index", "message", "finish_reason", "logprobs"],
-        "properties": {
-            "index": {"type": "integer"},
-            "message": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {"role": {"const": "assistant"}, "content": _TEXT},
-            },
-            "finish_reason": _REASON,
-            "logprobs": {"type": ["object", "null"]},
-        },
-    },
+    "chat.completion", message=_whole(role={"const": "assistant"}, content=_TEXT)
+)
+COMPLETION_RESPONSE = _response("text_completion", text=_STRING)
+
+_VECTOR = _whole(
+    object={"const": "embedding"},
+    index=_COUNT,
+    embedding={"type": ["array", "string"], "items": {"type": "number"}},
+)
+EMBEDDINGS_RESPONSE = _whole(
+    object={"const": "list"}, data=_list(_VECTOR), model=_STRING, usage=_USAGE
 )
 
-COMPLETION_RESPONSE = _response(
-    "text_completion",
-    {
-        "type": "object",
-        "required": ["index", "text", "finish_reason", "logprobs"],
-        "properties": {
-            "index": {"type": "integer"},
-            "text": {"type": "string"},
-            "finish_reason": _REASON,
-            "logprobs": {"type": ["object", "null"]},
-        },
-    },
-)
-
-EMBEDDINGS_RESPONSE: Schema = {
-    "type": "object",
-    "required": ["object", "data", "model", "usage"],
-    "properties": {
-        "object": {"const": "list"},
-        "data": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["object", "index", "embedding"],
-                "properties": {
-                    "object": {"const": "embedding"},
-                    "index": {"type": "integer"},
-                    "embedding": {"type": ["array", "string"], "items": {"type": "number"}},
-                },
-            },
-        },
-        "model": {"type": "string"},
-        "usage": _USAGE,
-    },
-}
-
-MODEL: Schema = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "model"},
-        "created": {"type": "integer"},
-        "owned_by": {"type": "string"},
-    },
-}
-
-MODELS: Schema = {
-    "type": "object",
-    "required": ["object", "data"],
-    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": MODEL}},
-}
-
-ERROR: Schema = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _TEXT,
-                "code": _TEXT,
-            },
-        }
-    },
-}
+MODEL = _whole(id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING)
+MODELS = _whole(object={"const": "list"}, data=_list(MODEL))
+ERROR = _whole(error=_whole(message=_STRING, type=_STRING, param=_TEXT, code=_TEXT))

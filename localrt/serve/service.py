@@ -19,7 +19,7 @@ from localrt.live import LiveModel
 from localrt.offload.account import SERVER_NBYTES
 from localrt.offload.memory.process import current_rss
 from localrt.serve.errors import ApiError
-from localrt.serve.metrics import Labels, Metrics, render
+from localrt.serve.metrics import Metrics, render
 from localrt.serve.options import ServeOptions
 
 __all__ = ["Service"]
@@ -144,50 +144,31 @@ class Service:
     def metrics_text(self) -> str:
         """All numbers, in Prometheus' text format."""
         lines = list(self.metrics.lines(_HELP))
-        for name, kind, help_text, value in self._gauges():
-            none: Labels = ()
-            lines += render(name, kind, help_text, [(none, value)])
+        for name, help_text, value in self._gauges():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += render(name, kind, help_text, [((), value)])
         return "\n".join(lines) + "\n"
 
-    def _gauges(self) -> Iterator[tuple[str, str, str, float]]:
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        """Name, help text and value of what is known of the running batch."""
         if self._live is None:
             return
         stats = self._live.stats()
-        counter, gauge = "counter", "gauge"
-        yield "localrt_requests_running", gauge, "Answers that share passes.", stats.running
-        yield "localrt_requests_waiting", gauge, "Answers that wait for a turn.", stats.waiting
-        yield "localrt_requests_paused", gauge, "Answers that nobody reads.", stats.paused
-        yield "localrt_prompt_tokens_total", counter, "Tokens of prompts.", stats.prompt_tokens
-        yield (
-            "localrt_cached_prompt_tokens_total",
-            counter,
-            "Tokens of prompts that a kept KV cache held.",
-            stats.cached_tokens,
-        )
-        yield (
-            "localrt_generated_tokens_total",
-            counter,
-            "Tokens of answers.",
-            stats.completion_tokens,
-        )
-        yield "localrt_passes_total", counter, "Passes over the weights.", stats.passes
-        yield (
-            "localrt_tokens_per_second",
-            gauge,
-            f"Tokens of answers in the last {_WINDOW_S} seconds, per second.",
-            self._rate(stats.completion_tokens),
-        )
-        yield "localrt_kv_bytes", gauge, "Bytes of KV caches.", stats.kv_bytes
-        if stats.pipeline is not None:
-            counts = stats.pipeline
-            yield (
-                "localrt_ssd_read_bytes_total",
-                counter,
-                "Read by the pipeline.",
-                (counts.ssd_read_bytes),
-            )
-            yield "localrt_link_bytes_total", counter, "Copied to a card.", counts.link_bytes
-        yield "process_resident_memory_bytes", gauge, "Bytes in RAM.", current_rss()
+        cached_help = "Tokens of prompts that a kept KV cache held."
+        rate_help = f"Tokens of answers in the last {_WINDOW_S} seconds, per second."
+        yield "localrt_requests_running", "Answers that share passes.", stats.running
+        yield "localrt_requests_waiting", "Answers that wait for a turn.", stats.waiting
+        yield "localrt_requests_paused", "Answers that nobody reads.", stats.paused
+        yield "localrt_prompt_tokens_total", "Tokens of prompts.", stats.prompt_tokens
+        yield "localrt_cached_prompt_tokens_total", cached_help, stats.cached_tokens
+        yield "localrt_generated_tokens_total", "Tokens of answers.", stats.completion_tokens
+        yield "localrt_passes_total", "Passes over the weights.", stats.passes
+        yield "localrt_tokens_per_second", rate_help, self._rate(stats.completion_tokens)
+        yield "localrt_kv_bytes", "Bytes of KV caches.", stats.kv_bytes
+        if (counts := stats.pipeline) is not None:
+            yield "localrt_ssd_read_bytes_total", "Read by the pipeline.", counts.ssd_read_bytes
+            yield "localrt_link_bytes_total", "Copied to a card.", counts.link_bytes
+        yield "process_resident_memory_bytes", "Bytes in RAM.", current_rss()
 
     def _rate(self, said: int) -> float:
         if not self._samples:

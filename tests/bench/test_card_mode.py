@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from localrt.bench import card_mode
 from localrt.bench.card_mode import card_for, simulate_card, wants_card
 from localrt.bench.outcome import BenchOptions
 from localrt.bench.report import to_json, to_table
 from localrt.bench.workload import Workload
 from localrt.cli import main
 from localrt.errors import MemoryBudgetError, OptionError
-from localrt.machine import hardware, measuring
+from localrt.machine import hardware
 from localrt.machine.hardware import Gpu
 from localrt.offload.planner.machine import typical_machine
 from localrt.settings import Settings
@@ -24,8 +25,7 @@ from tests.bench.test_hf_folder import tiny_gguf
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
     monkeypatch.setattr(hardware, "gpus", lambda: ())
-    profile = lambda *_, **__: (None, typical_machine())  # noqa: E731
-    monkeypatch.setattr(measuring, "machine_profile", profile)
+    monkeypatch.setattr(card_mode, "machine_of", lambda *_: (typical_machine(), ""))
     return BenchOptions(
         path=tiny_gguf(tmp_path, "qwen2"),
         engines=("native",),

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 from localrt.bench.page_cache import drop_from_cache, model_files
-from localrt.bench.process_io import disk_bytes_read
 
 
 def test_files_of_a_model_are_those_of_a_store_or_all_parts(tmp_path: Path) -> None:
@@ -23,10 +22,3 @@ def test_what_was_dropped_is_said(tmp_path: Path) -> None:
     switch = tmp_path / "switch"
     assert drop_from_cache([tmp_path / "one.gguf"], drop_all=switch) == "everything"
     assert switch.read_text() == "1\n"
-
-
-def test_reads_are_those_of_the_account(tmp_path: Path) -> None:
-    account = tmp_path / "io"
-    assert disk_bytes_read(account) is None
-    account.write_text("rchar: 9\nwchar: 1\nread_bytes: 8192\nwrite_bytes: 0\n")
-    assert disk_bytes_read(account) == 8192

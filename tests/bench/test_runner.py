@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from localrt.bench.outcome import BenchOptions, Outcome
+from localrt.bench.page_cache import disk_bytes_read
 from localrt.bench.process import ChildError, ChildProcess
-from localrt.bench.process_io import disk_bytes_read
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import Workload

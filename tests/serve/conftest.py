@@ -15,9 +15,10 @@ import pytest
 
 import localrt
 from localrt.quant.ops.native.abi import find_library
-from localrt.serve import ServeOptions, create_app, open_socket
+from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
-from localrt.serve.server import Server
+from localrt.serve.options import ServeOptions
+from localrt.serve.server import Server, open_socket
 from localrt.serve.service import Service
 from tests.inside import engine_of
 from tests.waits import wait_for

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
-from localrt.serve import ServeOptions, open_socket
 from localrt.serve.bodies import check_fields, parse_json
 from localrt.serve.calls import chat_call, completion_call
 from localrt.serve.errors import ApiError, api_error
-from localrt.serve.options import is_loopback
+from localrt.serve.options import ServeOptions, is_loopback
+from localrt.serve.server import open_socket
 from tests.serve.conftest import Running, serving
 from tests.waits import wait_for
 
