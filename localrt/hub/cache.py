@@ -69,17 +69,19 @@ class CachedRepo:
 
     def commits(self) -> list[str]:
         """The commits that have a snapshot folder."""
-        return sorted(name for name in _names(self.folder / "snapshots") if _COMMIT.fullmatch(name))
+        folders = (path for path in (self.folder / "snapshots").glob("*") if path.is_dir())
+        return sorted(path.name for path in folders if _COMMIT.fullmatch(path.name))
 
     def refs(self) -> dict[str, str]:
         """Branches and tags with the commit each stood at when it was downloaded."""
         refs = {}
         root = self.folder / "refs"
-        for name in _walk(root):
+        for path in root.rglob("*"):
             try:
-                refs[name] = (root / name).read_text(encoding="ascii").strip()
-            except (OSError, UnicodeDecodeError):
+                commit = path.read_text(encoding="ascii").strip()
+            except (OSError, UnicodeDecodeError):  # a folder, or no note
                 continue
+            refs[path.relative_to(root).as_posix()] = commit
         return refs
 
     def commit_of(self, revision: str | None) -> str | None:
@@ -95,7 +97,8 @@ class CachedRepo:
     def files(self, commit: str) -> list[str]:
         """Relative paths of a snapshot's files whose bytes are there."""
         root = self.snapshot(commit)
-        return sorted(name for name in _walk(root) if (root / name).is_file())
+        files = (path for path in root.rglob("*") if path.is_file())
+        return sorted(path.relative_to(root).as_posix() for path in files)
 
     def link(self, commit: str, name: str, etag: str) -> None:
         """Make the blob visible as a file of the snapshot: a relative link, or the file itself."""
@@ -129,9 +132,9 @@ class CachedRepo:
     @classmethod
     def all_in(cls, cache: Path) -> Iterator[CachedRepo]:
         """Every model repository of a cache folder."""
-        for name in sorted(_names(cache)):
-            if name.startswith(_PREFIX):
-                yield cls(cache, name.removeprefix(_PREFIX).replace("--", "/"))
+        for path in sorted(cache.glob(f"{_PREFIX}*")):
+            if path.is_dir():
+                yield cls(cache, path.name.removeprefix(_PREFIX).replace("--", "/"))
 
 
 def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
@@ -150,24 +153,3 @@ def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
     except ModelNotFoundError:
         return None
     return CachedModel(snapshot / variant.files[0], commit, variant_name(variant, variants))
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_dir()]
-    except OSError:
-        return []
-
-
-def _walk(root: Path, prefix: str = "") -> Iterator[str]:
-    try:
-        with os.scandir(root) as entries:
-            found = list(entries)
-    except OSError:
-        return
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(root / entry.name, f"{prefix}{entry.name}/")
-        else:
-            yield prefix + entry.name

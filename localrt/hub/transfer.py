@@ -106,7 +106,8 @@ def download(
         for file in missing:
             with _locked(cached.lock(file.etag), cancel):
                 if not cached.blob(file.etag).exists():
-                    _fetch(remote, file, cached.partial(file.etag), settings, meter, cancel)
+                    partial = cached.partial(file.etag)
+                    _Transfer(remote, file, partial, settings, meter, cancel).run()
                 meter.set(file.name, file.size)
         meter = Meter("verify", total, progress)
         for file in wanted:
@@ -166,79 +167,72 @@ def _publish(
     partial.replace(blob)
 
 
-def _fetch(
-    remote: RemoteRepo,
-    file: RemoteFile,
-    partial: Path,
-    settings: Settings,
-    meter: Meter,
-    cancel: Event | None,
-) -> None:
-    """Grow ``partial`` to its full size, over as many connections as it takes."""
-    failures = 0
-    while (have := _size(partial)) != file.size or not partial.exists():
-        check_cancelled(cancel)
-        lost: Exception | None = None
-        try:
-            _stream(remote, file, partial, have, settings, meter, cancel)
-        except HTTP_ERROR as error:
-            if isinstance(error, HfHubHTTPError) and not _is_transient(error.response.status_code):
-                raise
-            lost = error
-        now = _size(partial)
-        if now > file.size:
-            partial.unlink()
-        failures = failures + 1 if now <= have or now > file.size else 0
-        if failures >= _MAX_FAILURES:
-            raise lost or OfflineError(
-                f"the hub keeps cutting {file.name} short: try again later; "
-                "what was downloaded is kept"
-            )
-        if now != file.size:
-            _wait(_FIRST_WAIT_S * 2**failures, cancel)
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """One file on its way to ``partial``."""
+
+    remote: RemoteRepo
+    file: RemoteFile
+    partial: Path
+    settings: Settings
+    meter: Meter
+    cancel: Event | None
+
+    def run(self) -> None:
+        """Grow ``partial`` to its full size, over as many connections as it takes."""
+        file, partial = self.file, self.partial
+        failures = 0
+        while (have := _size(partial)) != file.size or not partial.exists():
+            check_cancelled(self.cancel)
+            lost: Exception | None = None
+            try:
+                self._stream(have)
+            except HTTP_ERROR as error:
+                if isinstance(error, HfHubHTTPError) and not _is_transient(error):
+                    raise
+                lost = error
+            now = _size(partial)
+            if now > file.size:
+                partial.unlink()
+            failures = failures + 1 if now <= have or now > file.size else 0
+            if failures >= _MAX_FAILURES:
+                raise lost or OfflineError(
+                    f"the hub keeps cutting {file.name} short: try again later; "
+                    "what was downloaded is kept"
+                )
+            if now != file.size:
+                (self.cancel or Event()).wait(_FIRST_WAIT_S * 2**failures)
+
+    def _stream(self, have: int) -> None:
+        """One request: append from byte ``have`` on, or start over if the server sends it all."""
+        remote, file, settings = self.remote, self.file, self.settings
+        url = hf_hub_url(
+            remote.repo, file.name, revision=remote.commit, endpoint=settings.hub_endpoint
+        )
+        headers: dict[str, Any] = build_hf_headers(token=settings.read_hub_token() or False)
+        headers["Accept-Encoding"] = "identity"  # a range counts the file's own bytes
+        if 0 < have < file.size:
+            headers["Range"] = f"bytes={have}-"
+        with get_session().stream(
+            "GET", url, headers=headers, timeout=_READ_TIMEOUT_S, follow_redirects=True
+        ) as response:
+            if response.status_code == 416:
+                self.partial.unlink(missing_ok=True)
+                return
+            hf_raise_for_status(response)
+            done = have if response.status_code == 206 else 0
+            self.meter.set(file.name, done)
+            with self.partial.open("ab" if done else "wb") as out:
+                for chunk in response.iter_bytes():
+                    check_cancelled(self.cancel)
+                    out.write(chunk)
+                    done += len(chunk)
+                    self.meter.set(file.name, done)
 
 
-def _stream(
-    remote: RemoteRepo,
-    file: RemoteFile,
-    partial: Path,
-    have: int,
-    settings: Settings,
-    meter: Meter,
-    cancel: Event | None,
-) -> None:
-    """One request: append from byte ``have`` on, or start over if the server must send it all."""
-    url = hf_hub_url(remote.repo, file.name, revision=remote.commit, endpoint=settings.hub_endpoint)
-    headers: dict[str, Any] = build_hf_headers(token=settings.read_hub_token() or False)
-    headers["Accept-Encoding"] = "identity"  # a range counts the file's own bytes
-    if 0 < have < file.size:
-        headers["Range"] = f"bytes={have}-"
-    with get_session().stream(
-        "GET", url, headers=headers, timeout=_READ_TIMEOUT_S, follow_redirects=True
-    ) as response:
-        if response.status_code == 416:
-            partial.unlink(missing_ok=True)
-            return
-        hf_raise_for_status(response)
-        done = have if response.status_code == 206 else 0
-        meter.set(file.name, done)
-        with partial.open("ab" if done else "wb") as out:
-            for chunk in response.iter_bytes():
-                check_cancelled(cancel)
-                out.write(chunk)
-                done += len(chunk)
-                meter.set(file.name, done)
-
-
-def _is_transient(status: int) -> bool:
+def _is_transient(error: HfHubHTTPError) -> bool:
+    status = error.response.status_code
     return status in (408, 429) or status >= 500
-
-
-def _wait(seconds: float, cancel: Event | None) -> None:
-    if cancel is None:
-        time.sleep(seconds)
-    else:
-        cancel.wait(seconds)
 
 
 def _size(path: Path) -> int:
