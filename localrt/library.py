@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 from localrt import hub
-from localrt.hub import LocalModel, ResolvedModel, searching, usage
+from localrt.hub import LocalModel, ResolvedModel, listing, searching
 from localrt.hub.searching import FoundModel, Variant
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
@@ -52,7 +52,7 @@ def pull(
 
 def uses() -> dict[str, float]:
     """When each model was last loaded, in seconds since the epoch, by name."""
-    return usage.last_used(Settings.from_environment())
+    return listing.last_used(Settings.from_environment())
 
 
 def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
@@ -83,5 +83,5 @@ def remove_model(name: str) -> int:
     """
     settings = Settings.from_environment()
     freed = hub.remove_model(name, settings)
-    usage.forget_use(name, settings)
+    listing.forget_use(name, settings)
     return freed

@@ -80,15 +80,16 @@ class Reference:
                 tally.add(log_softmax(piece), targets[done : done + n], self.log_p[row : row + n])
                 done, row = done + n, row + n
         read = sum(len(window) - 1 for window in self.windows.windows)
+        (perplexity, perplexity_error), found = tally.perplexity(), tally.comparison()
         return {
             "text": self.corpus.name,
-            "perplexity": tally.perplexity,
-            "perplexity_error": tally.perplexity_error,
-            "change": tally.change,
-            "change_error": tally.change_error,
-            "kl": tally.kl_divergence,
-            "kl_error": tally.kl_error,
-            "top1": tally.top1_agreement,
+            "perplexity": perplexity,
+            "perplexity_error": perplexity_error,
+            "change": found["perplexity_change"],
+            "change_error": found["perplexity_change_error"],
+            "kl": found["kl_divergence"],
+            "kl_error": found["kl_divergence_error"],
+            "top1": found["top1_agreement"],
             "tok_s": read / max(seconds, 1e-9),
         }
 
@@ -121,7 +122,7 @@ def make_reference(source: Path, corpus: Corpus, measure: Measure, cache: Path) 
     tally, step = Tally(), 64
     for row in range(0, len(targets), step):
         tally.add(log_p[row : row + step].astype(np.float32), targets[row : row + step])
-    return Reference(corpus, windows, log_p, tally.perplexity, tally.perplexity_error)
+    return Reference(corpus, windows, log_p, *tally.perplexity())
 
 
 def kernel_scores(

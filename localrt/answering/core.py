@@ -30,7 +30,7 @@ from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
 from localrt.errors import ContextOverflowError, LocalrtError
 from localrt.hub import resolve
-from localrt.hub.usage import note_use
+from localrt.hub.listing import note_use
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.tokenizers.base import Tokenizer

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from localrt.engine.types import Metrics
-from localrt.errors import OptionError
+from localrt.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
     from localrt.answering.core import Core
@@ -47,19 +48,14 @@ FROM_FOLDER = frozenset({"accelerate", "airllm"})
 class Launch:
     """Which engine to load, and how. ``settings`` are the engine's own, by name.
 
-    ``weights`` is the Hugging Face folder of an engine in ``FROM_FOLDER``. Budgets, device and the
-    cache's format are the native engine's; budgets are in bytes.
+    The native engine's are options of ``localrt.load``. ``weights`` is the Hugging Face folder of
+    an engine in ``FROM_FOLDER``.
     """
 
     engine: str
     path: str
     ctx: int
     threads: int | None = None
-    format: str | None = None
-    device: str | None = None
-    gpu_memory: int | None = None
-    ram: int | None = None
-    kv_format: str | None = None
     weights: str | None = None
     settings: Mapping[str, Any] | None = None
 
@@ -91,19 +87,22 @@ def load_engine(launch: Launch) -> BenchEngine:
         return _LocalrtEngine(_load_native(launch))
     if launch.engine == "llamacpp":
         return _LocalrtEngine(llamacpp_core(launch))
+    if launch.engine not in ENGINES:
+        raise OptionError(f"unknown engine {launch.engine!r}: known are {', '.join(ENGINES)}")
+    for package in ("transformers", "torch", "accelerate"):  # the last for GGUF files, too
+        if find_spec(package) is None:
+            raise MissingExtraError(
+                f"the {launch.engine} engine needs {package}: pip install 'localrt[bench]'"
+            )
+    from localrt.bench import hf_engines
+
+    path, weights = Path(launch.path), Path(launch.weights or launch.path)
     if launch.engine == "transformers":
-        from localrt.bench.hf_engines import load_transformers
-
-        return load_transformers(Path(launch.path), threads=launch.threads)
-    if launch.engine in FROM_FOLDER:
-        from localrt.bench.hf_engines import load_accelerate, load_airllm
-
-        path, weights = Path(launch.path), Path(launch.weights or launch.path)
-        if launch.engine == "airllm":
-            return load_airllm(path, weights, threads=launch.threads)
-        way = (launch.settings or {}).get("way", "layers on disk")
-        return load_accelerate(path, weights, way=way, threads=launch.threads)
-    raise OptionError(f"unknown engine {launch.engine!r}: known are {', '.join(ENGINES)}")
+        return hf_engines.load_transformers(path, threads=launch.threads)
+    if launch.engine == "airllm":
+        return hf_engines.load_airllm(path, weights, threads=launch.threads)
+    way = (launch.settings or {}).get("way", "layers on disk")
+    return hf_engines.load_accelerate(path, weights, way=way, threads=launch.threads)
 
 
 class _LocalrtEngine:
@@ -142,16 +141,8 @@ def _load_native(launch: Launch) -> Core:
     from localrt.answering.core import open_core
     from localrt.loading.options import LoadOptions
 
-    options = LoadOptions(
-        engine="native",
-        format=launch.format,
-        device=launch.device or "auto",
-        gpu_memory=launch.gpu_memory,
-        ram=launch.ram,
-        ctx=launch.ctx,
-        kv_format=launch.kv_format,
-        threads=launch.threads,
-    )
+    own = dict(launch.settings or {})
+    options = LoadOptions(engine="native", ctx=launch.ctx, threads=launch.threads, **own)
     return open_core(launch.path, options, draft="off")
 
 

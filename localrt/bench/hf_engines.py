@@ -1,8 +1,7 @@
 """Hugging Face models as peers, in bf16 on the CPU: transformers, and two that stream layers.
 
 Accelerate and AirLLM read a Hugging Face folder (``hf_folder.py``), transformers also GGUF files,
-each the way it ships. Imported in a child alone: torch and the peers are imported where they are
-used, since a machine may have some of them only.
+each the way it ships. Imported in a child alone, once torch and transformers are known to be there.
 """
 
 from __future__ import annotations
@@ -14,9 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import accelerate
+import torch
+import transformers
 
 from localrt.engine.types import Metrics
 from localrt.errors import LocalrtError, MissingExtraError, UnsupportedModelError
@@ -65,7 +67,6 @@ class HuggingFaceEngine:
 
     def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
         """Exactly ``tokens`` greedy ones: a pass over the prompt, then one token a pass."""
-        import torch
 
         with torch.inference_mode():
             started = time.perf_counter()
@@ -102,13 +103,8 @@ def load_transformers(path: Path, *, threads: int | None = None) -> HuggingFaceE
     """Load a Hugging Face folder, or a GGUF file through transformers' own conversion.
 
     Raises:
-        MissingExtraError: transformers, torch or accelerate is not installed.
         UnsupportedModelError: transformers cannot read this model.
     """
-    _require("transformers", "transformers", "torch", "accelerate")  # the last for GGUF files
-    import torch
-    import transformers
-
     _set_up_torch(threads)
     place, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     with _loading("transformers", path, UnsupportedModelError):
@@ -133,12 +129,8 @@ def load_accelerate(
     ``way`` is "layers on disk" or "disk_offload", Accelerate's function of that name.
 
     Raises:
-        MissingExtraError: it is not installed.
         LocalrtError: it cannot load the model.
     """
-    _require("accelerate", "transformers", "torch", "accelerate")
-    import accelerate
-
     _set_up_torch(threads)
     load = _layers_on_disk if way == "layers on disk" else _all_on_disk
     with _loading("accelerate", path, LocalrtError):
@@ -147,9 +139,6 @@ def load_accelerate(
 
 
 def _layers_on_disk(weights: Path) -> Any:
-    import torch
-    import transformers
-
     skeleton = _empty_model(weights)
     layers = {f"model.layers.{n}": "disk" for n in range(skeleton.config.num_hidden_layers)}
     children = [name for name, _ in skeleton.model.named_children() if name != "layers"]
@@ -165,9 +154,6 @@ def _layers_on_disk(weights: Path) -> Any:
 
 
 def _all_on_disk(weights: Path) -> Any:
-    import accelerate
-    import torch
-
     model = _empty_model(weights)
     model.tie_weights()
     listed = json.loads((weights / "model.safetensors.index.json").read_text(encoding="utf-8"))
@@ -182,10 +168,6 @@ def _all_on_disk(weights: Path) -> Any:
 
 
 def _empty_model(weights: Path) -> Any:
-    import accelerate
-    import torch
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(weights)
     with accelerate.init_empty_weights(include_buffers=False):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -198,12 +180,10 @@ def load_airllm(path: Path, weights: Path, *, threads: int | None = None) -> Hug
         MissingExtraError: it is not installed.
         LocalrtError: it cannot load the model.
     """
-    _require("airllm", "transformers", "torch", "accelerate")
     try:
         import airllm
     except ImportError as error:
         raise MissingExtraError(f"airllm cannot be imported: {_cause(error)}") from error
-    import torch
 
     _set_up_torch(threads)
 
@@ -229,24 +209,8 @@ def _loading(peer: str, path: Path, kind: type[LocalrtError]) -> Iterator[None]:
             raise kind(f"{peer} cannot load {path.name}: {_cause(error)}") from error
 
 
-def _require(engine: str, *packages: str) -> None:
-    """Say what an engine of the ``bench`` extra lacks.
-
-    Raises:
-        MissingExtraError: a package is not installed.
-    """
-    for package in packages:
-        if find_spec(package) is None:
-            raise MissingExtraError(
-                f"the {engine} engine needs {package}: pip install 'localrt[bench]'"
-            )
-
-
 def _set_up_torch(threads: int | None) -> None:
     """Threads of the CPU, and no talk from transformers."""
-    import torch
-    import transformers
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if threads is not None:

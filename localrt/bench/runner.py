@@ -24,7 +24,10 @@ from localrt.bench.page_cache import drop_from_cache, model_files
 from localrt.bench.process import ChildError, ChildProcess, child_command
 from localrt.bench.workload import make_prompts
 from localrt.errors import LocalrtError, OptionError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.state import memory_state
+from localrt.offload.store.cached import store_folder
 
 __all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
 
@@ -37,6 +40,8 @@ _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 
+_NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
+
 # Peak memory of a process as a multiple of the model's files, generously: what may run together.
 _MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5, "transformers": 12.0}
 _PROCESS_BYTES = 500 << 20
@@ -47,15 +52,10 @@ _MEDIANS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    setting: str
-    launch: Launch
-
-
 @dataclass(slots=True)
 class _Running:
-    candidate: _Candidate
+    engine: str
+    setting: str
     child: ChildProcess
     info: Mapping[str, Any]
     load_s: float
@@ -64,10 +64,6 @@ class _Running:
     peak_cgroup_bytes: int | None = None
     trace: list[Mapping[str, Any]] | None = None
     samples: list[Mapping[str, Any]] = field(default_factory=list)
-
-    @property
-    def setting(self) -> str:
-        return self.candidate.setting or str(self.info.get("format", ""))
 
 
 def run_bench(
@@ -88,14 +84,9 @@ def run_bench(
 
 class _Bench:
     def __init__(
-        self,
-        options: BenchOptions,
-        notify: Callable[[str], None],
-        command: Sequence[str] | None,
+        self, options: BenchOptions, notify: Callable[[str], None], command: Sequence[str] | None
     ) -> None:
-        self._options = options
-        self._notify = notify
-        self._command = command
+        self._options, self._notify, self._command = options, notify, command
         self._prompts: list[list[int]] | None = None
         self._skipped: list[Skipped] = []
         self._folder: Path | None = None
@@ -108,11 +99,11 @@ class _Bench:
         results = [result for group in groups for result in self._run_group(group)]
         return Outcome(results, self._skipped, together, self._dropped)
 
-    def _run_group(self, group: Sequence[_Candidate]) -> list[Result]:
+    def _run_group(self, group: Sequence[tuple[str, Launch]]) -> list[Result]:
         """Load, warm up and run the members of a group in turns; those that fail drop out."""
         runs = self._options.workload.runs
         with ExitStack() as children:
-            running = [r for r in (self._start(c, children) for c in group) if r is not None]
+            running = [r for r in (self._start(*c, children) for c in group) if r is not None]
             running = [r for r in running if self._try(self._warm_up, r)]
             for index in range(1, runs + 1):
                 if running:
@@ -120,17 +111,16 @@ class _Bench:
                 running = [r for r in running if self._try(self._time, r, index)]
         return [_result(r) for r in running]
 
-    def _start(self, candidate: _Candidate, children: ExitStack) -> _Running | None:
-        engine, options = candidate.launch.engine, self._options
+    def _start(self, setting: str, launch: Launch, children: ExitStack) -> _Running | None:
+        engine, options = launch.engine, self._options
         if any(skip.engine == engine and not skip.setting for skip in self._skipped):
             return None  # the engine as a whole cannot
-        launch = candidate.launch
         if engine in FROM_FOLDER:
             folder = self._weights(engine)
             if folder is None:
                 return None
             launch = replace(launch, weights=str(folder))
-        self._notify(f"loading {_name(engine, candidate.setting)}")
+        self._notify(f"loading {_name(engine, setting)}")
         limit = None
         if options.memory_limit is not None:
             limit = MemoryLimit.create(options.memory_limit)
@@ -142,15 +132,16 @@ class _Bench:
         try:
             info = child.ask("load", launch=asdict(launch))
         except ChildError as error:
-            self._skip(engine, candidate.setting, error)
+            self._skip(engine, setting, error)
             return None
         trained = info.get("context_length")
-        if trained and candidate.launch.ctx > trained:
+        if trained and launch.ctx > trained:
             raise OptionError(
                 f"{options.workload.prompt_tokens} prompt and {options.workload.tokens} answer "
                 f"tokens do not fit the model's context of {trained}"
             )
-        return _Running(candidate, child, info, time.perf_counter() - started, limit)
+        shown = setting or str(info.get("format", ""))
+        return _Running(engine, shown, child, info, time.perf_counter() - started, limit)
 
     def _weights(self, engine: str) -> Path | None:
         """The folder that peers read, made if need be; None, and said, when there is none."""
@@ -171,9 +162,6 @@ class _Bench:
 
     def _store(self) -> Path | None:
         """The packed form that the native engine streams from, if it has made one."""
-        from localrt.models.checkpoints import open_checkpoint
-        from localrt.offload.store.cached import store_folder
-
         if self._options.stores is None:
             return None
         try:
@@ -186,14 +174,11 @@ class _Bench:
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
             self._prompts = make_prompts(self._options.workload, self._encoder(running.child))
-        self._notify(f"warming up {_name(running.candidate.launch.engine, running.setting)}")
+        self._notify(f"warming up {_name(running.engine, running.setting)}")
         running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
 
     def _encoder(self, child: ChildProcess) -> Callable[[str], list[int]]:
         """The model's tokenizer, here: a vocabulary would count as an engine's memory."""
-        from localrt.models.checkpoints import open_checkpoint
-        from localrt.models.tokenizers import load_tokenizer
-
         try:
             with closing(open_checkpoint(self._options.path)) as checkpoint:
                 tokenizer = load_tokenizer(checkpoint)
@@ -203,7 +188,7 @@ class _Bench:
 
     def _time(self, running: _Running, index: int) -> None:
         last = index == self._options.workload.runs
-        traced = last and self._options.trace and running.candidate.launch.engine == "native"
+        traced = last and self._options.trace and running.engine == "native"
         before = running.child.ask("trace") if traced else None  # recording begins when asked for
         running.samples.append(self._generate(running, index))
         if traced:
@@ -211,19 +196,16 @@ class _Bench:
         if running.limit is not None:
             running.peak_cgroup_bytes = running.limit.peak()
 
-    def _generate(self, running: _Running, index: int) -> Mapping[str, Any]:
+    def _generate(self, running: _Running, index: int) -> Any:
         assert self._prompts is not None
         tokens = self._options.workload.tokens
-        metrics: Mapping[str, Any] = running.child.ask(
-            "generate", prompt=self._prompts[index], tokens=tokens
-        )
-        return metrics
+        return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
 
     def _try(self, step: Callable[..., None], running: _Running, *args: int) -> bool:
         try:
             step(running, *args)
         except ChildError as error:
-            self._skip(running.candidate.launch.engine, running.setting, error)
+            self._skip(running.engine, running.setting, error)
             running.child.close()
             return False
         return True
@@ -234,37 +216,24 @@ class _Bench:
         self._skipped.append(Skipped(engine, setting, str(error), missing, error.kind))
 
 
-def _candidates(options: BenchOptions) -> Iterator[_Candidate]:
-    for engine in options.engines:
-        if engine == "native":
-            yield from _native_candidates(options)
-            continue
-        chosen = (options.settings or {}).get(engine)
-        for setting, values in _SETTINGS.get(engine, {"": {}}).items():
-            if chosen is None or setting in chosen:
-                yield _Candidate(setting, replace(_launch(engine, options), settings=values))
-
-
-def _native_candidates(options: BenchOptions) -> Iterator[_Candidate]:
-    launch = replace(
-        _launch("native", options),
-        format=options.format,
-        device=options.device,
-        gpu_memory=options.gpu_memory,
-        ram=options.ram,
-        kv_format=options.kv_format,
-    )
-    yield _Candidate("", launch)
-
-
-def _launch(engine: str, options: BenchOptions) -> Launch:
+def _candidates(options: BenchOptions) -> Iterator[tuple[str, Launch]]:
     needed = options.workload.prompt_tokens + options.workload.tokens
-    return Launch(
-        engine=engine,
-        path=str(options.path),
-        ctx=options.ctx or needed,
-        threads=options.threads,
-    )
+    for engine in options.engines:
+        chosen = (options.settings or {}).get(engine)
+        settings: Mapping[str, Mapping[str, Any]] = _SETTINGS.get(engine, {"": {}})
+        if engine == "native":
+            given = {name: getattr(options, name) for name in _NATIVE}
+            settings = {"": {name: value for name, value in given.items() if value is not None}}
+        for setting, values in settings.items():
+            if chosen is None or setting in chosen:
+                launch = Launch(
+                    engine=engine,
+                    path=str(options.path),
+                    ctx=options.ctx or needed,
+                    threads=options.threads,
+                    settings=values,
+                )
+                yield setting, launch
 
 
 def _result(running: _Running) -> Result:
@@ -279,7 +248,7 @@ def _result(running: _Running) -> Result:
     metrics["peak_ram_bytes"] = running.peak_ram_bytes
     metrics["peak_cgroup_bytes"] = running.peak_cgroup_bytes
     return Result(
-        engine=running.candidate.launch.engine,
+        engine=running.engine,
         setting=running.setting,
         metrics=metrics,
         samples=samples,
@@ -309,7 +278,7 @@ def _name(engine: str, setting: str) -> str:
     return f"{engine} ({setting})" if setting else engine
 
 
-def _fit_together(options: BenchOptions, candidates: Sequence[_Candidate]) -> bool:
+def _fit_together(options: BenchOptions, candidates: Sequence[tuple[str, Launch]]) -> bool:
     """Whether all models may be loaded at once.
 
     Never under a memory limit: the page cache of a file is charged to whoever reads it first, and
@@ -317,8 +286,9 @@ def _fit_together(options: BenchOptions, candidates: Sequence[_Candidate]) -> bo
     """
     if options.memory_limit is not None or options.ram is not None:
         return False
-    if any(candidate.launch.engine in FROM_FOLDER for candidate in candidates):
+    engines = [launch.engine for _, launch in candidates]
+    if not FROM_FOLDER.isdisjoint(engines):
         return False
     size = sum(path.stat().st_size for path in model_files(options.path))
-    needed = sum(size * _MEMORY_FACTOR[c.launch.engine] + _PROCESS_BYTES for c in candidates)
+    needed = sum(size * _MEMORY_FACTOR[engine] + _PROCESS_BYTES for engine in engines)
     return needed < memory_state().available

@@ -91,12 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
         status: int = _command(args.command).run(args)
         sys.stdout.flush()
-    except OptionError as error:
-        print(f"localrt: {error}", file=sys.stderr)
-        return _USAGE
     except LocalrtError as error:
         print(f"localrt: {error}", file=sys.stderr)
-        return 1
+        return _USAGE if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 
 from localrt.formatting import format_bytes, table
-from localrt.hub import DEMO_NAME, LocalModel, list_models
+from localrt.hub import DEMO_NAME, list_models
 from localrt.settings import Settings
 
 __all__ = ["add_arguments", "run"]
@@ -23,27 +23,17 @@ def run(args: argparse.Namespace) -> int:
     """Print the models; returns the exit status."""
     models = list_models(Settings.from_environment())
     if args.json:
-        print(json.dumps({"models": [_json(model) for model in models]}, indent=2))
+        records = [{**asdict(model), "path": str(model.path)} for model in models]
+        print(json.dumps({"models": records}, indent=2))
     elif not models:
         print(f"No models yet. Get one: localrt pull {DEMO_NAME}  (or localrt pull org/name)")
     else:
-        now = time.time()
-        rows = [
-            (
-                model.name,
-                format_bytes(model.bytes),
-                model.kind,
-                model.quantization or "-",
-                _age(now - model.modified),
-            )
-            for model in models
-        ]
+        rows = []
+        for model in models:
+            size, age = format_bytes(model.bytes), _age(time.time() - model.modified)
+            rows.append((model.name, size, model.kind, model.quantization or "-", age))
         print(table(rows, ("NAME", "SIZE", "KIND", "QUANTIZATION", "CHANGED"), "lr"))
     return 0
-
-
-def _json(model: LocalModel) -> dict[str, object]:
-    return {**asdict(model), "path": str(model.path)}
 
 
 def _age(seconds: float) -> str:

@@ -17,6 +17,7 @@ from localrt.settings import ENDPOINT_KEY
 
 __all__ = [
     "BARE_MODEL_HELP",
+    "HUB_FLAGS",
     "Flag",
     "add_constraint_arguments",
     "add_endpoint_arguments",
@@ -26,6 +27,7 @@ __all__ = [
     "add_model_argument",
     "add_sampling_arguments",
     "constraint_options",
+    "flag_values",
     "load_options",
     "sampling_options",
 ]
@@ -36,7 +38,7 @@ Flag: TypeAlias = tuple[str, Any, str | None, str]
 
 BARE_MODEL_HELP = "smollm2, org/name of the hub, a folder or a .gguf file"
 
-_HUB: tuple[Flag, ...] = (
+HUB_FLAGS: tuple[Flag, ...] = (
     ("--revision", str, None, "branch, tag or commit of a hub model"),
     ("--offline", bool, None, "never use the network"),
 )
@@ -66,7 +68,7 @@ _LOADING: tuple[Flag, ...] = (
     ("--ctx", int, "TOKENS", "context length"),
     ("--kv-format", ("bf16", "int8", "int4"), None, _KV_HELP),
     ("--threads", int, "N", "CPU threads"),
-    *_HUB,
+    *HUB_FLAGS,
 )
 _DRAFT_HELP = (
     "what guesses the next tokens: a smaller model with the same vocabulary, a trained head, or "
@@ -109,6 +111,12 @@ def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defau
         parser.add_argument(name, help=text, default=default, **how)
 
 
+def flag_values(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
+    """What was given for ``flags``, by option."""
+    options = [_option(name) for name, *_ in flags]
+    return {option: getattr(args, option) for option in options}
+
+
 def _option(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
@@ -121,7 +129,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, default: str | None =
 
 def add_hub_arguments(parser: argparse._ActionsContainer) -> None:
     """Flags of a model of the hub."""
-    add_flags(parser, _HUB, offline=None)
+    add_flags(parser, HUB_FLAGS, offline=None)
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,15 +157,13 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
-    names = [_option(name) for name, *_ in _LOADING]
-    if getattr(args, "draft", None):
-        names.append("draft")
-    return {name: getattr(args, name) for name in names}
+    draft = getattr(args, "draft", None)
+    return flag_values(args, _LOADING) | ({"draft": draft} if draft else {})
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
-    given = {option: getattr(args, option) for option in (_option(name) for name, *_ in _SAMPLING)}
+    given = flag_values(args, _SAMPLING)
     return {name: value for name, value in given.items() if value is not None}
 
 

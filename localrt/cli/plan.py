@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from localrt.cli.options import Flag, add_flags, add_hub_arguments
+from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.drafts.acceptance import known_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.files import write_text
@@ -76,22 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print."""
     _check(args)
-    found = plan(
-        args.model,
-        ctx=args.ctx,
-        format=args.format,
-        kv_format=args.kv_format,
-        batch=args.batch,
-        kv_on_ssd=args.kv_on_ssd,
-        ram=args.ram,
-        gpu_memory=args.gpu_memory,
-        gpu=args.gpu,
-        link=args.link,
-        ssd=args.ssd,
-        remeasure=args.remeasure,
-        revision=args.revision,
-        offline=args.offline,
-    )
+    options = flag_values(args, (*_PLAN, *_HARDWARE, *HUB_FLAGS))
+    found = plan(args.model, **options)
     pair = None if args.draft is None else _plan_draft(args, found)
     if args.svg is not None:
         write_text(args.svg, to_svg(found))

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -149,14 +150,12 @@ def _calibration(
     return tokens
 
 
-def _fallback_notes(report: QuantizeReport) -> list[str]:
+def _fallback_notes(report: QuantizeReport) -> Iterator[str]:
     """One line for each format that tensors fell back to."""
-    notes = []
     for format_ in sorted(set(report.fallbacks.values())):
-        names = [name for name, got in report.fallbacks.items() if got == format_]
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        notes.append(
-            f"{names[0]}{others} became {format_}: "
+        first, *more = [name for name, got in report.fallbacks.items() if got == format_]
+        others = f" and {len(more)} more" if more else ""
+        yield (
+            f"{first}{others} became {format_}: "
             f"their rows do not divide into groups of {report.format}"
         )
-    return notes

@@ -172,9 +172,7 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
     return 1 if failed else 0
 
 
-def _in_order(
-    stream: Iterator[tuple[int, Chunk]],
-) -> Iterator[Chunk]:
+def _in_order(stream: Iterator[tuple[int, Chunk]]) -> Iterator[Chunk]:
     """Whole answers in the order of their prompts, each as soon as it can be."""
     chunks: dict[int, list[Chunk]] = {}
     whole: dict[int, Chunk] = {}
@@ -189,9 +187,7 @@ def _in_order(
 
 
 def _record(prompt: BatchPrompt, answer: Chunk) -> dict[str, Any]:
-    record: dict[str, Any] = {"line": prompt.line}
-    if prompt.id is not None:
-        record["id"] = prompt.id
+    record = {"line": prompt.line, **({} if prompt.id is None else {"id": prompt.id})}
     if answer.error is not None:
         return {**record, "error": str(answer.error)}
     return {

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from localrt.cli.loading import load_model
@@ -28,7 +29,7 @@ from localrt.formatting import parse_size
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.settings import SERVE_KEY, Settings
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the extra may be missing
     from localrt.serve.guard import LogLine
 
 __all__ = ["add_arguments", "run"]
@@ -129,15 +130,8 @@ def _log(line: LogLine) -> None:
 
 
 def _log_json(line: LogLine) -> None:
-    _print_json(
-        event="request",
-        time=round(time.time(), 3),
-        client=line.client,
-        method=line.method,
-        path=line.path,
-        status=line.status,
-        seconds=round(line.seconds, 4),
-    )
+    record = {**asdict(line), "seconds": round(line.seconds, 4)}
+    _print_json(event="request", time=round(time.time(), 3), **record)
 
 
 def _print_json(**record: object) -> None:

@@ -137,21 +137,20 @@ def evaluate(
         if progress is not None:
             progress(Progress("eval", number, len(cut.windows), "windows"))
     scored_bytes = sum(len(model.tokenizer.token_bytes(token)) for token in cut.targets())
+    perplexity, perplexity_error = tally.perplexity()
     return Evaluation(
-        model=model.name,
-        engine=model.info.engine,
-        format=model.info.format,
+        **_identity(model),
         tokens=len(tokens),
         ctx=ctx,
         stride=stride,
         windows=len(cut.windows),
         scored_tokens=tally.count,
         scored_bytes=scored_bytes,
-        perplexity=tally.perplexity,
-        perplexity_error=tally.perplexity_error,
+        perplexity=perplexity,
+        perplexity_error=perplexity_error,
         bits_per_byte=tally.nats * tally.count / math.log(2) / max(scored_bytes, 1),
         tok_s=len(cut.windows) * (ctx - 1) / max(seconds, 1e-9),
-        against=None if against is None else _comparison(against, tally),
+        against=None if against is None else Comparison(**_identity(against), **tally.comparison()),
     )
 
 
@@ -162,18 +161,8 @@ def text_windows(model: Model, text: str, *, ctx: int, limit_tokens: int | None 
     return _cut(tokens[:limit_tokens], ctx, stride, bos)
 
 
-def _comparison(against: Model, tally: Tally) -> Comparison:
-    return Comparison(
-        model=against.name,
-        engine=against.info.engine,
-        format=against.info.format,
-        perplexity=tally.reference_perplexity,
-        perplexity_change=tally.change,
-        perplexity_change_error=tally.change_error,
-        kl_divergence=tally.kl_divergence,
-        kl_divergence_error=tally.kl_error,
-        top1_agreement=tally.top1_agreement,
-    )
+def _identity(model: Model) -> dict[str, Any]:
+    return {"model": model.name, "engine": model.info.engine, "format": model.info.format}
 
 
 def _window_sizes(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,48 +56,23 @@ class Tally:
         """The mean negative log-likelihood."""
         return float(np.mean(self._nll))
 
-    @property
-    def perplexity(self) -> float:
-        """Its exponential; infinite where that is no number."""
-        return _exp(self.nats)
+    def perplexity(self) -> tuple[float, float]:
+        """The exponential of ``nats``, infinite where that is no number, and its standard error."""
+        perplexity = _exp(self.nats)
+        return perplexity, perplexity * _standard_error(self._nll)
 
-    @property
-    def perplexity_error(self) -> float:
-        """One standard error of the perplexity."""
-        return self.perplexity * _standard_error(self._nll)
-
-    @property
-    def reference_perplexity(self) -> float:
-        """The reference's, over the same positions."""
-        return _exp(float(np.mean(self._reference_nll)))
-
-    @property
-    def change(self) -> float:
-        """Perplexity over the reference's, minus one."""
-        return math.expm1(min(float(np.mean(self._differences())), 700.0))
-
-    @property
-    def change_error(self) -> float:
-        """One standard error of ``change``, from the differences at each position."""
-        return (1 + self.change) * _standard_error(self._differences())
-
-    @property
-    def kl_divergence(self) -> float:
-        """The mean of KL(reference || model), in nats."""
-        return float(np.mean(self._kl))
-
-    @property
-    def kl_error(self) -> float:
-        """One standard error of ``kl_divergence``."""
-        return _standard_error(self._kl)
-
-    @property
-    def top1_agreement(self) -> float:
-        """The share of positions at which both find the same token most likely."""
-        return self._same / len(self._reference_nll)
-
-    def _differences(self) -> npt.NDArray[np.float64]:
-        return np.subtract(self._nll, self._reference_nll)
+    def comparison(self) -> dict[str, Any]:
+        """The numbers of a ``Comparison``; the change's error is of the paired differences."""
+        differences = np.subtract(self._nll, self._reference_nll)
+        change = math.expm1(min(float(np.mean(differences)), 700.0))
+        return {
+            "perplexity": _exp(float(np.mean(self._reference_nll))),
+            "perplexity_change": change,
+            "perplexity_change_error": (1 + change) * _standard_error(differences),
+            "kl_divergence": float(np.mean(self._kl)),
+            "kl_divergence_error": _standard_error(self._kl),
+            "top1_agreement": self._same / len(self._reference_nll),
+        }
 
 
 def log_softmax(logits: Floats) -> Floats:

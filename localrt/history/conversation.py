@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from localrt.engine.types import Message
 from localrt.errors import OptionError, StorageError
-from localrt.history.database import Database
+from localrt.history.database import Database, insert
 from localrt.history.writer import AnswerWriter, is_alive, own_name, settle
-
-if TYPE_CHECKING:
-    from localrt.engine.types import Message
 
 __all__ = ["Conversation", "Turn", "title_of"]
 
@@ -99,7 +97,9 @@ class Conversation:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The shown branch, oldest first."""
-        return tuple(self._shown())
+        rows, siblings = self._tree()
+        shown = _path(self._row()["first"], rows)
+        return tuple(self._turn(row, siblings[row["parent"]]) for row in shown)
 
     @property
     def messages(self) -> list[Message]:
@@ -141,19 +141,15 @@ class Conversation:
 
     def turn(self, number: int) -> Turn:
         """One turn, shown or not."""
-        rows = self._database.rows(
-            "SELECT * FROM turn WHERE id = ? AND conversation = ?", (number, self.id)
-        )
-        if not rows:
+        rows, siblings = self._tree()
+        if number not in rows:
             raise StorageError(f"the conversation has no turn {number}")
-        return self._turn(rows[0], self._siblings(rows[0]["parent"]))
+        return self._turn(rows[number], siblings[rows[number]["parent"]])
 
     def siblings(self, number: int) -> tuple[int, ...]:
         """The turns in the place of turn ``number``, itself included, oldest first."""
-        rows = self._database.rows(
-            "SELECT parent FROM turn WHERE id = ? AND conversation = ?", (number, self.id)
-        )
-        return self._siblings(rows[0]["parent"]) if rows else ()
+        rows, siblings = self._tree("id, parent")
+        return tuple(siblings[rows[number]["parent"]]) if number in rows else ()
 
     def show(self, number: int) -> None:
         """Show the branch that turn ``number`` is on, and below it what was shown there last."""
@@ -168,20 +164,19 @@ class Conversation:
             raise StorageError("this conversation was deleted")
         return rows[0]
 
-    def _shown(self) -> Iterator[Turn]:
-        rows = self._database.rows("SELECT * FROM turn WHERE conversation = ?", (self.id,))
-        by_number = {row["id"]: row for row in rows}
+    def _tree(
+        self, columns: str = "*"
+    ) -> tuple[dict[int, sqlite3.Row], dict[int | None, list[int]]]:
+        """All turns by number, and the numbers of those in each place, by parent, oldest first."""
+        rows = self._database.rows(
+            f"SELECT {columns} FROM turn WHERE conversation = ? ORDER BY id", (self.id,)
+        )
         siblings: dict[int | None, list[int]] = {}
-        for row in rows:  # in order of their numbers
+        for row in rows:
             siblings.setdefault(row["parent"], []).append(row["id"])
-        number, seen = self._row()["first"], set[int]()
-        while number in by_number and number not in seen:
-            seen.add(number)
-            row = by_number[number]
-            yield self._turn(row, siblings[row["parent"]])
-            number = row["next"]
+        return {row["id"]: row for row in rows}, siblings
 
-    def _turn(self, row: sqlite3.Row, siblings: tuple[int, ...] | list[int]) -> Turn:
+    def _turn(self, row: sqlite3.Row, siblings: list[int]) -> Turn:
         if row["state"] == "writing" and not is_alive(row["writer"]):
             with self._database.transaction() as connection:
                 settle(connection, row["id"], "cut", None)
@@ -203,13 +198,6 @@ class Conversation:
             json.loads(row["info"]),
         )
 
-    def _siblings(self, parent: int | None) -> tuple[int, ...]:
-        rows = self._database.rows(
-            "SELECT id FROM turn WHERE conversation = ? AND parent IS ? ORDER BY id",
-            (self.id, parent),
-        )
-        return tuple(row["id"] for row in rows)
-
     def _insert(
         self,
         connection: sqlite3.Connection,
@@ -222,20 +210,25 @@ class Conversation:
         if role not in _ROLES:
             raise OptionError(f"a turn is of {', '.join(_ROLES)}, not {role!r}")
         row = self._row()
+        rows, _ = self._tree("id, parent, next")
+        parent: int | None = after or None
         if after is None:
-            parent = self._last(row["first"])
-        elif after == 0:
-            parent = None
-        else:
-            parent = self.turn(after).id
+            parent = next((last["id"] for last in reversed(_path(row["first"], rows))), None)
+        elif parent is not None and parent not in rows:
+            raise StorageError(f"the conversation has no turn {parent}")
         now = time.time()
-        writer = own_name() if state == "writing" else None
-        number = connection.execute(
-            "INSERT INTO turn (conversation, parent, role, content, state, writer, info, created) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.id, parent, role, content, state, writer, json.dumps(dict(info)), now),
-        ).lastrowid
-        assert number is not None, "an insert has a row"
+        number = insert(
+            connection,
+            "turn",
+            conversation=self.id,
+            parent=parent,
+            role=role,
+            content=content,
+            state=state,
+            writer=own_name() if state == "writing" else None,
+            info=json.dumps(dict(info)),
+            created=now,
+        )
         self._show(connection, number)
         title = row["title"] or title_of(content)
         connection.execute(
@@ -243,32 +236,25 @@ class Conversation:
         )
         return number
 
-    def _last(self, first: int | None) -> int | None:
-        """The end of the shown branch, found without reading the texts."""
-        rows = self._database.rows("SELECT id, next FROM turn WHERE conversation = ?", (self.id,))
-        after = {row["id"]: row["next"] for row in rows}
-        number = first
-        while number is not None and after.get(number) in after:
-            number = after[number]
-        return number
-
     def _show(self, connection: sqlite3.Connection, number: int) -> None:
         """Make every turn above ``number`` point towards it."""
-        child: int | None = number
-        while child is not None:
-            row = connection.execute(
-                "SELECT parent FROM turn WHERE id = ? AND conversation = ?", (child, self.id)
-            ).fetchone()
-            if row is None:
-                raise StorageError(f"the conversation has no turn {number}")
-            parent = row["parent"]
-            if parent is None:
-                connection.execute(
-                    "UPDATE conversation SET first = ? WHERE id = ?", (child, self.id)
-                )
-            else:
-                connection.execute("UPDATE turn SET next = ? WHERE id = ?", (child, parent))
-            child = parent
+        rows, _ = self._tree("id, parent")
+        if number not in rows:
+            raise StorageError(f"the conversation has no turn {number}")
+        while (parent := rows[number]["parent"]) is not None:
+            connection.execute("UPDATE turn SET next = ? WHERE id = ?", (number, parent))
+            number = parent
+        connection.execute("UPDATE conversation SET first = ? WHERE id = ?", (number, self.id))
+
+
+def _path(first: int | None, rows: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
+    """The shown branch from turn ``first`` on."""
+    path, number, seen = [], first, set[int]()
+    while number is not None and number in rows and number not in seen:
+        seen.add(number)
+        path.append(rows[number])
+        number = rows[number]["next"]
+    return path
 
 
 def title_of(content: str) -> str:

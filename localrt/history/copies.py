@@ -13,12 +13,13 @@ from typing import Any
 
 from localrt.errors import StorageError
 from localrt.history.conversation import Conversation, Turn
-from localrt.history.database import MEMORY_FIRST
+from localrt.history.database import MEMORY_FIRST, insert
 from localrt.history.history import History
 from localrt.history.writer import own_name, settle
 
 __all__ = ["copy_to_memory", "end_answer", "merge"]
 
+_TURN = ("role", "content", "state", "info", "created")
 _FACTS = ("title", "model", "system", "options", "updated")
 
 
@@ -31,23 +32,25 @@ def copy_to_memory(
     it may be locked, damaged or gone.
     """
     now, parent = time.time(), None
+    kept = {name: facts[name] for name in ("title", "model", "system")}
     options = json.dumps(facts["options"])
     with memory._database.transaction() as connection:
-        connection.execute(
-            "INSERT INTO conversation (id, title, model, system, options, created, updated) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (id, facts["title"], facts["model"], facts["system"], options, now, now),
-        )
+        insert(connection, "conversation", id=id, **kept, options=options, created=now, updated=now)
         copy = Conversation(memory._database, id)
         for turn in turns:
-            writer = own_name() if turn.state == "writing" else None
-            values = (turn.role, turn.content, turn.state, json.dumps(dict(turn.info)))
-            connection.execute(
-                "INSERT INTO turn (id, conversation, parent, created, writer, role, content, "
-                "state, info) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (turn.id, id, parent, turn.created, writer, *values),
+            parent = insert(
+                connection,
+                "turn",
+                id=turn.id,
+                conversation=id,
+                parent=parent,
+                role=turn.role,
+                content=turn.content,
+                state=turn.state,
+                writer=own_name() if turn.state == "writing" else None,
+                info=json.dumps(dict(turn.info)),
+                created=turn.created,
             )
-            parent = turn.id
         if parent is not None:
             copy._show(connection, parent)
     return copy
@@ -77,15 +80,10 @@ def merge(file: Conversation, copy: Conversation) -> dict[int, int]:
     numbers: dict[int, int] = {}
     with file._database.transaction() as connection:
         for row in rows:
-            values = (row["role"], row["content"], row["state"], row["info"], row["created"])
             if row["id"] >= MEMORY_FIRST:
+                values = {name: row[name] for name in _TURN}
                 parent = numbers.get(row["parent"], row["parent"])
-                number = connection.execute(
-                    "INSERT INTO turn (conversation, parent, role, content, state, info, created) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (file.id, parent, *values),
-                ).lastrowid
-                assert number is not None, "an insert has a row"
+                number = insert(connection, "turn", conversation=file.id, parent=parent, **values)
                 numbers[row["id"]] = number
             elif row["state"] != "writing" and file.turn(row["id"]).state == "writing":
                 info = json.loads(row["info"])

@@ -18,14 +18,15 @@ from typing import Any
 
 from localrt.errors import StorageError
 
-__all__ = ["MEMORY_FIRST", "Database"]
+__all__ = ["MEMORY_FIRST", "Database", "insert"]
 
 MEMORY_FIRST = 1 << 40  # turns of a database in memory count from here: no file's have such numbers
 
-# One script per version, run in order; a released one is never changed.
-_MIGRATIONS = (
-    """
-    CREATE TABLE conversation (
+_VERSION = 1
+# In one transaction: another app may be making the same file.
+_SCHEMA = f"""
+    BEGIN IMMEDIATE;
+    CREATE TABLE IF NOT EXISTS conversation (
         id TEXT PRIMARY KEY,
         title TEXT NOT NULL,
         model TEXT NOT NULL,
@@ -35,8 +36,8 @@ _MIGRATIONS = (
         updated REAL NOT NULL,
         first INTEGER
     );
-    CREATE INDEX conversation_updated ON conversation (updated);
-    CREATE TABLE turn (
+    CREATE INDEX IF NOT EXISTS conversation_updated ON conversation (updated);
+    CREATE TABLE IF NOT EXISTS turn (
         id INTEGER PRIMARY KEY AUTOINCREMENT,
         conversation TEXT NOT NULL REFERENCES conversation (id) ON DELETE CASCADE,
         parent INTEGER REFERENCES turn (id) ON DELETE CASCADE,
@@ -48,28 +49,29 @@ _MIGRATIONS = (
         info TEXT NOT NULL,
         created REAL NOT NULL
     );
-    CREATE INDEX turn_parent ON turn (conversation, parent);
-    CREATE INDEX turn_writing ON turn (state) WHERE state = 'writing';
-    CREATE TABLE piece (
+    CREATE INDEX IF NOT EXISTS turn_parent ON turn (conversation, parent);
+    CREATE INDEX IF NOT EXISTS turn_writing ON turn (state) WHERE state = 'writing';
+    CREATE TABLE IF NOT EXISTS piece (
         id INTEGER PRIMARY KEY,
         turn INTEGER NOT NULL REFERENCES turn (id) ON DELETE CASCADE,
         text TEXT NOT NULL
     );
-    CREATE INDEX piece_turn ON piece (turn);
-    CREATE VIRTUAL TABLE turn_text USING fts5 (content, content='turn', content_rowid='id');
-    CREATE TRIGGER turn_added AFTER INSERT ON turn BEGIN
+    CREATE INDEX IF NOT EXISTS piece_turn ON piece (turn);
+    CREATE VIRTUAL TABLE IF NOT EXISTS turn_text
+        USING fts5 (content, content='turn', content_rowid='id');
+    CREATE TRIGGER IF NOT EXISTS turn_added AFTER INSERT ON turn BEGIN
         INSERT INTO turn_text (rowid, content) VALUES (new.id, new.content);
     END;
-    CREATE TRIGGER turn_gone AFTER DELETE ON turn BEGIN
+    CREATE TRIGGER IF NOT EXISTS turn_gone AFTER DELETE ON turn BEGIN
         INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', old.id, old.content);
     END;
-    CREATE TRIGGER turn_written AFTER UPDATE OF content ON turn BEGIN
+    CREATE TRIGGER IF NOT EXISTS turn_written AFTER UPDATE OF content ON turn BEGIN
         INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', old.id, old.content);
         INSERT INTO turn_text (rowid, content) VALUES (new.id, new.content);
     END;
-    """,
-)
-_VERSION = len(_MIGRATIONS)
+    PRAGMA user_version = {_VERSION};
+    COMMIT;
+"""
 _BUSY_SECONDS = 5.0  # that another app's transaction may take
 _CHECKED_WHOLE = 32 << 20  # bytes; a larger file is checked as it is used
 
@@ -106,7 +108,7 @@ class Database:
         except _NewerError as newer:
             self.path = path.with_name(f"{path.stem}.v{_VERSION}{path.suffix}")
             self.notes = (
-                f"{path} is of a newer localrt (version {newer.version}): left as it is, "
+                f"{path} is of a newer localrt (version {newer}): left as it is, "
                 f"conversations go to {self.path.name}",
             )
             self._connection = _opened_or_fail(self.path)
@@ -162,10 +164,17 @@ class Database:
             raise StorageError(f"cannot use {self.path}: {_reason(error)}") from error
 
 
+def insert(connection: sqlite3.Connection, table: str, **values: Any) -> int:
+    """Add a row of these columns; its number."""
+    names, places = ", ".join(values), ", ".join("?" * len(values))
+    query = f"INSERT INTO {table} ({names}) VALUES ({places})"  # names are those of the code
+    number = connection.execute(query, tuple(values.values())).lastrowid
+    assert number is not None, "an insert has a row"
+    return number
+
+
 class _NewerError(Exception):
-    def __init__(self, version: int) -> None:
-        super().__init__(version)
-        self.version = version
+    """The file's schema is of a later version: its number."""
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:
@@ -179,7 +188,7 @@ def _connected(path: Path | str) -> sqlite3.Connection:
 
 def _in_memory() -> sqlite3.Connection:
     connection = _connected(":memory:")
-    _migrate(connection)
+    connection.executescript(_SCHEMA)
     connection.execute(
         "INSERT INTO sqlite_sequence (name, seq) VALUES ('turn', ?)", (MEMORY_FIRST - 1,)
     )
@@ -199,7 +208,7 @@ def _opened(path: Path) -> sqlite3.Connection:
             if found != "ok":
                 raise sqlite3.DatabaseError(str(found).splitlines()[-1])
         if version < _VERSION:
-            _migrate(connection)
+            connection.executescript(_SCHEMA)
     except BaseException:
         connection.close()
         raise
@@ -211,32 +220,6 @@ def _opened_or_fail(path: Path) -> sqlite3.Connection:
         return _opened(path)
     except (sqlite3.Error, _NewerError) as error:
         raise StorageError(f"cannot open {path}: {error}") from error
-
-
-def _migrate(connection: sqlite3.Connection) -> None:
-    """Bring the schema up to date, in one transaction: another app may be doing the same."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        for script in _MIGRATIONS[version:]:
-            for statement in _statements(script):
-                connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-
-
-def _statements(script: str) -> Iterator[str]:
-    """The statements of ``script``: ``executescript`` would end the transaction."""
-    statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
 
 
 def _put_aside(path: Path) -> Path:

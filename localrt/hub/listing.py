@@ -1,4 +1,4 @@
-"""What is on this machine, and making room: the list of models, and removing one.
+"""What is on this machine, and making room: the list of models, their last use, removing one.
 
 Walks the folders with ``os.scandir``: the answer is there in milliseconds, without huggingface_hub.
 Knows files, not what is in them, but for the format that a store's manifest names.
@@ -10,14 +10,15 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from localrt.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.hub.cache import CachedRepo
 from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
 from localrt.hub.files import (
-    GgufVariant,
     choose_variant,
     gguf_variants,
     quantization_label,
@@ -26,7 +27,14 @@ from localrt.hub.files import (
 from localrt.hub.names import HubRef, parse_hub_ref
 from localrt.settings import Settings
 
-__all__ = ["LocalModel", "list_models", "remove_model"]
+__all__ = [
+    "LocalModel",
+    "forget_use",
+    "last_used",
+    "list_models",
+    "note_use",
+    "remove_model",
+]
 
 # As models/checkpoints/store_manifest.py has them: importing it would take numpy, and time.
 _MANIFEST = "manifest.json"
@@ -111,7 +119,7 @@ def _models_of(repo: CachedRepo) -> Iterator[LocalModel]:
 
 def _stores(settings: Settings) -> Iterator[LocalModel]:
     """What ``localrt quantize`` wrote without ``--out``."""
-    for folder in _entries(_store_root(settings)):
+    for folder in _entries(settings.data_dir / "stores"):
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             files = [path for path in folder.rglob("*") if path.is_file()]
@@ -120,15 +128,13 @@ def _stores(settings: Settings) -> Iterator[LocalModel]:
             continue  # unfinished, or not a store
 
 
-def _store_root(settings: Settings) -> Path:
-    return settings.data_dir / "stores"
-
-
 def _own_store(name: str, settings: Settings) -> Path | None:
     """The folder that ``name`` is the path of, if it is one of localrt's own stores."""
     path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
     manifests = (_MANIFEST, _PARTIAL_MANIFEST)
-    if path.parent != _store_root(settings) or not any((path / m).is_file() for m in manifests):
+    if path.parent != settings.data_dir / "stores" or not any(
+        (path / m).is_file() for m in manifests
+    ):
         return None
     return path
 
@@ -156,14 +162,8 @@ def _local(
     name: str, path: Path, files: Iterable[Path], kind: str, quantization: str | None
 ) -> LocalModel:
     stats = [file.stat() for file in files]
-    return LocalModel(
-        name,
-        path,
-        sum(stat.st_size for stat in stats),
-        kind,
-        quantization,
-        max(stat.st_mtime for stat in stats),
-    )
+    size, modified = sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
+    return LocalModel(name, path, size, kind, quantization, modified)
 
 
 def _remove_demo(settings: Settings) -> int:
@@ -200,8 +200,10 @@ def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
         files = repo.files(commit)
         if ref.variant is None:
             pointers += [repo.snapshot(commit) / file for file in files]
-        elif variant := _variant(files, ref):
-            pointers += [repo.snapshot(commit) / file for file in variant.files]
+        else:
+            with suppress(ModelNotFoundError):
+                variant = choose_variant(gguf_variants(files), ref.variant, ref.repo)
+                pointers += [repo.snapshot(commit) / file for file in variant.files]
     if not pointers:
         raise ModelNotFoundError(f"{ref} is not on this machine (see `localrt list`)")
     freed = 0
@@ -219,13 +221,6 @@ def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
     }
     freed += sum(_remove_blob(repo, blob) for blob in blobs if blob.resolve() not in used)
     return freed if any(_models_of(repo)) else freed + _remove_repo(repo)
-
-
-def _variant(files: list[str], ref: HubRef) -> GgufVariant | None:
-    try:
-        return choose_variant(gguf_variants(files), ref.variant, ref.repo)
-    except ModelNotFoundError:
-        return None
 
 
 def _remove_blob(repo: CachedRepo, blob: Path) -> int:
@@ -249,3 +244,36 @@ def _remove_blob(repo: CachedRepo, blob: Path) -> int:
 
 def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
+
+
+# -- use -----------------------------------------------------------------------------------------
+
+# When each model was last loaded: the time of an empty file for each name, so that no two processes
+# meet. A folder that cannot be written keeps nothing, silently.
+
+
+def note_use(name: str, settings: Settings) -> None:
+    """A model of this name is used now."""
+    with suppress(OSError):
+        file = _use_file(name, settings)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def forget_use(name: str, settings: Settings) -> None:
+    """There is no such model any more."""
+    with suppress(OSError):
+        _use_file(name, settings).unlink(missing_ok=True)
+
+
+def last_used(settings: Settings) -> dict[str, float]:
+    """Seconds since the epoch, by name."""
+    try:
+        files = (settings.data_dir / "used").iterdir()
+        return {unquote(file.name): file.stat().st_mtime for file in files}
+    except OSError:
+        return {}
+
+
+def _use_file(name: str, settings: Settings) -> Path:
+    return settings.data_dir / "used" / quote(name, safe="")[:250]

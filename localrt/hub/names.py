@@ -70,13 +70,10 @@ def looks_like_path(model: str) -> bool:
 def close_files(path: Path) -> list[str]:
     """Up to three entries beside the missing ``path`` whose names are close to it."""
     try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or _is_gguf(entry)]
+        entries = list(path.parent.iterdir())
+        names = [e.name for e in entries if e.is_dir() or e.suffix.lower() == ".gguf"]
     except (OSError, ValueError):  # ValueError: a name that the file system cannot encode
         return []
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(path.name.lower(), by_lower, n=3, cutoff=0.6)
     return [str(path.parent / by_lower[name]) for name in close]
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ".gguf"

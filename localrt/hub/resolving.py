@@ -16,12 +16,7 @@ from typing import Literal
 from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.formatting import one_line
 from localrt.hub.cache import find_cached
-from localrt.hub.demo import (
-    DEMO_HUB,
-    DEMO_NAME,
-    demo_cache_file,
-    demo_in_package,
-)
+from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file, demo_in_package
 from localrt.hub.files import choose_variant, gguf_variants, safetensors_model_files, variant_name
 from localrt.hub.names import HubRef, close_files, is_revision, looks_like_path, parse_hub_ref
 from localrt.progress import ProgressCallback

@@ -61,22 +61,20 @@ def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[Fo
     _check_online(settings)
     with hub_errors("the search", settings):
         entries = _ask(words.strip(), settings, 2 * limit)  # those of other kinds are left out
-    found = []
-    for entry in entries:
-        tags = entry.get("tags") or ()
-        kinds = tuple(kind for kind in _KINDS if kind in tags)
-        if kinds and isinstance(entry.get("id"), str):
-            found.append(
-                FoundModel(
-                    name=one_line(entry["id"], 120),
-                    downloads=int(entry.get("downloads") or 0),
-                    likes=int(entry.get("likes") or 0),
-                    kinds=kinds,
-                    gated=bool(entry.get("gated")),
-                    updated=str(entry.get("lastModified") or entry.get("createdAt") or "")[:10],
-                )
-            )
-    return found[:limit]
+    found = [_found_model(entry) for entry in entries if isinstance(entry.get("id"), str)]
+    return [model for model in found if model.kinds][:limit]
+
+
+def _found_model(entry: dict[str, Any]) -> FoundModel:
+    tags = entry.get("tags") or ()
+    return FoundModel(
+        name=one_line(entry["id"], 120),
+        downloads=int(entry.get("downloads") or 0),
+        likes=int(entry.get("likes") or 0),
+        kinds=tuple(kind for kind in _KINDS if kind in tags),
+        gated=bool(entry.get("gated")),
+        updated=str(entry.get("lastModified") or entry.get("createdAt") or "")[:10],
+    )
 
 
 def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:

@@ -18,15 +18,8 @@ Fields = Mapping[str, Any]
 
 _SEEDS = 1 << 64
 _AS_THEY_ARE = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-    "ignore_eos",
+    *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop", "ignore_eos", "max_tokens"),
 )
 
 
@@ -80,7 +73,11 @@ def chat_call(fields: Fields) -> Call:
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs") or 0
     tools = list(fields.get("tools") or ())
-    options.update(_format(fields.get("response_format") or {}))
+    wanted = fields.get("response_format") or {}
+    if wanted.get("type") == "json_object":
+        options["json_schema"] = {"type": "object"}
+    elif wanted.get("type") == "json_schema":
+        options["json_schema"] = wanted["json_schema"]["schema"]
     forced, tools, bound = _tool_choice(fields.get("tool_choice"), tools)
     if bound is not None:
         if "json_schema" in options:
@@ -151,8 +148,6 @@ def _streaming(fields: Fields) -> dict[str, Any]:
 
 def _options(fields: Fields) -> dict[str, Any]:
     options = {name: fields[name] for name in _AS_THEY_ARE if fields.get(name) is not None}
-    if fields.get("max_tokens") is not None:
-        options["max_tokens"] = fields["max_tokens"]
     if fields.get("seed") is not None:
         options["seed"] = fields["seed"] % _SEEDS
     if fields.get("top_k") is not None:
@@ -160,15 +155,6 @@ def _options(fields: Fields) -> dict[str, Any]:
     if fields.get("logit_bias"):
         options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     return options
-
-
-def _format(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    kind = wanted.get("type", "text")
-    if kind == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if kind == "json_schema":
-        return {"json_schema": wanted["json_schema"]["schema"]}
-    return {}
 
 
 def _tool_choice(

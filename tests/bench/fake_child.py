@@ -19,12 +19,13 @@ class FakeEngine:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._calls = 0
+        self._settings = dict(launch.settings or {})
         self.info: Mapping[str, Any] = {
             "format": "q8",
             "pid": os.getpid(),
             "launch": asdict(launch),
         }
-        if launch.ram is not None:
+        if "ram" in self._settings:
             self.trace_events = self._trace_events
 
     def encode(self, text: str) -> list[int]:
@@ -43,9 +44,7 @@ class FakeEngine:
             read_past_the_cache(self._launch.path)
         self._calls += 1
         # Plain weights are twice as fast here; and the runs get slower, so that medians matter.
-        speed = SPEED[self._launch.engine] * (
-            1 if (self._launch.settings or {}).get("repack") else 2
-        )
+        speed = SPEED[self._launch.engine] * (1 if self._settings.get("repack") else 2)
         return Metrics(
             prompt_tokens=len(prompt),
             completion_tokens=tokens,
@@ -55,9 +54,9 @@ class FakeEngine:
             decode_tok_s=10 * speed,
             peak_ram_bytes=1_000_000 * self._calls,
             exactness="approximate",
-            predicted_tok_s=None if self._launch.ram is None else 21.0,
-            pipeline_efficiency=None if self._launch.ram is None else 0.97,
-            simulated=self._launch.device == "virtual:8GB",
+            predicted_tok_s=21.0 if "ram" in self._settings else None,
+            pipeline_efficiency=0.97 if "ram" in self._settings else None,
+            simulated=self._settings.get("device") == "virtual:8GB",
         )
 
     def _trace_events(self) -> list[tuple[str, str, float, float]]:

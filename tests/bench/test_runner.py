@@ -155,8 +155,9 @@ def test_budgets_reach_the_native_engine_alone(tmp_path: Path) -> None:
     outcome = _run(_options(tmp_path, "good", "native transformers", **more))
     assert not outcome.interleaved  # what one streams, another must not find in the cache
     native, peer = (result.info["launch"] for result in outcome.results)
-    assert {name: native[name] for name in more} == more
-    assert {name: peer[name] for name in more} == {**dict.fromkeys(more), "ctx": 99}
+    assert native["settings"] | {"ctx": native["ctx"]} == more
+    assert peer["ctx"] == 99
+    assert not peer["settings"]
     with pytest.raises(OptionError, match="must be at least 25"):
         _options(tmp_path, "good", "native", ctx=24)
 
@@ -167,8 +168,8 @@ def test_settings_choose_what_is_measured(tmp_path: Path) -> None:
     )
     outcome = _run(options)
     names = [(result.engine, result.setting) for result in outcome.results]
-    assert names == [("native", ""), ("llamacpp", "plain")]
-    assert [r.info["launch"]["ram"] for r in outcome.results] == [10**9, None]
+    assert names == [("native", "q8"), ("llamacpp", "plain")]
+    assert [r.info["launch"]["settings"].get("ram") for r in outcome.results] == [10**9, None]
 
 
 def test_peers_that_stream_get_a_folder_and_run_alone(
