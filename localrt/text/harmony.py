@@ -16,15 +16,12 @@ from typing import Any
 from localrt.engine.types import ToolCall
 from localrt.text.call_syntax import call_of
 from localrt.text.thinking import CLOSE, OPEN, split_thinking
-from localrt.text.tools import make_call
+from localrt.text.tools import make_call, overlap
 
 __all__ = ["HarmonyParser", "harmony_messages", "is_harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_MARKERS = (
-    *(_START, _CHANNEL, _MESSAGE),
-    *("<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
-)
+_MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _MARK = re.compile("|".join(map(re.escape, _MARKERS)))
 
@@ -46,12 +43,7 @@ class HarmonyParser:
         self._thinking = False
         self._held = ""
         self._unmarked = True  # no mark has come yet
-        self._calls: list[ToolCall] = []
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """Those found so far."""
-        return tuple(self._calls)
+        self.calls: tuple[ToolCall, ...] = ()
 
     def push(self, piece: str) -> str:
         """Text to show."""
@@ -60,10 +52,7 @@ class HarmonyParser:
         while match := _MARK.search(self._held):
             shown += self._take(self._held[: match.start()]) + self._mark(match[0])
             self._held = self._held[match.end() :]
-        keep = max(
-            (n for m in _MARKERS for n in range(1, len(m)) if self._held.endswith(m[:n])), default=0
-        )
-        cut = len(self._held) - keep
+        cut = len(self._held) - max(overlap(self._held, mark) for mark in _MARKERS)
         shown += self._take(self._held[:cut])
         self._held = self._held[cut:]
         return shown
@@ -119,7 +108,7 @@ class HarmonyParser:
         call = call_of(name, text or "{}")
         if call is None:
             return text
-        self._calls.append(make_call(call))
+        self.calls += (make_call(call),)
         return ""
 
 

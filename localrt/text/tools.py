@@ -33,6 +33,7 @@ __all__ = [
     "as_message_calls",
     "for_template",
     "make_call",
+    "overlap",
     "tool_form",
 ]
 
@@ -41,29 +42,34 @@ __all__ = [
 class ToolForm:
     """One way to mark calls. ``opening`` text begins them, ``closing`` (or the end) ends them.
 
-    ``kept`` is how much of the opening belongs to the call. With ``bare``, an answer that is
-    nothing but JSON, fenced or not, may be a call too, of a tool that was given.
+    ``needles`` are what the templates of such models contain, by default the opening. ``kept`` is
+    how much of the opening belongs to the call. With ``bare``, an answer that is nothing but JSON,
+    fenced or not, may be a call too, of a tool that was given.
     """
 
     opening: str
     closing: str
     parse: Parser
+    needles: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     kept: str = ""
     bare: bool = False
 
 
 _HERMES = ToolForm("<tool_call>", "</tool_call>", parse_tagged, bare=True)
-_LLAMA = ToolForm("<|python_tag|>", "", parse_python_or_json, bare=True)
-_PHI = ToolForm("<|tool_call|>", "<|/tool_call|>", parse_json)
-_FUNCTOOLS = ToolForm("functools[", "", parse_json, kept="[")
-_MISTRAL = ToolForm("[TOOL_CALLS]", "", parse_mistral, markers=("[ARGS]", "[CALL_ID]"))
-_CODE = ToolForm("```tool_code", "```", parse_python)
-_DEEPSEEK = ToolForm(
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    parse_deepseek,
-    markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+_IPYTHON = ("<|python_tag|>", "Environment: ipython")
+_DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+# In the order in which templates are looked through.
+_FORMS = (
+    ToolForm(
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", parse_deepseek, markers=_DEEPSEEK_MARKS
+    ),
+    ToolForm("[TOOL_CALLS]", "", parse_mistral, markers=("[ARGS]", "[CALL_ID]")),
+    _HERMES,
+    ToolForm("functools[", "", parse_json, needles=("functools",), kept="["),
+    ToolForm("<|tool_call|>", "<|/tool_call|>", parse_json),
+    ToolForm("<|python_tag|>", "", parse_python_or_json, needles=_IPYTHON, bare=True),
+    ToolForm("```tool_code", "```", parse_python, needles=("tool_code",)),
 )
 
 # Control tokens after which a tool has to be called, of gpt-oss and Llama.
@@ -71,25 +77,16 @@ TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>")
 
 _BARE = ("{", "[", "```json")  # how an answer that may be nothing but JSON begins
 
-# What a template contains, in the order in which that is looked for.
-_FORMS: tuple[tuple[str, ToolForm], ...] = (
-    ("<｜tool▁calls▁begin｜>", _DEEPSEEK),
-    ("[TOOL_CALLS]", _MISTRAL),
-    ("<tool_call>", _HERMES),
-    ("functools", _FUNCTOOLS),
-    ("<|tool_call|>", _PHI),
-    ("<|python_tag|>", _LLAMA),
-    ("Environment: ipython", _LLAMA),
-    ("tool_code", _CODE),
-)
-
 
 def tool_form(template: str) -> ToolForm:
     """How the models of a chat template, given as its source, mark calls; Hermes' way by default.
 
     gpt-oss, whose messages all have a channel, is ``localrt.text.harmony``'s.
     """
-    return next((form for needle, form in _FORMS if needle in template), _HERMES)
+    for form in _FORMS:
+        if any(needle in template for needle in form.needles or (form.opening,)):
+            return form
+    return _HERMES
 
 
 class TextParser:
@@ -115,15 +112,10 @@ class TextParser:
         self._held = ""
         self._begun = thinking  # whether anything but space has come
         self._bare = False  # the answer began like JSON, and is held back until its end
-        self._calls: list[ToolCall] = []
+        self.calls: tuple[ToolCall, ...] = ()
         self.markers: tuple[str, ...] = (OPEN, CLOSE)
         if form is not None:
             self.markers += (form.opening, form.closing, *form.markers)
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """Those found so far."""
-        return tuple(self._calls)
 
     def push(self, piece: str) -> str:
         """Text that is certain not to be part of a call."""
@@ -146,7 +138,7 @@ class TextParser:
         if self._bare:
             calls = form.parse(_unfenced(held), self._tools) or []
             if calls and all(call.name in self._tools for call in calls):
-                self._calls += map(make_call, calls)
+                self.calls += tuple(map(make_call, calls))
                 return shown
         return shown + held
 
@@ -159,11 +151,11 @@ class TextParser:
                 return None
             self._held, self._open = rest, False
             return self._ended(form, body, closed=True)
-        if self._calls and not self._begun:  # space after a call is nobody's
+        if self.calls and not self._begun:  # space after a call is nobody's
             self._held = held = held.lstrip()
         if not held:
             return None
-        if not self._begun and not self._calls:
+        if not self._begun and not self.calls:
             start = held.lstrip()
             if form.bare and any(mark.startswith(start[: len(mark)]) for mark in _BARE):
                 self._bare = any(start.startswith(mark) for mark in _BARE)
@@ -172,7 +164,7 @@ class TextParser:
         marks = (CLOSE,) if self._thinking else (form.opening, OPEN)
         at, mark = min(((held.find(m), m) for m in marks if m in held), default=(-1, ""))
         if at < 0:
-            cut = len(held) - max(_overlap(held, m) for m in marks)
+            cut = len(held) - max(overlap(held, m) for m in marks)
             shown, self._held = held[:cut], held[cut:]
             self._begun = self._begun or bool(shown.strip())
             return shown or None
@@ -191,7 +183,7 @@ class TextParser:
             self._begun = True
             opening = form.opening.removesuffix(form.kept) if form.kept else form.opening
             return opening + body + (form.closing if closed else "")
-        self._calls += map(make_call, calls)
+        self.calls += tuple(map(make_call, calls))
         return ""
 
 
@@ -205,7 +197,7 @@ def make_call(call: Call) -> ToolCall:
     return ToolCall(call.id or uuid.uuid4().hex[:9], call.name, call.arguments)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Length of the longest end of ``text`` that begins ``mark``."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
