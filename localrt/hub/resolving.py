@@ -72,7 +72,7 @@ def resolve(
         _refuse_revision(model, revision)
         return fetch.demo()
     path = Path(os.path.expanduser(model))  # noqa: PTH111  Path's own fails on "~nobody"
-    if _exists(path):
+    if os.path.exists(path):  # noqa: PTH110  False for a name too long for the file system
         _refuse_revision(model, revision)
         return ResolvedModel(model, path, None, "local")
     ref = None if looks_like_path(model) else parse_hub_ref(model)
@@ -168,13 +168,6 @@ class _Fetch:
 def _refuse_revision(model: str, revision: str | None) -> None:
     if revision is not None:
         raise OptionError(f"a revision is for models of the hub, and {model} is not one")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name too long for the file system
-        return False
 
 
 def _not_found(model: str, path: Path) -> str:

@@ -34,7 +34,7 @@ from localrt.hub.repository import HTTP_ERROR, RemoteFile, RemoteRepo, hub_error
 from localrt.progress import Progress, ProgressCallback
 from localrt.settings import Settings
 
-__all__ = ["Meter", "check_cancelled", "check_space", "download", "file_digest"]
+__all__ = ["Meter", "check_cancelled", "check_space", "download"]
 
 _READ_TIMEOUT_S = 10.0
 _MAX_FAILURES = 5  # in a row, without a byte of progress
@@ -96,10 +96,8 @@ def download(
         here = set(cached.files(remote.commit))
         wanted = [remote.files[name] for name in names if name not in here]
         missing = [file for file in wanted if not cached.blob(file.etag).exists()]
-        check_space(
-            settings.hub_cache,
-            sum(file.size - _size(cached.partial(file.etag)) for file in missing),
-        )
+        needed = sum(file.size - _size(cached.partial(file.etag)) for file in missing)
+        check_space(settings.hub_cache, needed)
         cached.blob("").mkdir(parents=True, exist_ok=True)
         total = sum(file.size for file in missing)
         meter = Meter("download", total, progress)
@@ -133,37 +131,26 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def file_digest(
-    path: Path, algorithm: str, prefix: bytes, meter: Meter, name: str, cancel: Event | None
-) -> str:
-    """Hexadecimal digest of ``prefix`` and the file's bytes, read in blocks."""
-    digest = hashlib.new(algorithm, prefix)
-    done = 0
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK):
-            check_cancelled(cancel)
-            digest.update(block)
-            done += len(block)
-            meter.set(name, done)
-    return digest.hexdigest()
-
-
 def _publish(
     file: RemoteFile, partial: Path, blob: Path, meter: Meter, cancel: Event | None
 ) -> None:
     """Check the finished file and give it its final name."""
-    if len(file.etag) == 64:
-        digest = file_digest(partial, "sha256", b"", meter, file.name, cancel)
-    else:  # git's name for a small file: SHA-1 over a header and the bytes
-        header = b"blob %d\0" % file.size
-        digest = file_digest(partial, "sha1", header, meter, file.name, cancel)
-    if digest != file.etag:
+    # Git's name for a small file is a SHA-1 over a header and the bytes.
+    large = len(file.etag) == 64
+    digest = hashlib.sha256() if large else hashlib.sha1(b"blob %d\0" % file.size)
+    done = 0
+    with partial.open("rb+") as written:
+        while block := written.read(_HASH_BLOCK):
+            check_cancelled(cancel)
+            digest.update(block)
+            done += len(block)
+            meter.set(file.name, done)
+        os.fsync(written.fileno())
+    if digest.hexdigest() != file.etag:
         partial.unlink()
         raise HubError(
             f"{file.name} arrived damaged (wrong checksum) and was removed: download it again"
         )
-    with partial.open("rb+") as written:
-        os.fsync(written.fileno())
     partial.replace(blob)
 
 

@@ -120,10 +120,9 @@ class Reader:
         delta = _mapping(choice.get("delta"))
         text = self._text(delta)
         calls = delta.get("tool_calls")
-        if isinstance(calls, list):
-            for index, call in enumerate(calls):
-                if isinstance(call, Mapping):
-                    self._take_call(index, call)
+        for index, call in enumerate(calls if isinstance(calls, list) else ()):
+            if isinstance(call, Mapping):
+                self._take_call(index, call)
         if text or calls:
             self._last = time.monotonic()
             self._first = self._last if self._first is None else self._first
@@ -223,15 +222,13 @@ def listed_models(body: bytes, address: Address) -> list[ListedModel]:
     data = _object(body, address).get("data")
     if not isinstance(data, list):
         raise LocalrtError(f"{address.origin} {_NO_PROTOCOL}")
-    models = []
-    for entry in data:
-        entry = _mapping(entry)
-        if name := _string(entry, "id"):
-            told = (entry.get(n) for n in ("max_model_len", "context_length", "context_window"))
-            models.append(
-                ListedModel(name, next((n for each in told if (n := _count(each, 0))), 0))
-            )
-    return models
+    entries = [entry for entry in map(_mapping, data) if _string(entry, "id")]
+    return [ListedModel(_string(entry, "id"), _context(entry)) for entry in entries]
+
+
+def _context(entry: Mapping[str, Any]) -> int:
+    names = ("max_model_len", "context_length", "context_window")
+    return next((count for name in names if (count := _count(entry.get(name), 0))), 0)
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -46,12 +47,11 @@ class Exchange(Closing):
         path: str,
         body: bytes | None = None,
         *,
-        look: Callable[[], None] = lambda: None,
-        idle_s: float = _IDLE_S,
+        look: Callable[[], None],
     ) -> None:
         self._address = address
         self._method, self._path, self._body = method, path, body
-        self._look, self._idle_s = look, idle_s
+        self._look = look
         self._came: queue.Queue[httpx2.Response | bytes | Exception | None] = queue.Queue(_AHEAD)
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -97,10 +97,8 @@ class Exchange(Closing):
         with self._lock:
             if self._socket is not None:
                 # A TLS socket's own shutdown would take its state from the thread that reads.
-                try:
+                with suppress(OSError):  # it is closed already
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-                except OSError:  # it is closed already
-                    pass
 
     # -- the side that waits ---------------------------------------------------------------------
 
@@ -120,19 +118,16 @@ class Exchange(Closing):
 
     def _run(self) -> None:
         try:
-            with self._client() as client:
+            transport = httpx2.HTTPTransport(
+                verify=ssl.create_default_context(), trust_env=False, socket_options=[_KEEP_ALIVE]
+            )
+            timeout = httpx2.Timeout(_IDLE_S, connect=_CONNECT_S)
+            with httpx2.Client(transport=transport, timeout=timeout, trust_env=False) as client:
                 self._ask(client)
         except Exception as error:  # noqa: BLE001 - whatever it is, the one who waits is told
             self._tell(error)
         else:
             self._tell(None)
-
-    def _client(self) -> httpx2.Client:
-        transport = httpx2.HTTPTransport(
-            verify=ssl.create_default_context(), trust_env=False, socket_options=[_KEEP_ALIVE]
-        )
-        timeout = httpx2.Timeout(self._idle_s, connect=_CONNECT_S)
-        return httpx2.Client(transport=transport, timeout=timeout, trust_env=False)
 
     def _ask(self, client: httpx2.Client) -> None:
         address = self._address

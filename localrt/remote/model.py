@@ -32,15 +32,10 @@ _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
 _BYTES_A_TOKEN = 4  # an estimate; a template's marks take about as many tokens a message
 # Sent under their own names: OpenAI's, then those that vLLM and localrt's server know beyond them.
-_SENT: tuple[str, ...] = (
-    "temperature",
-    "top_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "seed",
+_SENT = (
+    *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
+    *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos"),
 )
-_SENT += ("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos")
 # Of no use elsewhere, and what they are when nobody chose.
 _HERE = {"draft": "auto", "tree_budget": None, "tree_depth": None, "overflow": "error"}
 _HERE |= {"regex": None, "logprobs": None}
@@ -153,9 +148,7 @@ class RemoteModel(Closing):
 
     def count(self, prompt: str | Sequence[Message]) -> int:
         """About how many tokens a text or a conversation takes: the server's are not known."""
-        if isinstance(prompt, str):
-            return _text_tokens(prompt)
-        return sum(map(_estimated_tokens, prompt))
+        return _text_tokens(prompt) if isinstance(prompt, str) else _estimated_tokens(prompt)
 
     def status(self, *, lanes: bool | None = None) -> None:
         """Nothing is known of a server's memory and passes."""
@@ -217,10 +210,10 @@ class _Conversation:
             LocalrtError: the server refuses, fails or goes away; chunks that came stay good.
         """
         address = self._address
-        reader = Reader(address, sum(map(_estimated_tokens, messages)))
+        reader = Reader(address, _estimated_tokens(messages))
 
         def look() -> None:
-            if self._closed.is_set() or (cancel is not None and cancel.is_set()):
+            if self._closed.is_set() or cancel.is_set():
                 raise _StoppedError
             if on_progress is not None and not reader.metrics.completion_tokens:
                 on_progress(Progress("prefill", 0, None, "tokens"))
@@ -230,7 +223,8 @@ class _Conversation:
         try:
             with Exchange(address, "POST", path, body, look=look) as exchange:
                 head = exchange.head()
-                if head.status_code != 200 or not _is_stream(head.headers):
+                kind = head.headers.get("content-type", "").strip().lower()
+                if head.status_code != 200 or not kind.startswith("text/event-stream"):
                     raise refusal(
                         address, head.status_code, head.headers, exchange.read(_LONGEST_REFUSAL)
                     )
@@ -268,16 +262,12 @@ def _text_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // _BYTES_A_TOKEN)
 
 
-def _estimated_tokens(message: Message) -> int:
-    return _text_tokens(str(message.get("content") or "")) + 4
+def _estimated_tokens(messages: Sequence[Message]) -> int:
+    return sum(_text_tokens(str(message.get("content") or "")) + 4 for message in messages)
 
 
 class _StoppedError(Exception):
     """The answer is not wanted any more."""
-
-
-def _is_stream(headers: Mapping[str, str]) -> bool:
-    return headers.get("content-type", "").strip().lower().startswith("text/event-stream")
 
 
 def _body(
@@ -299,14 +289,9 @@ def _body(
         fields["stop"] = list(options.stop)
     if options.json_schema is not None:
         schema = json.loads(options.json_schema)
-        fields["response_format"] = (
-            {"type": "json_object"}
-            if schema is True
-            else {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": schema, "strict": True},
-            }
-        )
+        named = {"name": "answer", "schema": schema, "strict": True}
+        whole = {"type": "json_schema", "json_schema": named}
+        fields["response_format"] = {"type": "json_object"} if schema is True else whole
     if tools:
         fields["tools"] = list(tools)
     try:
