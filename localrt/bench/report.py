@@ -15,6 +15,7 @@ from localrt.machine.hardware import Machine
 __all__ = ["to_json", "to_table"]
 
 _BASELINE = "llamacpp"
+_OPTIONS = ("memory_limit", "ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 _EXTRAS = {"native": "torch", "llamacpp": "'localrt[llamacpp]'"}
 _BENCH_EXTRA = "'localrt[bench]'"
 
@@ -38,13 +39,7 @@ def to_json(
         "prompt_tokens": options.workload.prompt_tokens,
         "tokens": options.workload.tokens,
         "runs": options.workload.runs,
-        "memory_limit": options.memory_limit,
-        "ram": options.ram,
-        "gpu_memory": options.gpu_memory,
-        "device": options.device,
-        "ctx": options.ctx,
-        "kv_format": options.kv_format,
-        "threads": options.threads,
+        **{name: getattr(options, name) for name in _OPTIONS},
         "interleaved": outcome.interleaved,
         "page_cache_dropped": outcome.page_cache,
         "results": [
@@ -145,12 +140,8 @@ _DETAILS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 def _best(results: Sequence[Result]) -> dict[str, Result]:
     """Each engine's fastest setting for the whole workload."""
-    best: dict[str, Result] = {}
-    for result in results:
-        known = best.get(result.engine)
-        if known is None or result.workload_s < known.workload_s:
-            best[result.engine] = result
-    return best
+    slowest_first = sorted(results, key=lambda result: result.workload_s, reverse=True)
+    return {result.engine: result for result in slowest_first}
 
 
 def _baseline(results: Sequence[Result], metric: str) -> float | None:

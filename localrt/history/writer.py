@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from localrt.errors import CancelledError, OptionError, StorageError
-from localrt.history.database import Database
+from localrt.history.database import Database, insert
 
 __all__ = ["AnswerWriter", "is_alive", "own_name", "settle"]
 
@@ -96,9 +96,7 @@ class AnswerWriter:
         self._saved_at = time.monotonic()
         try:
             with self._database.transaction() as connection:
-                connection.execute(
-                    "INSERT INTO piece (turn, text) VALUES (?, ?)", (self.turn, self._open)
-                )
+                insert(connection, "piece", turn=self.turn, text=self._open)
         except StorageError as error:
             self.problem = str(error)
         else:

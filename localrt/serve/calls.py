@@ -139,11 +139,8 @@ def prompts_of(given: Any) -> list[str | list[int]]:
 
 
 def _streaming(fields: Fields) -> dict[str, Any]:
-    wanted = fields.get("stream_options") or {}
-    return {
-        "stream": bool(fields.get("stream")),
-        "include_usage": bool(wanted.get("include_usage")),
-    }
+    usage = (fields.get("stream_options") or {}).get("include_usage")
+    return {"stream": bool(fields.get("stream")), "include_usage": bool(usage)}
 
 
 def _options(fields: Fields) -> dict[str, Any]:

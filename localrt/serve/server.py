@@ -43,29 +43,22 @@ def open_socket(options: ServeOptions) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # Of localhost's addresses the one that everybody means.
-        found.sort(key=lambda one: one[0] != socket.AF_INET)
-        family, kind, protocol, _, address = found[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        bound = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    except socket.gaierror as error:
         raise LocalrtError(f"cannot listen on {host}: {error.strerror or error}") from error
-    try:
-        if os.name == "posix":  # elsewhere it would let two servers have one port
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections get what the listening socket has. What the system holds for a client that
-        # does not read is bounded, and so is the time until it gives its connection up.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            timeout = max(1, int(options.write_timeout_s * 1000))
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
-        bound.bind(address)
-        bound.listen(_BACKLOG)
     except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRINUSE:
-            reason = "the port is in use: choose another with --port"
-        else:
-            reason = error.strerror or str(error)
+        in_use = error.errno == errno.EADDRINUSE
+        reason = "the port is in use: choose another with --port" if in_use else None
+        reason = reason or os.strerror(error.errno or 0)
         raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
+    # Connections get what the listening socket has. What the system holds for a client that does
+    # not read is bounded, and so is the time until it gives its connection up.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        timeout = max(1, int(options.write_timeout_s * 1000))
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
     return bound
 
 
