@@ -12,7 +12,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from localrt.bench.engines import BenchEngine, Launch, load_engine
@@ -24,18 +24,13 @@ __all__ = ["Requests", "main", "serve"]
 
 def main() -> None:
     """Hold an engine for one parent."""
-    serve(Requests(load_engine))
+    serve(Requests())
 
 
 class Requests:
-    """The answers of a child that first loads an engine, then uses it.
+    """The answers of a child that first loads an engine, then uses it: a method for a request."""
 
-    Each method that is not private answers the request of its name.
-    """
-
-    def __init__(self, load: Callable[[Launch], BenchEngine]) -> None:
-        self._load = load
-        self._loaded: BenchEngine | None = None
+    _loaded: BenchEngine | None = None
 
     @property
     def _engine(self) -> BenchEngine:
@@ -45,7 +40,7 @@ class Requests:
 
     def load(self, launch: dict[str, Any]) -> dict[str, Any]:
         """What runs, from the fields of a `Launch`."""
-        self._loaded = self._load(Launch(**launch))
+        self._loaded = load_engine(Launch(**launch))
         return dict(self._loaded.info)
 
     def encode(self, text: str) -> list[int]:
@@ -54,18 +49,14 @@ class Requests:
 
     def generate(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """One generation's `Metrics`, and what the process read from disk while it decoded."""
-        counts: list[int] = []
-
-        def count() -> None:
-            if (read := disk_bytes_read()) is not None:
-                counts.append(read)
-
-        count()
-        metrics = self._engine.generate(prompt, tokens, count).to_dict()
-        count()
-        if len(counts) < 3:  # not known on this system
-            return {**metrics, "decode_read_bytes": None}
+        counts = [disk_bytes_read()]
+        metrics = self._engine.generate(
+            prompt, tokens, lambda: counts.append(disk_bytes_read())
+        ).to_dict()
+        counts.append(disk_bytes_read())
         started, first, ended = counts
+        if started is None or first is None or ended is None:  # not known on this system
+            return {**metrics, "decode_read_bytes": None}
         if metrics["ssd_read_bytes"] is None:
             metrics["ssd_read_bytes"] = ended - started
         return {**metrics, "decode_read_bytes": ended - first}
@@ -73,12 +64,7 @@ class Requests:
     def trace(self) -> list[dict[str, Any]] | None:
         """The pipeline's tasks since this was first asked, in seconds; None without a pipeline."""
         events = getattr(self._engine, "trace_events", None)
-        if events is None:
-            return None
-        return [
-            {"resource": resource, "name": name, "start_s": start, "end_s": end}
-            for resource, name, start, end in events()
-        ]
+        return None if events is None else list(events())
 
 
 def serve(requests: object) -> None:

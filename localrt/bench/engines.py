@@ -6,7 +6,7 @@ the library gets. Heavy imports happen inside `load_engine`, in the child alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,13 +128,11 @@ class _LocalrtEngine:
             pass
         return last.metrics
 
-    def trace_events(self) -> list[tuple[str, str, float, float]]:
-        """(resource, task, start, end) of the latest tasks; they are kept from the first call on.
-
-        Empty for an engine without a pipeline.
-        """
-        tasks = self._engine.trace(_TRACED_TASKS)
-        return [(task.resource, task.name, task.start, task.end) for task in tasks]
+    def trace_events(self) -> Iterator[dict[str, Any]]:
+        """The latest tasks; they are kept from the first call on. None without a pipeline."""
+        for task in self._engine.trace(_TRACED_TASKS):
+            times = {"start_s": task.start, "end_s": task.end}
+            yield {"resource": task.resource, "name": task.name, **times}
 
 
 def _load_native(launch: Launch) -> Core:

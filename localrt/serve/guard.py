@@ -46,12 +46,9 @@ class Guard:
         *,
         service: Service,
         paths: frozenset[str],
-        log: Callable[[LogLine], None] | None = None,
+        log: Callable[[LogLine], None] | None,
     ) -> None:
-        self._app = app
-        self._service = service
-        self._paths = paths
-        self._log = log
+        self._app, self._service, self._paths, self._log = app, service, paths, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -68,16 +65,15 @@ class Guard:
             elif not message.get("more_body", False):
                 whole = True
 
+        app = self._app
         try:
-            try:
-                _check(scope, self._service.options)
-            except ApiError as error:
-                await error.response()(scope, receive, watched)
-            else:
-                await self._app(scope, receive, watched)
-        except (ClientDisconnect, TimeoutError):
+            _check(scope, self._service.options)
+        except ApiError as error:
+            app = error.response()
+        try:
             # Who went away, or does not read, gets nothing more: the connection is closed.
-            pass
+            with suppress(ClientDisconnect, TimeoutError):
+                await app(scope, receive, watched)
         finally:
             self._note(scope, status if whole else _GONE, time.monotonic() - began)
 

@@ -5,6 +5,7 @@ It knows numbers and names, not what they count.
 
 from __future__ import annotations
 
+import json
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,13 +82,9 @@ def _histogram(name: str, help_text: str, row: Sequence[float]) -> Iterator[str]
 
 
 def _spelled(labels: Labels) -> str:
-    if not labels:
-        return ""
-    escaped = (
-        (name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
-        for name, value in labels
-    )
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}"
+    # JSON escapes what Prometheus wants to be escaped, in the same way.
+    pairs = [f"{name}={json.dumps(value)}" for name, value in labels]
+    return "{" + ",".join(pairs) + "}" if pairs else ""
 
 
 def _number(value: float) -> str:

@@ -138,8 +138,7 @@ class Service:
     def sample(self) -> None:
         """Take note of the tokens so far; called once a second."""
         if self._live is not None:
-            said = self._live.stats().completion_tokens
-            self._samples.append((time.monotonic(), said))
+            self._samples.append((time.monotonic(), self._live.stats().completion_tokens))
 
     def metrics_text(self) -> str:
         """All numbers, in Prometheus' text format."""
@@ -170,12 +169,9 @@ class Service:
             yield "localrt_link_bytes_total", "Copied to a card.", counts.link_bytes
         yield "process_resident_memory_bytes", "Bytes in RAM.", current_rss()
 
-    def _rate(self, said: int) -> float:
-        if not self._samples:
-            return 0.0
-        since, before = self._samples[0]
-        elapsed = time.monotonic() - since
-        return (said - before) / elapsed if elapsed > 0 else 0.0
+    def _rate(self, tokens: int) -> float:
+        since, before = self._samples[0] if self._samples else (0.0, tokens)
+        return (tokens - before) / max(time.monotonic() - since, 1e-9)
 
     def _retry_after(self) -> int:
         """Seconds until about one of those inside has finished."""

@@ -59,9 +59,12 @@ class FakeEngine:
             simulated=self._settings.get("device") == "virtual:8GB",
         )
 
-    def _trace_events(self) -> list[tuple[str, str, float, float]]:
+    def _trace_events(self) -> list[dict[str, Any]]:
         """One task for each generation so far."""
-        return [("ssd", f"layer {call}", call, call + 0.5) for call in range(self._calls)]
+        return [
+            {"resource": "ssd", "name": f"layer {call}", "start_s": call, "end_s": call + 0.5}
+            for call in range(self._calls)
+        ]
 
 
 def read_past_the_cache(path: str) -> None:
