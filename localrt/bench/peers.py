@@ -59,7 +59,7 @@ def make_peer(engine: str, prefix: Path | None = None, *, source: str | None = N
         python.unlink(missing_ok=True)  # so that it is not found half made
         raise LocalrtError(f"{engine} cannot be installed: {words[-1]}")
     # Only now: what pip looked at was the peer's own.
-    packages = Path(_site_packages(python))
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     parents = [sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")]
     (packages / _PARENT).write_text("\n".join(dict.fromkeys(parents)) + "\n", encoding="utf-8")
     return python
@@ -87,11 +87,6 @@ def _folder(engine: str, prefix: Path | None) -> Path:
 
 def _python(folder: Path) -> Path:
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-
-
-def _site_packages(python: Path) -> str:
-    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -168,26 +168,17 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     rows += [["GPU", _gpu_text(gpu)] for gpu in machine["gpus"]] or [["GPU", "none found"]]
     rows.append(["kernels", report["kernels"] or "none: see below"])
     yield _aligned(rows)
-    yield ""
-    yield "Packages"
-    yield _aligned(
-        [[p["name"], p["version"] or "not installed", p["use"]] for p in report["packages"]]
-    )
-    yield ""
-    yield "Folders"
-    yield _aligned(
-        [
-            *([f["what"], f["path"], _folder_text(f)] for f in report["folders"]),
-            ["demo model", report["demo_model"] or "not here"],
-        ]
-    )
+    yield "\nPackages"
+    packages = report["packages"]
+    yield _aligned([[p["name"], p["version"] or "not installed", p["use"]] for p in packages])
+    yield "\nFolders"
+    folders = [[f["what"], f["path"], _folder_text(f)] for f in report["folders"]]
+    yield _aligned([*folders, ["demo model", report["demo_model"] or "not here"]])
     if report["advice"]:
-        yield ""
-        yield "To do"
+        yield "\nTo do"
         yield from (f"  {line}" for line in report["advice"])
     if report["quick"]:
-        yield ""
-        yield "Without --quick, memory, disk and GPU are measured too."
+        yield "\nWithout --quick, memory, disk and GPU are measured too."
 
 
 def _aligned(rows: list[list[str]]) -> str:
@@ -196,14 +187,10 @@ def _aligned(rows: list[list[str]]) -> str:
 
 
 def _gpu_text(gpu: dict[str, Any]) -> str:
-    parts = [gpu["name"]]
-    if gpu["memory_bytes"]:
-        parts.append(format_bytes(gpu["memory_bytes"]))
-    if gpu["free_bytes"]:
-        parts.append(f"{format_bytes(gpu['free_bytes'])} free")
-    if gpu["driver"]:
-        parts.append(f"driver {gpu['driver']}")
-    return ", ".join(parts)
+    total = gpu["memory_bytes"] and format_bytes(gpu["memory_bytes"])
+    free = gpu["free_bytes"] and f"{format_bytes(gpu['free_bytes'])} free"
+    driver = gpu["driver"] and f"driver {gpu['driver']}"
+    return ", ".join(part for part in (gpu["name"], total, free, driver) if part)
 
 
 def _folder_text(folder: dict[str, Any]) -> str:

@@ -34,13 +34,12 @@ def run(args: argparse.Namespace) -> int:
             print("Nothing was deleted.", file=sys.stderr)
             return 1
     settings = Settings.from_environment()
-    removed = []
+    freed = {}
     for name in names:
-        freed = remove_model(name, settings)
-        removed.append({"name": name, "bytes": freed})
+        freed[name] = remove_model(name, settings)
         if not args.json:
-            print(f"Deleted {name}: {format_bytes(freed)} freed")
+            print(f"Deleted {name}: {format_bytes(freed[name])} freed")
     if args.json:
-        total = sum(entry["bytes"] for entry in removed if isinstance(entry["bytes"], int))
-        print(json.dumps({"removed": removed, "freed_bytes": total}, indent=2))
+        removed = [{"name": name, "bytes": count} for name, count in freed.items()]
+        print(json.dumps({"removed": removed, "freed_bytes": sum(freed.values())}, indent=2))
     return 0

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,17 +67,13 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
     lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
         raise OptionError(f"{name} has no prompts: write one on each line")
-    if not name.endswith(".jsonl") and not _is_json_prompt(lines[0][1]):
+    first = None
+    with suppress(ValueError):
+        first = json.loads(lines[0][1])
+    has_prompt = isinstance(first, dict) and ("prompt" in first or "messages" in first)
+    if not name.endswith(".jsonl") and not has_prompt:
         return [BatchPrompt(number, line) for number, line in lines]
     return [_parse_json(line, number, f"line {number} of {name}") for number, line in lines]
-
-
-def _is_json_prompt(line: str) -> bool:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and ("prompt" in value or "messages" in value)
 
 
 def _parse_json(line: str, number: int, where: str) -> BatchPrompt:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 __all__ = [
@@ -65,16 +66,15 @@ def parse_json(text: str, tools: Signatures) -> list[Call] | None:
     ``parameters`` stands for ``arguments`` in Llama's.
     """
     values = _json_values(text)
-    if values is None:
-        return None
-    calls: list[Call] = []
-    for value in values:
-        for item in value if isinstance(value, list) else [value]:
-            call = _from_object(item)
-            if call is None:
-                return None
-            calls.append(call)
-    return calls or None
+    items = (value if isinstance(value, list) else [value] for value in values or ())
+    return _all(map(_from_object, chain.from_iterable(items)))
+
+
+def _all(found: Iterable[Call | None]) -> list[Call] | None:
+    """The calls; None where there are none, or one of them is none."""
+    calls = list(found)
+    known = [call for call in calls if call is not None]
+    return known if known and len(known) == len(calls) else None
 
 
 def _json_values(text: str) -> list[Any] | None:
@@ -169,14 +169,8 @@ def parse_mistral(text: str, tools: Signatures) -> list[Call] | None:
     """What follows ``[TOOL_CALLS]``: a list of calls, or ``name[ARGS]{...}`` once or more often."""
     if text.lstrip()[:1] in ("[", "{"):
         return parse_json(text, tools)
-    calls: list[Call] = []
-    for part in text.split("[TOOL_CALLS]"):
-        match = _NAMED.fullmatch(part)
-        call = call_of(match[1], match[3], match[2]) if match else None
-        if call is None:
-            return None
-        calls.append(call)
-    return calls
+    found = map(_NAMED.fullmatch, text.split("[TOOL_CALLS]"))
+    return _all(match and call_of(match[1], match[3], match[2]) for match in found)
 
 
 _FENCE = re.compile(r"\s*(.+?)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
@@ -184,18 +178,15 @@ _FENCE = re.compile(r"\s*(.+?)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
 
 def parse_deepseek(text: str, tools: Signatures) -> list[Call] | None:
     """What DeepSeek's models write between the marks that begin and end calls."""
-    calls: list[Call] = []
-    for part in text.split("<｜tool▁call▁begin｜>")[1:]:
-        body, _, _ = part.partition("<｜tool▁call▁end｜>")
-        first, separator, rest = body.partition("<｜tool▁sep｜>")
-        fenced = _FENCE.fullmatch(rest)
-        if not separator:
-            return None
-        call = call_of(fenced[1], fenced[2]) if fenced else call_of(first.strip(), rest)
-        if call is None or not call.name:
-            return None
-        calls.append(call)
-    return calls or None
+    return _all(map(_deepseek_call, text.split("<｜tool▁call▁begin｜>")[1:]))
+
+
+def _deepseek_call(text: str) -> Call | None:
+    body, _, _ = text.partition("<｜tool▁call▁end｜>")
+    first, _, rest = body.partition("<｜tool▁sep｜>")
+    fenced = _FENCE.fullmatch(rest)
+    call = call_of(fenced[1], fenced[2]) if fenced else call_of(first.strip(), rest)
+    return call if call is not None and call.name else None
 
 
 def parse_python(text: str, tools: Signatures) -> list[Call] | None:
