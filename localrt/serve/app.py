@@ -1,31 +1,170 @@
-"""The server as an ASGI application: paths, errors, CORS, and the batch that lives with it."""
+"""The server as an ASGI application: paths, errors, CORS, and the batch that lives with it.
+
+A path is a small function from a request to a response. Wrong fields and the library's errors leave
+it as exceptions, which become responses at the end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.errors import LocalrtError
-from localrt.serve.endpoints import ROUTES
-from localrt.serve.errors import ApiError, api_error
+from localrt.serve.bodies import read_fields
+from localrt.serve.calls import chat_call, completion_call, prompts_of
+from localrt.serve.errors import ApiError, JsonResponse, api_error, invalid
+from localrt.serve.generating import answer, until_gone
 from localrt.serve.guard import Guard, LogLine
+from localrt.serve.openapi import describe
 from localrt.serve.options import ServeOptions
+from localrt.serve.payloads import ChatShape, TextShape
 from localrt.serve.service import Service
 
 __all__ = ["create_app"]
 
 _WORKERS = 4
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _service(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service), "the app was made by create_app"
+    return service
+
+
+async def _fields(request: Request, kind: str) -> dict[str, Any]:
+    """The checked body of a request for the model that runs."""
+    service = _service(request)
+    fields = await read_fields(request, kind, service.options)
+    service.check_model(fields.get("model"))
+    return fields
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+async def chat_completions(request: Request) -> Response:
+    """POST /v1/chat/completions"""
+    call = chat_call(await _fields(request, "CHAT"))
+    service = _service(request)
+    return await answer(request, service, call, ChatShape(service.model.tokenizer, call))
+
+
+async def completions(request: Request) -> Response:
+    """POST /v1/completions"""
+    call = completion_call(await _fields(request, "COMPLETION"))
+    service = _service(request)
+    return await answer(request, service, call, TextShape(service.model.tokenizer, call))
+
+
+# -- embeddings ----------------------------------------------------------------------------------
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /v1/embeddings"""
+    service = _service(request)
+    fields = await _fields(request, "EMBEDDINGS")
+    if fields.get("dimensions") is not None:
+        raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
+    texts = prompts_of(fields["input"])
+    model, cancel = service.model, threading.Event()
+
+    def compute() -> tuple[Any, int]:
+        vectors = model.embed(texts, cancel=cancel)
+        ids = (len(model.tokenize(text)) if isinstance(text, str) else len(text) for text in texts)
+        return np.ascontiguousarray(vectors, "<f4"), sum(ids)
+
+    async def work() -> tuple[Any, int]:
+        async with service.embedding:
+            return await asyncio.to_thread(compute)
+
+    with service.admitted():
+        try:
+            vectors, read = await until_gone(request, work())
+        finally:
+            cancel.set()
+    if not np.isfinite(vectors).all():
+        raise ApiError(500, "the model computes no numbers for this input")
+    if fields.get("encoding_format") == "base64":
+        rows: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
+    else:
+        rows = vectors.tolist()
+    data = [
+        {"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)
+    ]
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    return JsonResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
+
+
+# -- about the server ----------------------------------------------------------------------------
+
+
+def _model_object(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "localrt",
+        "max_model_len": service.model.info.ctx,
+    }
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models"""
+    return JsonResponse({"object": "list", "data": [_model_object(_service(request))]})
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/NAME"""
+    service = _service(request)
+    service.check_model(request.path_params["name"])
+    return JsonResponse(_model_object(service))
+
+
+async def health(request: Request) -> Response:
+    """GET /health"""
+    service = _service(request)
+    status = "stopping" if service.stopping else "ok"
+    return JsonResponse({"status": status}, status_code=503 if service.stopping else 200)
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics"""
+    return PlainTextResponse(_service(request).metrics_text(), media_type=_TEXT_FORMAT)
+
+
+async def openapi(request: Request) -> Response:
+    """GET /openapi.json"""
+    return JsonResponse(describe(keyed=_service(request).options.api_key is not None))
+
+
+_ROUTES = (
+    ("/v1/chat/completions", "POST", chat_completions),
+    ("/v1/completions", "POST", completions),
+    ("/v1/embeddings", "POST", embeddings),
+    ("/v1/models", "GET", models),
+    ("/v1/models/{name:path}", "GET", model),
+    ("/health", "GET", health),
+    ("/metrics", "GET", metrics),
+    ("/openapi.json", "GET", openapi),
+)
+
+# -- the application -----------------------------------------------------------------------------
 
 
 def create_app(
@@ -41,7 +180,7 @@ def create_app(
     """
     options = options or ServeOptions()
     service = Service(model, options)
-    paths = frozenset(path for path, _, _ in ROUTES)
+    paths = frozenset(path for path, _, _ in _ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -70,7 +209,7 @@ def create_app(
             )
         )
     app = Starlette(
-        routes=[Route(path, function, methods=[method]) for path, method, function in ROUTES],
+        routes=[Route(path, function, methods=[method]) for path, method, function in _ROUTES],
         middleware=middleware,
         exception_handlers=dict.fromkeys(
             (ApiError, LocalrtError, HTTPException, Exception), _failed
