@@ -101,8 +101,7 @@ def load_engine(launch: Launch) -> BenchEngine:
         return hf_engines.load_transformers(path, threads=launch.threads)
     if launch.engine == "airllm":
         return hf_engines.load_airllm(path, weights, threads=launch.threads)
-    way = (launch.settings or {}).get("way", "layers on disk")
-    return hf_engines.load_accelerate(path, weights, way=way, threads=launch.threads)
+    return hf_engines.load_accelerate(path, weights, threads=launch.threads)
 
 
 class _LocalrtEngine:

@@ -6,7 +6,6 @@ each the way it ships. Imported in a child alone, once torch and transformers ar
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 import warnings
@@ -121,56 +120,31 @@ def load_transformers(path: Path, *, threads: int | None = None) -> HuggingFaceE
     return HuggingFaceEngine(model.eval(), path, encode=encode, parameters=count)
 
 
-def load_accelerate(
-    path: Path, weights: Path, *, way: str, threads: int | None = None
-) -> HuggingFaceEngine:
-    """Accelerate with every layer on disk and the rest in RAM, or with all of it on disk.
+def load_accelerate(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:
+    """Accelerate with every layer on disk and the rest in RAM.
 
-    ``way`` is "layers on disk" or "disk_offload", Accelerate's function of that name.
+    Its own ``disk_offload``, which leaves the rest on disk too, is slower in prefill and decode.
 
     Raises:
         LocalrtError: it cannot load the model.
     """
     _set_up_torch(threads)
-    load = _layers_on_disk if way == "layers on disk" else _all_on_disk
     with _loading("accelerate", path, LocalrtError):
-        model = load(weights)
+        config = transformers.AutoConfig.from_pretrained(weights)
+        with accelerate.init_empty_weights(include_buffers=False):
+            skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        layers = {f"model.layers.{n}": "disk" for n in range(config.num_hidden_layers)}
+        children = [name for name, _ in skeleton.model.named_children() if name != "layers"]
+        rest = dict.fromkeys(["lm_head", *(f"model.{name}" for name in children)], "cpu")
+        # Safetensors are read where they lie: the folder that is asked for stays empty.
+        with tempfile.TemporaryDirectory(prefix="localrt-accelerate-") as folder:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                weights,
+                dtype=torch.bfloat16,
+                device_map={**rest, **layers},
+                offload_folder=folder,
+            )
     return HuggingFaceEngine(model.eval(), path, version=accelerate.__version__)
-
-
-def _layers_on_disk(weights: Path) -> Any:
-    skeleton = _empty_model(weights)
-    layers = {f"model.layers.{n}": "disk" for n in range(skeleton.config.num_hidden_layers)}
-    children = [name for name, _ in skeleton.model.named_children() if name != "layers"]
-    rest = dict.fromkeys(["lm_head", *(f"model.{name}" for name in children)], "cpu")
-    # Safetensors are read where they lie: the folder that is asked for stays empty.
-    with tempfile.TemporaryDirectory(prefix="localrt-accelerate-") as folder:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            weights,
-            dtype=torch.bfloat16,
-            device_map={**rest, **layers},
-            offload_folder=folder,
-        )
-
-
-def _all_on_disk(weights: Path) -> Any:
-    model = _empty_model(weights)
-    model.tie_weights()
-    listed = json.loads((weights / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    index = {
-        name: {"safetensors_file": str(weights / file), "weight_name": name, "dtype": "bfloat16"}
-        for name, file in listed["weight_map"].items()
-    }
-    index.setdefault("lm_head.weight", index["model.embed_tokens.weight"])  # tied
-    with tempfile.TemporaryDirectory(prefix="localrt-accelerate-") as folder:
-        (Path(folder) / "index.json").write_text(json.dumps(index), encoding="utf-8")
-        return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
-
-
-def _empty_model(weights: Path) -> Any:
-    config = transformers.AutoConfig.from_pretrained(weights)
-    with accelerate.init_empty_weights(include_buffers=False):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def load_airllm(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:

@@ -34,10 +34,7 @@ __all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
 # Several settings of an engine are measured, and its best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "llamacpp": LLAMACPP_SETTINGS,
-    "accelerate": {
-        "layers on disk": {"way": "layers on disk"},
-        "disk_offload": {"way": "disk_offload"},
-    },
+    "accelerate": {"layers on disk": {}},
 }
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")

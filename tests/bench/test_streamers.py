@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])  # a head of its own, and a tied one
-@pytest.mark.parametrize("way", ["layers on disk", "disk_offload"])
-def test_accelerate_computes_from_the_disk(arch: str, way: str, tmp_path: Path) -> None:
+def test_accelerate_computes_from_the_disk(arch: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -29,7 +28,7 @@ def test_accelerate_computes_from_the_disk(arch: str, way: str, tmp_path: Path) 
 
     path = tiny_gguf(tmp_path, arch)
     folder = hf_folder(path, tmp_path / "cache")
-    engine = load_accelerate(path, folder, way=way)
+    engine = load_accelerate(path, folder)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         ours = engine._model(torch.tensor([TOKENS])).logits
@@ -47,7 +46,7 @@ def test_a_folder_that_cannot_be_loaded_is_one_error(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(LocalrtError, match=r"accelerate cannot load m\.gguf"):
-        load_accelerate(tmp_path / "m.gguf", tmp_path, way="disk_offload")
+        load_accelerate(tmp_path / "m.gguf", tmp_path)
 
 
 def test_airllm_computes_from_the_disk(tmp_path: Path) -> None:
