@@ -1,4 +1,4 @@
-"""Which files of a repository make a model: the GGUF variants, or safetensors with their company.
+"""Which files of a repository make a model: the GGUF variants, or safetensors with their configs.
 
 Works on relative paths with forward slashes, as the hub lists them and as a snapshot holds them, so
 that "what is there" and "what is here" are answered by the same code. Opens nothing.

@@ -92,7 +92,7 @@ class Reader:
     address: Address
     estimate: int
     reason: FinishReason | None = None
-    said_reason: str | None = None
+    told_reason: str | None = None
     _began: float = field(default_factory=time.monotonic)
     _first: float | None = None
     _last: float | None = None
@@ -129,7 +129,7 @@ class Reader:
             self._pieces += 1
         reason = choice.get("finish_reason")
         if isinstance(reason, str) and reason:
-            self.said_reason = reason
+            self.told_reason = reason
             known = reason if reason in ("stop", "length", "tool_calls") else "stop"
             self.reason = cast("FinishReason", known)
         return text

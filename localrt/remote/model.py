@@ -247,7 +247,7 @@ class _Conversation:
         metrics = reader.metrics
         self.tokens = metrics.prompt_tokens + metrics.completion_tokens
         reason = "tool_calls" if reader.calls and reader.reason == "stop" else reader.reason
-        info = {"finish_reason": reader.said_reason}
+        info = {"finish_reason": reader.told_reason}
         yield Chunk(reader.end(), (), metrics, reason, tool_calls=reader.calls, info=info)
 
     def park(self, to: str) -> int:

@@ -91,7 +91,7 @@ def check_fields(kind: str, value: Any) -> dict[str, Any]:
     try:
         _validator(kind)(value)
     except fastjsonschema.JsonSchemaValueException as error:
-        message, param = _said(error)
+        message, param = _described(error)
         raise invalid(message, param) from error
     assert isinstance(value, dict), "every schema is an object's"
     integers = _integers(kind)
@@ -112,7 +112,7 @@ def _integers(kind: str) -> frozenset[str]:
     return frozenset(name for name, one in properties.items() if "integer" in one.get("type", ()))
 
 
-def _said(error: Any) -> tuple[str, str | None]:
+def _described(error: Any) -> tuple[str, str | None]:
     where = _WHERE.sub("", error.name or "")
     rest = error.message.removeprefix(error.name or "").strip()
     definition = error.definition if isinstance(error.definition, dict) else {}

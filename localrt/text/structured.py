@@ -179,8 +179,8 @@ def _readable(schema: str) -> str:
 def _refused(name: str, reason: str) -> OptionError:
     # Of a long report the line that says what it is.
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return OptionError(f"{name} cannot be used: {(said or lines or ['it is malformed'])[0]}")
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return OptionError(f"{name} cannot be used: {(errors or lines or ['it is malformed'])[0]}")
 
 
 def _failed(matcher: LLMatcher) -> LocalrtError:
