@@ -36,8 +36,6 @@ _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 _ENGINES_HELP = (
     "comma-separated: native, llamacpp, transformers, accelerate, airllm (default: native,llamacpp)"
 )
-_LIMIT_HELP = "hard limit for each engine's process, like 1GB"
-_TRACE_HELP = "write the pipeline's tasks for Perfetto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prompt-tokens", int, "N", "length of the prompt (default: 512)"),
         ("--tokens", int, "N", "length of the answer (default: 128)"),
         ("--runs", int, "N", "runs of each engine; medians are shown (default: 5)"),
-        ("--memory-limit", str, "SIZE", _LIMIT_HELP),
+        ("--memory-limit", str, "SIZE", "hard limit for each engine's process, like 1GB"),
         ("--threads", int, "N", "CPU threads for every engine"),
         ("--ctx", int, "TOKENS", "context length for every engine"),
     ]
@@ -60,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-memory", str, "SIZE", "most GPU memory to use, like 8GB"),
         ("--device", str, None, "cpu, cuda, auto, or a virtual card"),
         ("--kv-format", str, "F", "format of the KV cache"),
-        ("--trace", Path, "FILE", _TRACE_HELP),
+        ("--trace", Path, "FILE", "write the pipeline's tasks for Perfetto"),
     ]
     add_flags(parser.add_argument_group("the native engine"), native)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -23,15 +23,13 @@ from localrt.quantizing.text import read_file
 __all__ = ["add_arguments", "run"]
 
 
-_AGAINST_HELP = "compare with this model: KL divergence, top-1 agreement"
 _ENGINE_HELP = "compare with this engine (without --against: with MODEL itself)"
-_FORMAT_HELP = "compare with weights unpacked to this format"
 _FLAGS: tuple[Flag, ...] = (
     ("--stride", int, "N", "tokens from one window to the next (default: --ctx)"),
     ("--limit-tokens", int, "N", "use the first N tokens of the text"),
-    ("--against", str, "MODEL", _AGAINST_HELP),
+    ("--against", str, "MODEL", "compare with this model: KL divergence, top-1 agreement"),
     ("--against-engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
-    ("--against-format", ("bf16", "f32"), None, _FORMAT_HELP),
+    ("--against-format", ("bf16", "f32"), None, "compare with weights unpacked to this format"),
 )
 
 

@@ -30,18 +30,15 @@ __all__ = ["add_arguments", "run"]
 _DRAFT_CTX, _DRAFT_NODES = 2048, 128
 
 
-_KV_HELP = "format of the KV cache (default: bf16)"
-_SSD_HELP = "keep keys and values that do not fit in RAM on the SSD"
 _ACCEPTANCE_HELP = (
     "share of the draft's first choices that are right, from 0 to 1 (default: as measured, or 0.7)"
 )
-_GPU_HELP = 'a card by name, like "RTX 4060", or virtual:8GB@12GB/s,...'
 _PLAN: tuple[Flag, ...] = (
     ("--ctx", int, "TOKENS", "context length (default: 4096)"),
     ("--format", str, "F", "plan as if the weights had this format"),
-    ("--kv-format", ("bf16", "int8", "int4"), None, _KV_HELP),
+    ("--kv-format", ("bf16", "int8", "int4"), None, "format of the KV cache (default: bf16)"),
     ("--batch", int, "N", "sequences at once (default: 1)"),
-    ("--kv-on-ssd", bool, None, _SSD_HELP),
+    ("--kv-on-ssd", bool, None, "keep keys and values that do not fit in RAM on the SSD"),
 )
 _SPECULATION: tuple[Flag, ...] = (
     ("--draft", str, "MODEL", "a smaller model that guesses the next tokens"),
@@ -50,7 +47,7 @@ _SPECULATION: tuple[Flag, ...] = (
 _HARDWARE: tuple[Flag, ...] = (
     ("--ram", str, "SIZE", "RAM to use, like 32GB"),
     ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB"),
-    ("--gpu", str, "CARD", _GPU_HELP),
+    ("--gpu", str, "CARD", 'a card by name, like "RTX 4060", or virtual:8GB@12GB/s,...'),
     ("--link", str, "RATE", "speed of copies to the GPU, like 12GB/s"),
     ("--ssd", str, "RATE", "speed of the disk, like 3.5GB/s"),
     ("--remeasure", bool, None, "measure this machine again"),

@@ -36,10 +36,9 @@ __all__ = ["add_arguments", "answer", "read_prompt", "run"]
 
 
 _BATCH_HELP = "answer every line of FILE (-: stdin): text, or JSON with prompt or messages"
-_BATCH_SIZE_HELP = "prompts at a time (default: as many as memory holds)"
 _FLAGS: tuple[Flag, ...] = (
     ("--batch", str, "FILE", _BATCH_HELP),
-    ("--batch-size", int, "N", _BATCH_SIZE_HELP),
+    ("--batch-size", int, "N", "prompts at a time (default: as many as memory holds)"),
     ("--raw", bool, None, "complete the text, without a chat template"),
     ("--json", bool, None, "print text and metrics as JSON"),
     ("--stats", bool, None, "print timings on stderr"),

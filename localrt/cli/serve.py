@@ -40,18 +40,16 @@ _CORS_HELP = (
     "let web pages of this origin send requests, like https://example.org, or all (*); "
     "may be repeated"
 )
-_RUNNING_HELP = "most answers at a time; they share passes (default: 16)"
-_DRAIN_HELP = "when stopping, seconds for answers to finish (default: 20)"
 _FLAGS: tuple[Flag, ...] = (
     ("--host", str, None, _HOST_HELP),
     ("--port", int, None, "port (default: 8080); 0 takes a free one"),
     ("--name", str, None, "the model's name in requests (default: its own name)"),
     ("--api-key", str, "KEY", f"key that requests must send; better set it in ${SERVE_KEY}"),
     ("--cors", list, "ORIGIN", _CORS_HELP),
-    ("--max-running", int, "N", _RUNNING_HELP),
+    ("--max-running", int, "N", "most answers at a time; they share passes (default: 16)"),
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
-    ("--drain", float, "S", _DRAIN_HELP),
+    ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--json", bool, None, "log to stdout as JSON"),
     ("--quiet", bool, None, "do not log requests"),
 )

@@ -15,8 +15,8 @@ from typing import Any
 
 from localrt.engine.types import ToolCall
 from localrt.text.call_syntax import call_of
-from localrt.text.thinking import CLOSE, OPEN, split_thinking
-from localrt.text.tools import make_call, overlap
+from localrt.text.thinking import CLOSE, OPEN, overlap, split_thinking
+from localrt.text.tools import make_call
 
 __all__ = ["HarmonyParser", "harmony_messages", "is_harmony"]
 

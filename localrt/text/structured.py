@@ -42,7 +42,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, take_ram: Callable[[int], None] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._take_ram = take_ram
+        self._take_ram = take_ram or (lambda nbytes: None)
         self._prepared: LLTokenizer | None = None
         self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,8 +99,6 @@ class Grammars:
         return matcher
 
     def _prepare(self) -> LLTokenizer:
-        if self._take_ram is None:
-            return _prepared(self._tokenizer)
         asked = constraint_nbytes(self._tokenizer.vocab_size)
         self._take_ram(asked)
         taken, before = 0, current_rss()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CLOSE", "OPEN", "Thinking", "split_thinking"]
+__all__ = ["CLOSE", "OPEN", "Thinking", "overlap", "split_thinking"]
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -44,7 +44,7 @@ def split_thinking(text: str) -> Thinking:
     while rest.startswith(OPEN):
         inside, closed, after = rest[len(OPEN) :].partition(CLOSE)
         if not closed:
-            thoughts.append(_without_start_of(CLOSE, inside))
+            thoughts.append(inside[: len(inside) - overlap(inside, CLOSE)])
             return Thinking(_joined(thoughts), "", open=True)
         thoughts.append(inside)
         rest = after.lstrip()
@@ -62,6 +62,7 @@ def _joined(thoughts: list[str]) -> str:
     return "\n\n".join(thought.strip() for thought in thoughts if thought.strip())
 
 
-def _without_start_of(tag: str, text: str) -> str:
-    size = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
-    return text[: len(text) - size]
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of ``text`` that begins ``mark``."""
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)

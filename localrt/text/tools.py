@@ -24,7 +24,7 @@ from localrt.text.call_syntax import (
     parse_tagged,
     signatures,
 )
-from localrt.text.thinking import CLOSE, OPEN
+from localrt.text.thinking import CLOSE, OPEN, overlap
 
 __all__ = [
     "TURN_ENDS",
@@ -33,7 +33,6 @@ __all__ = [
     "as_message_calls",
     "for_template",
     "make_call",
-    "overlap",
     "tool_form",
 ]
 
@@ -195,12 +194,6 @@ def _unfenced(text: str) -> str:
 def make_call(call: Call) -> ToolCall:
     """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want."""
     return ToolCall(call.id or uuid.uuid4().hex[:9], call.name, call.arguments)
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``."""
-    sizes = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
 
 # -- messages ------------------------------------------------------------------------------------
