@@ -100,6 +100,11 @@ class CachedRepo:
         files = (path for path in root.rglob("*") if path.is_file())
         return sorted(path.relative_to(root).as_posix() for path in files)
 
+    def paths(self) -> Iterator[Path]:
+        """The files of all snapshots: links, or the bytes themselves."""
+        for commit in self.commits():
+            yield from (self.snapshot(commit) / name for name in self.files(commit))
+
     def link(self, commit: str, name: str, etag: str) -> None:
         """Make the blob visible as a file of the snapshot: a relative link, or the file itself."""
         blob, pointer = self.blob(etag), self.snapshot(commit) / name

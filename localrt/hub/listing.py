@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,9 +146,14 @@ def _shown(path: Path) -> str:
 
 
 def _remove_folder(folder: Path) -> int:
-    freed = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    freed = _own_bytes(folder.rglob("*"))
     shutil.rmtree(folder)
     return freed
+
+
+def _own_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of the files among ``paths``; those of a link are another's."""
+    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
 def _revision_suffix(refs: dict[str, str], commit: str) -> str:
@@ -182,10 +187,7 @@ def _remove_demo(settings: Settings) -> int:
 def _remove_repo(repo: CachedRepo) -> int:
     freed = sum(_remove_blob(repo, blob) for blob in _entries(repo.folder / "blobs"))
     # Where links cannot be made, a snapshot holds the bytes themselves.
-    for commit in repo.commits():
-        for file in repo.files(commit):
-            path = repo.snapshot(commit) / file
-            freed += 0 if path.is_symlink() else path.stat().st_size
+    freed += _own_bytes(repo.paths())
     shutil.rmtree(repo.folder)
     shutil.rmtree(repo.lock("").parent, ignore_errors=True)
     return freed
@@ -194,31 +196,24 @@ def _remove_repo(repo: CachedRepo) -> int:
 def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
     commits = repo.commits() if ref.revision is None else [repo.commit_of(ref.revision)]
     pointers: list[Path] = []
-    for commit in commits:
-        if commit is None or not repo.snapshot(commit).is_dir():
-            continue
-        files = repo.files(commit)
-        if ref.variant is None:
-            pointers += [repo.snapshot(commit) / file for file in files]
-        else:
-            with suppress(ModelNotFoundError):
-                variant = choose_variant(gguf_variants(files), ref.variant, ref.repo)
-                pointers += [repo.snapshot(commit) / file for file in variant.files]
+    for commit in filter(None, commits):
+        files: Sequence[str] = repo.files(commit)
+        if ref.variant is not None:
+            try:
+                files = choose_variant(gguf_variants(files), ref.variant, ref.repo).files
+            except ModelNotFoundError:
+                continue
+        pointers += [repo.snapshot(commit) / file for file in files]
     if not pointers:
         raise ModelNotFoundError(f"{ref} is not on this machine (see `localrt list`)")
-    freed = 0
+    freed = _own_bytes(pointers)
     blobs = {repo.blob(pointer.readlink().name) for pointer in pointers if pointer.is_symlink()}
     for pointer in pointers:
-        freed += 0 if pointer.is_symlink() else pointer.stat().st_size
         pointer.unlink()
     for commit in repo.commits():
         if not repo.files(commit):
             shutil.rmtree(repo.snapshot(commit))
-    used = {
-        (repo.snapshot(commit) / file).resolve()
-        for commit in repo.commits()
-        for file in repo.files(commit)
-    }
+    used = {path.resolve() for path in repo.paths()}
     freed += sum(_remove_blob(repo, blob) for blob in blobs if blob.resolve() not in used)
     return freed if any(_models_of(repo)) else freed + _remove_repo(repo)
 
