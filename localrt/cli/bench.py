@@ -66,29 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 when no engine could run."""
-
-    def size(text: str | None) -> int | None:
-        return None if text is None else parse_size(text)
-
-    limit, ram, gpu_memory = size(args.memory_limit), size(args.ram), size(args.gpu_memory)
+    sizes = {name: getattr(args, name) for name in ("memory_limit", "ram", "gpu_memory")}
+    sizes = {name: text if text is None else parse_size(text) for name, text in sizes.items()}
+    same = ("engines", "threads", "format", "device", "kv_format", "ctx")
     workload = Workload(args.prompt_tokens, args.tokens, args.runs)
     settings = Settings.from_environment()
     name, path = _resolve(args.model)
     options = BenchOptions(
         path=path,
-        engines=args.engines,
         workload=workload,
-        memory_limit=limit,
-        threads=args.threads,
-        format=args.format,
-        device=args.device,
-        gpu_memory=gpu_memory,
-        ram=ram,
-        kv_format=args.kv_format,
-        ctx=args.ctx,
         cache=settings.cache_dir / "bench",
         stores=settings.data_dir / "stores",
         trace=args.trace is not None,
+        **sizes,
+        **{name: getattr(args, name) for name in same},
     )
     if wants_card(options) and "native" in options.engines:
         return _simulate(args, options, name, settings)
