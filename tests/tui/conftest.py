@@ -6,9 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any
 
 import pytest
+from textual.css import stylesheet
+from textual.css.model import RuleSet
+from textual.css.parse import parse
 from textual.pilot import Pilot
 
 from localrt.tui import ChatApp
@@ -34,17 +38,31 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.app._GOODBYE_SECONDS", 60.0)
     monkeypatch.setattr("textual.app.wait_for_idle", _settled)
     monkeypatch.setattr("textual.pilot.wait_for_idle", _settled)
+    monkeypatch.setattr(Pilot, "_wait_for_screen", _settled)
+    monkeypatch.setattr(stylesheet, "parse", _parsed)
 
 
-async def _settled(min_sleep: float = 0.0, max_sleep: float = 0.0) -> None:
-    """In the place of Textual's wait, which sleeps 20 ms at a time until the process is idle, and
-    takes one that gets no processor for idle: until no message is on its way."""
+async def _settled(*arguments: object) -> bool:
+    """In the place of Textual's waits, which sleep 20 ms at a time until the process is idle, take
+    one that gets no processor for idle, and ask every widget: until no message is on its way."""
     loop: Any = asyncio.get_running_loop()
     deadline = time.monotonic() + 30
     quiet = 0
     while quiet < 3 and time.monotonic() < deadline:
         await asyncio.sleep(0)
         quiet = 0 if loop._ready else quiet + 1
+    return True
+
+
+def _parsed(scope: str, css: str, read_from: Any, variable_tokens: Any, **how: Any) -> Any:
+    """Textual's own widgets are parsed once for all apps of a theme, not once for each app."""
+    variables = tuple((name, tuple(tokens)) for name, tokens in variable_tokens.items())
+    return _rules(scope, css, read_from, variables, **how)
+
+
+@lru_cache(maxsize=None)
+def _rules(scope: str, css: str, read_from: Any, variables: Any, **how: Any) -> list[RuleSet]:
+    return list(parse(scope, css, read_from, variable_tokens=dict(variables), **how))
 
 
 @pytest.fixture
@@ -70,7 +88,7 @@ async def running(
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
     """Let the app run until the condition holds."""
-    await wait_in_loop(condition, lambda: pilot.pause(0.005))
+    await wait_in_loop(condition, lambda: asyncio.sleep(0.005))
     await pilot.pause()
 
 

@@ -70,14 +70,14 @@ class LivePanel(Widget):
         self._seen: deque[Status] = deque()
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._timer: Timer | None = None
-        self._running = False
+        self._generating = False
         self._advising = False
         self._lines: list[Content] = []
 
     def on_mount(self) -> None:
         """Nothing ticks yet."""
         self._timer = self.set_interval(_SECONDS, self._look, pause=True)
-        if self._running and self.is_open:
+        if self._generating and self.is_open:
             self._timer.resume()
 
     # -- what others say -------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class LivePanel(Widget):
 
     def begin(self) -> None:
         """An answer begins."""
-        self._running = True
+        self._generating = True
         self._seen.clear()
         self._rates.clear()
         self._data = replace(self._data, flow=None, rates=())
@@ -133,7 +133,7 @@ class LivePanel(Widget):
 
     def end(self) -> None:
         """It has ended: one more look, for its last numbers."""
-        self._running = False
+        self._generating = False
         self._tick()
         if self.is_open:
             self._look()
@@ -149,7 +149,7 @@ class LivePanel(Widget):
     def _tick(self) -> None:
         if self._timer is None:
             return
-        if self._running and self.is_open:
+        if self._generating and self.is_open:
             self._timer.resume()
         else:
             self._timer.pause()
@@ -175,7 +175,7 @@ class LivePanel(Widget):
             seen.clear()
             seen.append(now)
             return self._data.flow
-        if not now.generating and not self._running:
+        if not now.generating and not self._generating:
             return now.since(seen[0]) if now.tokens > seen[0].tokens else self._data.flow
         first = seen[-1].tokens == seen[0].tokens == now.tokens
         flow = now.since(seen[0])
@@ -202,7 +202,7 @@ class LivePanel(Widget):
     def _advise(self) -> None:
         """Ask what would help: once for each model, while nothing is generated, in a thread."""
         model = self._model
-        if model is None or self._running or self._advising or self._data.outlook is not None:
+        if model is None or self._generating or self._advising or self._data.outlook is not None:
             return
         self._advising = True
 
