@@ -20,7 +20,13 @@ from localrt import Thinking, split_thinking
         # Two spans: both are thinking; one further down is part of the answer.
         ("<think>so</think>\n<think>or so</think>Yes", Thinking("so\n\nor so", "Yes")),
         ("<think>so</think>Yes <think>no</think>", Thinking("so", "Yes <think>no</think>")),
+        # Other spellings; each ends with its own tag.
+        ("<thinking>so</think></thinking>Yes", Thinking("so</think>", "Yes")),
+        ("<reasoning>so</reasoning> <think>or</think>Yes", Thinking("so\n\nor", "Yes")),
+        ("Yes <reasoning>no</reasoning>", Thinking("", "Yes <reasoning>no</reasoning>")),
         # Not closed yet.
+        ("<reasoning>so far</reas", Thinking("so far", "", open=True)),
+        ("<think", Thinking("", "", open=True)),
         ("<think>so far</thi", Thinking("so far", "", open=True)),
         ("<think>so</think><think>or", Thinking("so\n\nor", "", open=True)),
         ("<thi", Thinking("", "", open=True)),
@@ -37,9 +43,14 @@ def test_where_thinking_ends(text: str, parts: Thinking | None) -> None:
     assert split_thinking(text) == (parts or Thinking("", text))
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", "a ", "\n"]), max_size=6))
-def test_what_was_thinking_stays_thinking_as_the_text_grows(pieces: list[str]) -> None:
-    text = "<think>" + "".join(pieces)
+_PIECES = ["<think>", "</think>", "<thinking>", "</thinking>", "a ", "\n"]
+
+
+@given(st.sampled_from(["<think>", "<thinking>"]), st.lists(st.sampled_from(_PIECES), max_size=6))
+def test_what_was_thinking_stays_thinking_as_the_text_grows(
+    opening: str, pieces: list[str]
+) -> None:
+    text = opening + "".join(pieces)
     whole = split_thinking(text)
     for end in range(len(text)):
         parts = split_thinking(text[:end])

@@ -25,7 +25,7 @@ from localrt.tui.chat.answering import FRAME_SECONDS
 from localrt.tui.chat.footer import Phase
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
-from localrt.tui.conversation.background import Task
+from localrt.tui.conversation.background import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.keys import KEYS, Key, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
@@ -46,45 +46,14 @@ __all__ = ["ChatApp", "run_chat", "spare_collector"]
 _GOODBYE_SECONDS = 2.0  # that a thread gets to end when the app does
 
 
-def run_chat(
-    load: Callable[[ProgressCallback], ChatModel],
-    *,
-    model_name: str,
-    system: str | None,
-    options: dict[str, Any],
-    chat_path: Path | None = None,
-    resume: bool = False,
-    load_by_name: LoadByName | None = None,
-    load_options: Mapping[str, Any] | None = None,
-) -> int:
-    """Open the app until the user leaves; the process's exit status.
-
-    Args:
-        load: called once, in a thread; its callback may raise ``CancelledError`` to end it.
-        model_name: shown until the model says its own name.
-        system: system prompt of a new conversation.
-        options: generation options by name, over the model's defaults.
-        chat_path: a saved conversation to go on with.
-        resume: go on with the last conversation of the history.
-        load_by_name: loads another model; its second argument is like that of ``load``.
-        load_options: what ``load`` was told of budgets and the like, to plan for other models.
+def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) -> int:
+    """Open the app, with ``ChatApp``'s arguments, until the user leaves.
 
     Returns:
-        0, or 1 when the model could not be loaded (the reason is on stderr then).
+        The process's exit status: 1 when the model could not be loaded (the reason is on stderr).
     """
-    app = ChatApp(
-        load,
-        model_name=model_name,
-        system=system,
-        options=options,
-        chat_path=chat_path,
-        resume=resume,
-        type_ahead=_line_waiting(),
-        history=History,
-        load_by_name=load_by_name,
-        load_options=load_options,
-        config=config_folder(),
-    )
+    folder = config_folder()
+    app = ChatApp(load, type_ahead=_line_waiting(), history=History, config=folder, **arguments)
     spare_collector()
     app.run()
     if app.failure is not None:
@@ -110,10 +79,20 @@ def _line_waiting() -> bool:
 
 
 class ChatApp(App[None]):
-    """The app behind ``run_chat``, with the same arguments.
+    """The app. It answers with the model that ``load`` returns.
 
-    ``type_ahead`` says that lines typed before the start are waiting on the terminal. ``history``
-    opens the history, ``config`` is the folder of preferences; None keeps nothing.
+    Args:
+        load: called once, in a thread; its callback may raise ``CancelledError`` to end it.
+        model_name: shown until the model says its own name.
+        system: system prompt of a new conversation.
+        options: generation options by name, over the model's defaults.
+        chat_path: a saved conversation to go on with.
+        resume: go on with the last conversation of the history.
+        type_ahead: lines typed before the start are waiting on the terminal.
+        history: opens the history; None keeps nothing.
+        load_by_name: loads another model; its second argument is like that of ``load``.
+        load_options: what ``load`` was told of budgets and the like, to plan for other models.
+        config: the folder of preferences; None keeps nothing.
     """
 
     TITLE = "localrt"
@@ -146,7 +125,7 @@ class ChatApp(App[None]):
         self.library = Library(load_options)
         self._chat_path = chat_path
         self._load_by_name = load_by_name
-        self._loading: Task[ChatModel] = _loading(load)
+        self._loading: Task[ChatModel] = loading(load)
         self._loading_name: str | None = None  # of another model that is on its way
         self._model_before: str | None = None  # what was loaded until then
         self._ticker: Timer | None = None
@@ -210,7 +189,7 @@ class ChatApp(App[None]):
     def remember(self, **preferred: Any) -> None:
         """Have it so the next time too; what cannot be written is told."""
         try:
-            self.preferences.remember(**preferred)
+            self.preferences.change(preferred)
         except LocalrtError as error:
             self.chat.say(f"Not remembered: {one_line(error)}", "error")
 
@@ -252,7 +231,7 @@ class ChatApp(App[None]):
         self._model_before = None if model is None else model.info.name
         self.failure = None
         chat.model_leaves(short_name(name))
-        self._watch(_loading(exchange))
+        self._watch(loading(exchange))
 
     def stop_loading(self) -> bool:
         """Stop loading another model; whether there was something to stop."""
@@ -262,10 +241,10 @@ class ChatApp(App[None]):
         self.chat.hint.flash(f"Stopping to load {short_name(self._loading_name)}")
         return True
 
-    def _watch(self, loading: Task[ChatModel]) -> None:
+    def _watch(self, task: Task[ChatModel]) -> None:
         """Begin to load, and show how far it is."""
-        self._loading = loading
-        loading.start()
+        self._loading = task
+        task.start()
         self._ticker = self.set_interval(FRAME_SECONDS, self._watch_loading)
 
     def _watch_loading(self) -> None:
@@ -351,7 +330,7 @@ class ChatApp(App[None]):
     def _pick_theme(self) -> None:
         from localrt.tui.screens.settings import PickTheme
 
-        ask(self.chat, PickTheme(), lambda name: self.remember(theme=name))
+        ask(self.chat, PickTheme(self), lambda name: self.remember(theme=name))
 
     def on_resize(self, event: Resize) -> None:
         """A terminal that is too small says so instead of showing half of everything."""
@@ -414,7 +393,3 @@ class ChatApp(App[None]):
                 self.state.session.leave()
             self._loading.result.close()
         self.state.close()
-
-
-def _loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
-    return Task(lambda task: load(task.show_or_stop), discard=lambda model: model.close())

@@ -11,7 +11,8 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from localrt.tui.text import clean, human_bytes, human_count
+from localrt.formatting import format_bytes
+from localrt.tui.text import clean, human_count
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _amounts(progress: Progress) -> str:
         return ""
 
     def say(count: int) -> str:
-        return human_bytes(count) if progress.unit == "bytes" else human_count(count)
+        return format_bytes(count) if progress.unit == "bytes" else human_count(count)
 
     unit = "" if progress.unit == "bytes" else f" {progress.unit}"
     if progress.total is None:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from localrt import History, split_thinking
 from localrt.errors import LocalrtError, OptionError
+from localrt.formatting import format_seconds
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
-from localrt.tui.text import clean, explained, human_seconds, human_when, one_line, short_name
+from localrt.tui.text import clean, explained, human_when, one_line, short_name
 
 if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession, Chunk, ConversationInfo, Turn
@@ -372,7 +373,7 @@ class _Printer:
             return
         if self._thinking and self.thought_s is None:
             self.thought_s = time.monotonic() - self._began
-            self._print(f"(thought for {human_seconds(self.thought_s)}; /thinking reads it out)\n")
+            self._print(f"(thought for {format_seconds(self.thought_s)}; /thinking reads it out)\n")
         if thought.answer:
             self._plain = True
             self._print(thought.answer)

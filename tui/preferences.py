@@ -24,7 +24,7 @@ What cannot be used is told once and left out; the files stay as they are. Knows
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,31 +58,28 @@ class Preferences:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
-class PreferencesFile:
+class PreferencesFile(TomlFile):
     """In ``folder``, or with None nowhere.
 
     ``notes`` are lines that the user should see once ``load`` has read the file.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = TomlFile(None if folder is None else folder / _FILE)
+        super().__init__(None if folder is None else folder / _FILE)
         self.notes: tuple[str, ...] = ()
-
-    @property
-    def path(self) -> Path | None:
-        """Where it is."""
-        return self._file.path
 
     def load(self) -> Preferences:
         """What it says, as far as it can be used."""
         self.notes = ()
         try:
-            values = self._file.read()
+            values = self.read()
         except StorageError as error:
             self._note(f"{one_line(error)}: defaults are used, the file stays as it is")
             return Preferences()
         for name in values.keys() - set(_NAMES):
-            self._note(f"{_FILE}: {name!r} is not a setting{_meant(name, _NAMES)}: left out")
+            close = difflib.get_close_matches(name, _NAMES, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            self._note(f"{_FILE}: {name!r} is not a setting{meant}: left out")
         return Preferences(
             theme=self._typed(values, "theme", str, None),
             panel=self._typed(values, "panel", bool, False),
@@ -90,14 +87,6 @@ class PreferencesFile:
             options=self._options(self._typed(values, "generation", dict, {})),
             keys=self._typed(values, "keys", dict, {}),
         )
-
-    def remember(self, **values: Any) -> None:
-        """Change ``theme``, ``panel`` or ``system``; None forgets one.
-
-        Raises:
-            StorageError: the file cannot be read or written.
-        """
-        self._file.change(values)
 
     def remember_options(self, options: Mapping[str, Any]) -> None:
         """These options, and no others, are those of new chats.
@@ -107,7 +96,7 @@ class PreferencesFile:
             StorageError: the file cannot be read or written.
         """
         _check_options(options)
-        self._file.replace_table("generation", options or None)
+        self.replace_table("generation", options or None)
 
     def _note(self, line: str) -> None:
         self.notes += (line,)
@@ -150,26 +139,21 @@ class Preset:
         return ", ".join(parts) or "the model's defaults"
 
 
-class PresetsFile:
+class PresetsFile(TomlFile):
     """In ``folder``, or with None nowhere.
 
     ``notes`` are lines that the user should see, about what the last ``list`` left out.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = TomlFile(None if folder is None else folder / _PRESETS_FILE)
+        super().__init__(None if folder is None else folder / _PRESETS_FILE)
         self.notes: tuple[str, ...] = ()
-
-    @property
-    def path(self) -> Path | None:
-        """Where they are."""
-        return self._file.path
 
     def list(self) -> list[Preset]:
         """Those that can be used, by name."""
         self.notes = ()
         try:
-            values = self._file.read()
+            values = self.read()
         except StorageError as error:
             self.notes = (f"{one_line(error)}: the file stays as it is",)
             return []
@@ -205,20 +189,10 @@ class PresetsFile:
         if not name or len(name) > _LONGEST_NAME or not name.isprintable():
             raise OptionError(f"a preset's name has 1 to {_LONGEST_NAME} characters")
         _check_options(preset.options)
-        values = dict(preset.options)
-        if preset.system is not None:
-            values = {"system": preset.system, **values}
-        if not values:
+        system = {} if preset.system is None else {"system": preset.system}
+        if not system and not preset.options:
             raise OptionError("there is nothing to save: set an option or a system prompt first")
-        self._file.replace_table(name, values)
-
-    def delete(self, name: str) -> None:
-        """Remove it.
-
-        Raises:
-            StorageError: the file cannot be read or written.
-        """
-        self._file.replace_table(name, None)
+        self.replace_table(name, {**system, **preset.options})
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -227,11 +201,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
     read_options(options)
     if "logprobs" in options:
         raise OptionError("logprobs is not an option of a chat")
-
-
-def _meant(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _preset(name: str, entry: Any) -> Preset:

@@ -1,4 +1,4 @@
-"""Small words of the app: safe text, sizes, counts and rates as a person reads them.
+"""Small words of the app: safe text, short names, counts and times as a person reads them.
 
 Knows no widget and no model. Text from a model, a file or the clipboard passes `clean` before it
 reaches the terminal: a control sequence in it must be seen, never obeyed.
@@ -9,18 +9,9 @@ from __future__ import annotations
 from datetime import datetime
 
 from localrt.errors import LocalrtError
+from localrt.formatting import format_count
 
-__all__ = [
-    "clean",
-    "explained",
-    "human_bytes",
-    "human_count",
-    "human_rate",
-    "human_seconds",
-    "human_when",
-    "one_line",
-    "short_name",
-]
+__all__ = ["clean", "explained", "human_count", "human_when", "one_line", "short_name"]
 
 _KEPT = "\n\t"
 _CONTROL = {
@@ -55,42 +46,9 @@ def short_name(model: str) -> str:
     return last if len(last) <= 40 else f"{last[:39]}…"
 
 
-def human_bytes(count: int) -> str:
-    """``"512 B"``, ``"138 MB"``, ``"4.7 GB"``: powers of 1000, as sizes of files are given."""
-    value = float(count)
-    unit = "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    digits = 1 if value < 9.95 and unit != "B" else 0
-    return f"{value:.{digits}f} {unit}"
-
-
 def human_count(count: int) -> str:
     """A count of tokens or parameters: ``"312"``, ``"8.2k"``, ``"135M"``."""
-    value = float(count)
-    unit = ""
-    for unit in ("", "k", "M", "B"):
-        if value < 999.5 or unit == "B":
-            break
-        value /= 1000
-    digits = 1 if value < 9.95 and unit else 0
-    return f"{value:.{digits}f}{unit}"
-
-
-def human_rate(rate: float) -> str:
-    """A rate with about three digits: ``"1156"``, ``"44.3"``, ``"0.46"``."""
-    digits = 0 if rate >= 100 else 1 if rate >= 10 else 2
-    return f"{rate:.{digits}f}"
-
-
-def human_seconds(seconds: float) -> str:
-    """``"0.4 s"``, ``"12 s"``, ``"3 min 20 s"``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
+    return format_count(count).replace(" ", "")
 
 
 def human_when(then: float, now: float) -> str:

@@ -3,7 +3,8 @@
 ``chunk.text`` has a model's thinking as ``<think>...</think>``, whatever the model itself writes
 around it. The rule, for a whole text as for one that still grows:
 
-- Every ``<think>...</think>`` at the beginning is thinking, one or several with only space between.
+- Every ``<think>...</think>`` at the beginning is thinking, one or several with only space between;
+  so is ``<thinking>`` or ``<reasoning>``, which models write that were not taught a tag.
 - A span that is not closed is thinking to its end, and so far there is no answer.
 - Servers that keep the opening tag in the prompt send the closing one alone: what is before it is
   thinking, unless a backtick or an opening tag is there too.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 __all__ = ["CLOSE", "OPEN", "Thinking", "overlap", "split_thinking"]
 
 OPEN, CLOSE = "<think>", "</think>"
+_OPENINGS = (OPEN, "<thinking>", "<reasoning>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,17 @@ def split_thinking(text: str) -> Thinking:
     """
     thoughts: list[str] = []
     rest = text.lstrip()
-    while rest.startswith(OPEN):
-        inside, closed, after = rest[len(OPEN) :].partition(CLOSE)
+    while opening := next((each for each in _OPENINGS if rest.startswith(each)), ""):
+        closing = opening.replace("<", "</")
+        inside, closed, after = rest[len(opening) :].partition(closing)
         if not closed:
-            thoughts.append(inside[: len(inside) - overlap(inside, CLOSE)])
+            thoughts.append(inside[: len(inside) - overlap(inside, closing)])
             return Thinking(_joined(thoughts), "", open=True)
         thoughts.append(inside)
         rest = after.lstrip()
-    if rest and OPEN.startswith(rest):  # the start of a tag: the next piece tells
+    if rest and any(
+        each.startswith(rest) for each in _OPENINGS
+    ):  # the start of a tag: the next piece tells
         return Thinking(_joined(thoughts), "", open=True)
     if thoughts:
         return Thinking(_joined(thoughts), rest)

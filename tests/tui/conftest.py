@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ def _parsed(scope: str, css: str, read_from: Any, variable_tokens: Any, **how: A
     return _rules(scope, css, read_from, variables, **how)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _rules(scope: str, css: str, read_from: Any, variables: Any, **how: Any) -> list[RuleSet]:
     return list(parse(scope, css, read_from, variable_tokens=dict(variables), **how))
 

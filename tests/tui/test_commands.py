@@ -16,7 +16,7 @@ from localrt.tui.commands import (
     read_line,
     suggestions,
 )
-from localrt.tui.screens.help import HelpScreen, help_text
+from localrt.tui.screens.help import HelpScreen, help_page
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -69,7 +69,7 @@ def test_every_option_that_a_chat_can_use_is_listed() -> None:
 
 
 def test_help_names_everything() -> None:
-    text = help_text()
+    text = help_page().plain
     assert all(entry.usage in text for entry in COMMANDS)
     assert "Ctrl+O" in text
 

@@ -96,7 +96,7 @@ def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) ->
 def test_thinking_is_one_line(model: FakeModel, chat: Callable[..., str]) -> None:
     model.answer = ["<think>", "Hm", "m.", "</think>", "\n\nYes", "."]
     text = chat("Well?", "/thinking")
-    said = r"\(thinking\)\n\(thought for \d+(\.\d)? s; /thinking reads it out\)\nYes\.\n"
+    said = r"\(thinking\)\n\(thought for \d+(\.\d)? m?s; /thinking reads it out\)\nYes\.\n"
     assert re.search(said, text)
     assert text.count("Hmm.") == 1
 

@@ -66,7 +66,7 @@ def test_a_bad_file_is_told_once_and_left_alone(tmp_path: Path, text: str) -> No
     assert len(file.notes) == 1
     assert "is not TOML" in file.notes[0]
     with pytest.raises(StorageError, match="is not TOML"):
-        file.remember(theme="nord")
+        file.change({"theme": "nord"})
     assert file.path.read_text() == text
 
 
@@ -79,7 +79,7 @@ def test_bytes_that_are_no_text_are_left_alone(tmp_path: Path) -> None:
 
 def test_changes_keep_comments_and_order(tmp_path: Path) -> None:
     file = config(tmp_path, '# mine\ntheme = "nord"  # blue\n\n[keys]\n# twice\nnew = "ctrl+l"\n')
-    file.remember(theme="localrt-light", panel=True)
+    file.change({"theme": "localrt-light", "panel": True})
     file.remember_options({"temperature": 0.5})
     text = file.path.read_text()
     for part in ("# mine", "# blue", "# twice", 'new = "ctrl+l"', 'theme = "localrt-light"'):
@@ -87,7 +87,7 @@ def test_changes_keep_comments_and_order(tmp_path: Path) -> None:
     assert file.load().panel
     assert dict(file.load().options) == {"temperature": 0.5}
     file.remember_options({})
-    file.remember(panel=None)
+    file.change({"panel": None})
     assert dict(file.load().options) == {}
     assert "generation" not in file.path.read_text()
     assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
@@ -95,14 +95,14 @@ def test_changes_keep_comments_and_order(tmp_path: Path) -> None:
 
 def test_the_folder_is_made(tmp_path: Path) -> None:
     file = PreferencesFile(tmp_path / "a" / "b")
-    file.remember(theme="nord")
+    file.change({"theme": "nord"})
     assert file.load().theme == "nord"
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
-        PreferencesFile(tmp_path / "file" / "sub").remember(theme="nord")
+        PreferencesFile(tmp_path / "file" / "sub").change({"theme": "nord"})
 
 
 VALUES = st.one_of(
@@ -138,7 +138,7 @@ def test_presets_come_and_go(tmp_path: Path) -> None:
     presets.save(Preset("Review", "Other.", {}))
     assert [preset.name for preset in presets.list()] == ["Review", "Ähnlich"]
     assert presets.find("review") == Preset("Review", "Other.", {})
-    presets.delete("Review")
+    presets.replace_table("Review", None)
     assert [preset.name for preset in presets.list()] == ["Ähnlich"]
     with pytest.raises(OptionError, match="there: Ähnlich"):
         presets.find("Review")

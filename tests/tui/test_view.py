@@ -32,7 +32,7 @@ async def test_thinking_is_folded_with_its_duration() -> None:
         assert "▾ Thinking ..." in screen.shown(app)
         model.allow(9)
         await until(pilot, lambda: idle(app))
-        assert re.search(r"▸ Thought for \d+(\.\d)? s", screen.shown(app))
+        assert re.search(r"▸ Thought for \d+(\.\d)? m?s", screen.shown(app))
         assert "Hmm." not in screen.shown(app)
         assert "Yes." in screen.shown(app)
         await pilot.press("ctrl+t")

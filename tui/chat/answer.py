@@ -10,10 +10,11 @@ from rich.text import Text
 from textual.strip import Strip
 
 from localrt import split_thinking
+from localrt.formatting import format_seconds
 from localrt.tui.chat.blocks import Block, wrapped
 from localrt.tui.chat.markdown import MarkdownLines, code_blocks
 from localrt.tui.chat.styles import Styles
-from localrt.tui.text import clean, human_seconds
+from localrt.tui.text import clean
 
 __all__ = ["Answer"]
 
@@ -121,7 +122,7 @@ class Answer(Block):
     def _thinking_lines(
         self, thinking: str, width: int, styles: Styles, *, open: bool
     ) -> list[Strip]:
-        took = "" if self.thinking_s is None else f" {human_seconds(self.thinking_s)}"
+        took = "" if self.thinking_s is None else f" {format_seconds(self.thinking_s)}"
         if open:
             head = f"▾ Thinking ...{took}"
             lines = wrapped(Text(thinking, styles.thinking), width - 2, styles) if thinking else []

@@ -14,8 +14,9 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from localrt.formatting import format_rate
 from localrt.tui.conversation.background import AnswerUpdate
-from localrt.tui.text import human_count, human_rate
+from localrt.tui.text import human_count
 from localrt.tui.themes import FAINT
 
 __all__ = ["Footer", "Phase", "Status", "footer_line"]
@@ -34,21 +35,14 @@ class Phase(StrEnum):
     EMPTY = "no model"
 
 
-_KEYS = {
-    Phase.LOADING: "Ctrl+Q quit",
-    Phase.READY: "/help",
-    Phase.PREFILL: "Esc stop",
-    Phase.GENERATING: "Esc stop",
-    Phase.FAILED: "Enter quit",
-    Phase.EMPTY: "F4 models",
-}
-_COLORS = {
-    Phase.LOADING: "$text-warning",
-    Phase.READY: "$text-success",
-    Phase.PREFILL: "$text-accent",
-    Phase.GENERATING: "$text-accent",
-    Phase.FAILED: "$text-error",
-    Phase.EMPTY: "$text-warning",
+# Colour, and what to press.
+_SHOWN = {
+    Phase.LOADING: ("$text-warning", "Ctrl+Q quit"),
+    Phase.READY: ("$text-success", "/help"),
+    Phase.PREFILL: ("$text-accent", "Esc stop"),
+    Phase.GENERATING: ("$text-accent", "Esc stop"),
+    Phase.FAILED: ("$text-error", "Enter quit"),
+    Phase.EMPTY: ("$text-warning", "F4 models"),
 }
 
 
@@ -128,7 +122,8 @@ class Footer(Widget):
 
 def footer_line(status: Status, width: int) -> Content:
     """The status in ``width`` columns."""
-    rate = "" if status.rate is None else f"{human_rate(status.rate)} tok/s"
+    color, keys = _SHOWN[status.phase]
+    rate = "" if status.rate is None else f"{format_rate(status.rate)} tok/s"
     context = ""
     if status.ctx is not None:
         context = f"{human_count(status.used)}/{human_count(status.ctx)}"
@@ -136,13 +131,13 @@ def footer_line(status: Status, width: int) -> Content:
         [
             _Part(status.model, "bold", 1),
             _Part(status.engine, FAINT, 4),
-            _Part(status.state, _COLORS[status.phase], 0),
+            _Part(status.state, color, 0),
         ],
         [
             _Part(status.guesses, FAINT, 6),
             _Part(rate, "$foreground", 2),
             _Part(context, FAINT, 3),
-            _Part(_KEYS[status.phase], FAINT, 5),
+            _Part(keys, FAINT, 5),
         ],
         width - 2,
     )
@@ -162,15 +157,11 @@ def _joined(parts: Sequence[_Part]) -> Content:
 
 def _fitting(left: Sequence[_Part], right: Sequence[_Part], width: int) -> tuple[list[_Part], ...]:
     """The parts of both sides that fit ``width`` columns, least important ones dropped."""
-    sides = ([part for part in left if part.text], [part for part in right if part.text])
+    parts = [part for part in (*left, *right) if part.text]
     while True:
-        parts = [*sides[0], *sides[1]]
+        sides = tuple([part for part in side if part in parts] for side in (left, right))
         need = sum(Content(part.text).cell_length for part in parts)
         need += len(_GAP) * sum(max(len(side) - 1, 0) for side in sides) + 2 * bool(sides[1])
         if need <= width or len(parts) <= 1:
             return sides
-        last = max(parts, key=lambda part: part.rank)
-        for side in sides:
-            if last in side:
-                side.remove(last)
-                break
+        parts.remove(max(parts, key=lambda part: part.rank))

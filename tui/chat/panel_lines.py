@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from localrt.tui.text import human_bytes, human_rate
+from localrt.formatting import format_bytes, format_rate, format_seconds
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
@@ -51,15 +51,20 @@ class PanelData:
     @property
     def changes(self) -> list[Change]:
         """What would help. Guesses are tried all the time: nobody needs to be told of them."""
-        if self.outlook is None:
-            return []
-        guessing = self.status is not None and self.status.metrics is not None
-        guessing = guessing and self.status.metrics.speculation is not None  # type: ignore[union-attr]
-        return [
-            change
-            for change in self.outlook.changes
-            if not (guessing and change.what.startswith("speculation"))
-        ][:_MOST_CHANGES]
+        metrics = None if self.status is None else self.status.metrics
+        guessing = metrics is not None and metrics.speculation is not None
+        found = () if self.outlook is None else self.outlook.changes
+        wanted = (c for c in found if not (guessing and c.what.startswith("speculation")))
+        return list(wanted)[:_MOST_CHANGES]
+
+    @property
+    def possible(self) -> tuple[str, str] | None:
+        """The share that is reached of what is possible here, and that rate."""
+        status, tok_s = self.status, self.tok_s
+        share = None if status is None else status.share_of_ceiling(tok_s)
+        if status is None or share is None or not status.ceiling_tok_s:
+            return None
+        return _percent(share), format_rate(status.ceiling_tok_s * status.per_pass)
 
 
 # -- beside the conversation ---------------------------------------------------------------------
@@ -107,35 +112,36 @@ def _rate(data: PanelData, width: int) -> list[Content]:
     assert status is not None
     if tok_s is None:
         ceiling = status.ceiling_tok_s
-        text = "Nothing generated yet" if not status.generating else "Reading the prompt"
-        more = f"At most {human_rate(ceiling)} tok/s here" if ceiling else ""
-        return [Content(text), *([Content.styled(more, FAINT)] if more else [])]
-    text = f"{human_rate(tok_s)} tok/s"
-    line = Content.assemble(
-        (text, "bold"), "  ", (sparkline(data.rates, width - len(text) - 2), "$success")
-    )
-    share = status.share_of_ceiling(tok_s)
-    lines = [line]
-    if share is not None and status.ceiling_tok_s:
-        most = human_rate(status.ceiling_tok_s * status.per_pass)
-        lines.append(Content.styled(f"{_percent(share)} of the {most} possible here", FAINT))
+        lines = [
+            Content("Nothing generated yet" if not status.generating else "Reading the prompt")
+        ]
+        if ceiling:
+            lines.append(Content.styled(f"At most {format_rate(ceiling)} tok/s here", FAINT))
+        return lines
+    lines = [_rate_line(f"{format_rate(tok_s)} tok/s", data.rates, width)]
+    if data.possible is not None:
+        share, most = data.possible
+        lines.append(Content.styled(f"{share} of the {most} possible here", FAINT))
     return lines
 
 
+def _rate_line(text: str, rates: Sequence[float], width: int) -> Content:
+    line = sparkline(rates, width - len(text) - 2)
+    return Content.assemble((text, "bold"), "  ", (line, "$success"))
+
+
+def _memories(status: Status) -> list[tuple[str, MemoryUse]]:
+    """Those that the model uses, by name."""
+    found = (("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv))
+    return [(name, memory) for name, memory in found if memory is not None]
+
+
 def _memory(status: Status, width: int) -> Iterator[Content]:
-    for name, memory in (("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv)):
-        if memory is not None:
-            yield _labelled(name, memory, width)
-
-
-def _labelled(name: str, memory: MemoryUse, width: int) -> Content:
-    text, share = memory_text(memory), memory.share
-    room = width - 5 - 14
-    drawn = Content("")
-    if share is not None and room > 0:
-        color = "$warning" if share > _FULL and name != "KV" else "$accent"
-        drawn = _bar(share, room, color)
-    return Content.assemble((f"{name:<5}", FAINT), drawn, f"{text:>14}")
+    for name, memory in _memories(status):
+        share, room, bar = memory.share, width - 5 - 14, Content("")
+        if share is not None and room > 0:
+            bar = _bar(share, room, "$warning" if share > _FULL and name != "KV" else "$accent")
+        yield Content.assemble((f"{name:<5}", FAINT), bar, f"{memory_text(memory):>14}")
 
 
 def _flows(data: PanelData, width: int) -> Iterator[Content]:
@@ -147,22 +153,16 @@ def _flows(data: PanelData, width: int) -> Iterator[Content]:
                 continue
             more = ""
             if name == "SSD" and flow.pass_bytes:
-                more = f"{human_bytes(round(flow.pass_bytes))} a pass"
+                more = f"{format_bytes(round(flow.pass_bytes))} a pass"
             yield _row(name, f"{rate / 1e9:.1f} GB/s", more, width)
-    hits = _hits(data)
+    hits = None if flow is None else flow.expert_hit_rate
+    if hits is None and status.metrics is not None:
+        hits = status.metrics.expert_hit_rate
     if hits is not None:
         yield _row("Experts", f"{_percent(hits)} in memory", "", width)
     guesses, sources = _guesses(status)
     if guesses:
         yield _row("Guesses", guesses, sources, width)
-
-
-def _hits(data: PanelData) -> float | None:
-    status, flow = data.status, data.flow
-    now = None if flow is None else flow.expert_hit_rate
-    if now is None and status is not None and status.metrics is not None:
-        return status.metrics.expert_hit_rate
-    return now
 
 
 def _guesses(status: Status) -> tuple[str, str]:
@@ -180,8 +180,8 @@ def _pass(last: PassTrace | None, width: int) -> Iterator[Content]:
         return
     waited = last.waited_s / last.seconds
     yield _ends(
-        Content.assemble("Last pass ", (_milliseconds(last.seconds), "bold")),
-        f"waited {_milliseconds(last.waited_s)}, {_percent(waited)}",
+        Content.assemble("Last pass ", (format_seconds(last.seconds), "bold")),
+        f"waited {format_seconds(last.waited_s)}, {_percent(waited)}",
         width,
     )
     for use in last.lanes:
@@ -207,12 +207,9 @@ def _why(data: PanelData, width: int) -> Iterator[Content]:
 
 
 def _help(data: PanelData, width: int) -> Iterator[Content]:
-    changes = data.changes
-    if not changes:
-        return
-    yield Content.styled("What would help", _HEADING)
-    for change in changes:
-        yield _row(change.what, "", f"{change.gain:.1f}x", width)
+    if changes := data.changes:
+        yield Content.styled("What would help", _HEADING)
+        yield from (_row(each.what, "", f"{each.gain:.1f}x", width) for each in changes)
 
 
 # -- above the conversation ----------------------------------------------------------------------
@@ -223,22 +220,13 @@ def strip_lines(data: PanelData, width: int) -> list[Content]:
     status = data.status
     if status is None:
         return [_ends(Content.styled(_NO_NUMBERS, FAINT), "", width)]
-    tok_s, share = data.tok_s, status.share_of_ceiling(data.tok_s)
-    possible = ""
-    if share is not None and status.ceiling_tok_s:
-        ceiling = human_rate(status.ceiling_tok_s * status.per_pass)
-        possible = f"{_percent(share)} of {ceiling} possible"
-    text = "No tokens yet" if tok_s is None else f"{human_rate(tok_s)} tok/s"
-    room = width - len(text) - len(possible) - 4
+    possible = "{} of {} possible".format(*data.possible) if data.possible is not None else ""
+    text = "No tokens yet" if data.tok_s is None else f"{format_rate(data.tok_s)} tok/s"
     lines = [
-        _ends(
-            Content.assemble((text, "bold"), "  ", (sparkline(data.rates, room), "$success")),
-            possible,
-            width,
-        ),
+        _ends(_rate_line(text, data.rates, width - len(possible) - 2), possible, width),
         _memory_strip(status, width),
+        *_lanes_strip(status, data.flow, width),
     ]
-    lines += _lanes_strip(data, width)
     guesses, sources = _guesses(status)
     if sources:
         lines.append(_row("Guesses", guesses, sources, width))
@@ -247,34 +235,30 @@ def strip_lines(data: PanelData, width: int) -> list[Content]:
 
 
 def _memory_strip(status: Status, width: int) -> Content:
-    found = [("VRAM", status.vram), ("RAM", status.ram), ("KV", status.kv)]
-    shown = [(name, memory) for name, memory in found if memory is not None]
+    shown = _memories(status)
     each = (width - 2 * (len(shown) - 1)) // max(len(shown), 1)
     pieces: list[Content | str] = []
     for name, memory in shown:
         text, share = memory_text(memory), memory.share
         room = each - len(name) - len(text) - 2
-        drawn = _bar(share, room) if share is not None and room >= 3 else Content("")
-        gap = " " if drawn.plain else ""
-        pieces += ["  " if pieces else "", Content.assemble((f"{name} ", FAINT), drawn, gap, text)]
+        bar = _bar(share, room) if share is not None and room >= 3 else Content("")
+        gap = " " if bar.plain else ""
+        pieces += ["  " if pieces else "", Content.assemble((f"{name} ", FAINT), bar, gap, text)]
     return Content.assemble(*pieces)
 
 
-def _lanes_strip(data: PanelData, width: int) -> list[Content]:
-    status, flow = data.status, data.flow
-    last = status.last_pass if status is not None else None
+def _lanes_strip(status: Status, flow: Flow | None, width: int) -> Iterator[Content]:
+    last = status.last_pass
     if last is None or last.seconds <= 0:
-        return []
+        return
     rates = {"ssd": flow.ssd_bytes_s, "link": flow.link_bytes_s} if flow is not None else {}
-    lines = []
     for use in last.lanes:
         rate = rates.get(use.resource)
         tail = f"  {rate / 1e9:.1f} GB/s" if rate is not None else ""
         if use.resource in ("cpu", "gpu") and not tail:
             tail = f"  waited {_percent(last.waited_s / last.seconds)}"
         drawn = _lane_line(use, last.seconds, width - 13)
-        lines.append(Content.assemble(drawn, (f"{tail:<13}", FAINT)))
-    return lines
+        yield Content.assemble(drawn, (f"{tail:<13}", FAINT))
 
 
 def _why_strip(data: PanelData, width: int) -> Content:
@@ -319,8 +303,8 @@ def lane_text(use: LaneUse, seconds: float, width: int) -> str:
 def memory_text(memory: MemoryUse) -> str:
     """``127/145 MB``, in the budget's unit."""
     if memory.budget is None:
-        return human_bytes(memory.used)
-    number, unit = human_bytes(memory.budget).split()
+        return format_bytes(memory.used)
+    number, unit = format_bytes(memory.budget).split()
     scale = 1000 ** ("B", "kB", "MB", "GB", "TB").index(unit)
     used = memory.used / scale
     return f"{used:.{1 if used < 9.95 and unit != 'B' else 0}f}/{number} {unit}"
@@ -350,12 +334,3 @@ def _ends(left: Content, right: str, width: int) -> Content:
 def _percent(share: float) -> str:
     """``34 %``."""
     return f"{100 * share:.0f} %"
-
-
-def _milliseconds(seconds: float) -> str:
-    """``9.4 ms``, ``24 ms``, ``1.2 s``."""
-    return f"{seconds * 1e3:.0f} ms" if 0.0095 <= seconds < 1 else _other(seconds)
-
-
-def _other(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

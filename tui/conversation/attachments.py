@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.errors import OptionError, StorageError
-from localrt.tui.text import human_bytes
+from localrt.formatting import format_bytes
 
 if TYPE_CHECKING:
     from localrt import Turn
@@ -70,7 +70,7 @@ class Attachments:
     def add(self, name: str, text: str) -> str:
         """The label for ``text``, to be put into the message."""
         lines = text.count("\n") + (not text.endswith("\n"))
-        size = f"{lines} lines" if lines > 1 else human_bytes(len(text.encode(errors="replace")))
+        size = f"{lines} lines" if lines > 1 else format_bytes(len(text.encode(errors="replace")))
         label, number = f"[{name}, {size}]", 1
         while self._texts.get(label, text) != text:
             number += 1
@@ -158,7 +158,7 @@ def read_attachment(argument: str) -> tuple[str, str]:
         size = path.stat().st_size
         if size > LARGEST_FILE:
             raise OptionError(
-                f"{path} has {human_bytes(size)}: attach at most {human_bytes(LARGEST_FILE)}, "
+                f"{path} has {format_bytes(size)}: attach at most {format_bytes(LARGEST_FILE)}, "
                 "or the part that matters"
             )
         data = path.read_bytes()

@@ -15,31 +15,29 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from localrt.errors import CancelledError
 
 if TYPE_CHECKING:
-    from localrt import AnswerWriter, ChatSession, Metrics, Progress
+    from localrt import AnswerWriter, ChatModel, ChatSession, Metrics, Progress
+    from localrt.progress import ProgressCallback
 
-__all__ = ["AnswerUpdate", "Generation", "Task"]
+__all__ = ["AnswerUpdate", "Generation", "Task", "loading"]
 
 _Result = TypeVar("_Result")
 
 
 class Task(Generic[_Result]):
-    """Calls ``work`` with itself in a thread; ``discard`` frees a result that came too late.
+    """Calls ``work`` with itself in a thread, whose ``progress`` is the latest.
 
-    ``progress`` is the latest. ``done`` says that ``result`` or ``error`` is set.
+    ``done`` says that ``result`` or ``error`` is set.
     """
 
     def __init__(
-        self,
-        work: Callable[[Task[_Result]], _Result],
-        *,
-        discard: Callable[[_Result], None] = lambda result: None,
+        self, work: Callable[[Task[_Result]], _Result], *, name: str = "localrt-task"
     ) -> None:
         self.progress: Progress | None = None
         self.result: _Result | None = None
         self.error: Exception | None = None
         self.cancelled = threading.Event()
-        self._work, self._discard = work, discard
-        self._thread = threading.Thread(target=self._run, name="localrt-task", daemon=True)
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -56,29 +54,37 @@ class Task(Generic[_Result]):
 
     def join(self, seconds: float) -> bool:
         """Wait for the end of the thread; whether it ended."""
-        return _join(self._thread, seconds)
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def show(self, progress: Progress) -> None:
         """A progress callback."""
         self.progress = progress
 
-    def show_or_stop(self, progress: Progress) -> None:
-        """A progress callback that ends the work with ``CancelledError`` once it is cancelled."""
-        if self.cancelled.is_set():
-            raise CancelledError("loading was cancelled")
-        self.progress = progress
-
     def _run(self) -> None:
         try:
-            result = self._work(self)
+            self.result = self._work(self)
         except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
             self.error = error
-            return
-        if self.cancelled.is_set():
-            self._discard(result)
-            self.error = CancelledError("loading was cancelled")
-        else:
-            self.result = result
+
+
+def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
+    """Loads a model; one that is there when nobody wants it any more is closed again."""
+
+    def work(task: Task[ChatModel]) -> ChatModel:
+        def show(progress: Progress) -> None:
+            if task.cancelled.is_set():
+                raise CancelledError("loading was cancelled")
+            task.show(progress)
+
+        model = load(show)
+        if task.cancelled.is_set():
+            model.close()
+            raise CancelledError("loading was cancelled")
+        return model
+
+    return Task(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,78 +99,50 @@ class AnswerUpdate:
     done: bool
 
 
-class Generation:
+class Generation(Task[bool]):
     """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``."""
 
     def __init__(self, chat: ChatSession, text: str, writer: AnswerWriter | None = None) -> None:
+        super().__init__(lambda task: self._stream(text), name="localrt-answer")
         self._chat = chat
-        self._text = text
         self._writer = writer
         self._lock = threading.Lock()
         self._pieces: list[str] = []
         self._metrics: Metrics | None = None
-        self._prefill: Progress | None = None
         self._finish_reason: str | None = None
-        self._error: Exception | None = None
-        self._done = False
-        self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="localrt-answer", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """Whether it ended: the next ``take`` has the last of it."""
-        return self._done
 
     def cancel(self) -> None:
         """Stop soon; the text so far stays in the chat."""
-        self._cancelled.set()
+        super().cancel()
         self._chat.cancel()
-
-    def join(self, seconds: float) -> bool:
-        """Wait for the end of the thread; whether it ended."""
-        return _join(self._thread, seconds)
 
     def take(self) -> AnswerUpdate:
         """Everything new since the last call."""
+        done = self.done  # before the text: nothing comes after it
         with self._lock:
             text = "".join(self._pieces)
             self._pieces.clear()
             return AnswerUpdate(
-                text, self._metrics, self._prefill, self._finish_reason, self._error, self._done
+                text, self._metrics, self.progress, self._finish_reason, self.error, done
             )
 
-    def _run(self) -> None:
-        error: Exception | None = None
-        try:
-            for chunk in self._chat.stream(self._text, on_progress=self._on_progress):
-                with self._lock:
-                    self._pieces.append(chunk.text)
-                    self._metrics = chunk.metrics
-                    self._finish_reason = chunk.finish_reason
-                if self._writer is not None:
-                    self._writer.write(chunk.text)
-                self._cancel_again()
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the app shows it
-            error = caught
-        with self._lock:
-            self._error = error
-            self._done = True
-
-    def _on_progress(self, progress: Progress) -> None:
-        self._prefill = progress
+    def show(self, progress: Progress) -> None:
+        """How far the prompt is read."""
+        super().show(progress)
         self._cancel_again()
+
+    def _stream(self, text: str) -> bool:
+        for chunk in self._chat.stream(text, on_progress=self.show):
+            with self._lock:
+                self._pieces.append(chunk.text)
+                self._metrics = chunk.metrics
+                self._finish_reason = chunk.finish_reason
+            if self._writer is not None:
+                self._writer.write(chunk.text)
+            self._cancel_again()
+        return True
 
     def _cancel_again(self) -> None:
         # A cancel that came before the chat had begun to answer did not reach it.
-        if self._cancelled.is_set():
+        if self.cancelled.is_set():
             self._chat.cancel()
-
-
-def _join(thread: threading.Thread, seconds: float) -> bool:
-    if thread.ident is not None:
-        thread.join(seconds)
-    return not thread.is_alive()

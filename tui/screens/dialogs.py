@@ -1,12 +1,13 @@
 """Small windows: yes or no, a line or several of text, one of several, a list to search in.
 
-Each is a modal screen that hands its answer to whoever pushed it (``ask``).
+Each is a modal screen that hands its answer to whoever pushed it (``ask``). Windows hold the
+widgets that they change: a thread may answer when a closing window has no children any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,6 +16,7 @@ from textual.content import Content
 from textual.events import Resize
 from textual.geometry import Size
 from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
@@ -28,54 +30,71 @@ __all__ = [
     "AskLines",
     "Choose",
     "Confirm",
-    "SearchScreen",
+    "Dialog",
+    "SearchDialog",
     "TooSmall",
     "ask",
 ]
 
 SMALLEST = Size(30, 8)
 HEADING = "$text-primary bold"
+_TAKE = "Enter takes it · Esc keeps"
 _Answer = TypeVar("_Answer")
+_Item = TypeVar("_Item")
 
 
 def ask(
     screen: Screen[Any], dialog: ModalScreen[_Answer | None], take: Callable[[_Answer], object]
 ) -> None:
-    """Open a dialog; ``take`` gets the answer, unless it was left or denied."""
+    """Open a dialog; ``take`` gets the answer, unless there is none."""
 
     def closed(answer: _Answer | None) -> None:
-        if answer is not None and answer is not False:
+        if answer is not None:
             take(answer)
 
     screen.app.push_screen(dialog, closed)
 
 
-class Confirm(ModalScreen[bool | None]):
+class Dialog(ModalScreen[_Answer | None]):
+    """A window with ``parts`` under one another, and what its ``keys`` do; Esc gives no answer."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", show=False, priority=True),
+    ]
+
+    def __init__(self, *parts: Widget, keys: str = "", tall: bool = False) -> None:
+        super().__init__()
+        self.key_line = Static(keys, classes="keys", markup=False)
+        self._parts = (*parts, self.key_line) if keys else parts
+        self._tall = tall
+
+    def compose(self) -> ComposeResult:
+        """The parts in a window."""
+        yield Vertical(*self._parts, classes="window tall" if self._tall else "window")
+
+    def action_leave(self) -> None:
+        """Close without an answer."""
+        self.dismiss(None)
+
+
+class Confirm(Dialog[bool]):
     """A question; y or Enter says yes, n or Esc no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y,enter", "dismiss(True)", "Yes", show=False),
-        Binding("n,escape", "dismiss(False)", "No", show=False),
+        Binding("n", "leave", "No", show=False),
     ]
 
     def __init__(self, question: str, yes: str) -> None:
-        super().__init__()
-        self._question, self._yes = question, yes
-
-    def compose(self) -> ComposeResult:
-        """The question, and what the keys do."""
-        with Vertical(classes="window"):
-            yield Static(self._question, markup=False)
-            yield Static(f"y {self._yes} · n keep", classes="keys", markup=False)
+        super().__init__(Static(question, markup=False), keys=f"y {yes} · n keep")
 
 
-class Ask(ModalScreen[str | None]):
-    """A line of text; None when Esc was pressed.
+class Ask(Dialog[str]):
+    """A line of text.
 
     ``check`` may raise what is wrong with the text: that is shown, and it is asked again.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", show=False)]
     DEFAULT_CSS = """
     Ask #problem { color: $text-error; height: auto; }
     """
@@ -84,72 +103,59 @@ class Ask(ModalScreen[str | None]):
         self,
         question: str | Content,
         value: str = "",
-        check: Callable[[str], None] | None = None,
+        check: Callable[[str], object] = lambda text: None,
     ) -> None:
-        super().__init__()
-        self._question, self._value, self._check = question, value, check
-
-    def compose(self) -> ComposeResult:
-        """The question over an input."""
-        with Vertical(classes="window"):
-            yield Static(self._question, markup=False)
-            yield Input(self._value, select_on_focus=True, compact=True)
-            if self._check is not None:
-                yield Static(id="problem", markup=False)
-            yield Static("Enter takes it · Esc keeps", classes="keys", markup=False)
+        problem = Static(id="problem", markup=False)
+        line = Input(value, select_on_focus=True, compact=True)
+        super().__init__(Static(question, markup=False), line, problem, keys=_TAKE)
+        self._check, self._problem = check, problem
+        problem.display = False
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Close with the text, or say what is wrong with it."""
         try:
-            if self._check is not None:
-                self._check(event.value)
+            self._check(event.value)
         except LocalrtError as error:
-            self.query_one("#problem", Static).update(one_line(error))
+            self._problem.display = True
+            self._problem.update(one_line(error))
         else:
             self.dismiss(event.value)
 
 
-class AskLines(ModalScreen[str | None]):
-    """A text of several lines; None when Esc was pressed."""
+class AskLines(Dialog[str]):
+    """A text of several lines."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss(None)", show=False, priority=True),
-        Binding("ctrl+s", "take", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "take", show=False)]
     DEFAULT_CSS = """
     AskLines TextArea { height: 10; border: none; background: $panel; }
     """
 
     def __init__(self, name: str, text: str) -> None:
-        super().__init__()
-        self._what, self._text = name, text
-
-    def compose(self) -> ComposeResult:
-        """The name over a text area."""
-        with Vertical(classes="window"):
-            yield Static(Content.styled(self._what, HEADING))
-            yield TextArea(self._text, compact=True)
-            yield Static("Ctrl+S takes it · Esc keeps", classes="keys", markup=False)
+        lines = TextArea(text, compact=True)
+        super().__init__(
+            Static(Content.styled(name, HEADING)), lines, keys="Ctrl+S takes it · Esc keeps"
+        )
+        self._written = lines
 
     def action_take(self) -> None:
         """Close with the text."""
-        self.dismiss(self.query_one(TextArea).text)
+        self.dismiss(self._written.text)
 
 
-class Choose(ModalScreen[str | None]):
-    """One of several, by id; None when Esc was pressed."""
+class Choose(Dialog[str]):
+    """One of several: ``options`` are (answer, how it is called)."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", show=False)]
-
-    def __init__(self, title: str, options: Sequence[tuple[str, str]]) -> None:
-        super().__init__()
-        self._title, self._options = title, options
-
-    def compose(self) -> ComposeResult:
-        """The title over a list."""
-        with Vertical(classes="window"):
-            yield Static(self._title, markup=False)
-            yield OptionList(*(Option(text, id=id) for id, text in self._options), compact=True)
+    def __init__(
+        self,
+        title: str | Content,
+        options: Sequence[tuple[str, str]],
+        *,
+        keys: str = "",
+        tall: bool = False,
+    ) -> None:
+        rows = OptionList(*(Option(text, id=id) for id, text in options), compact=True)
+        super().__init__(Static(title, markup=False), rows, keys=keys, tall=tall)
+        self.rows = rows
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Close with what was chosen."""
@@ -171,35 +177,66 @@ class TooSmall(ModalScreen[None]):
         )
 
 
-class SearchScreen(ModalScreen[str | None]):
-    """A search line, which keeps the focus, above a list in which the arrows move.
+class SearchDialog(Dialog[str], Generic[_Item]):
+    """A search line, which keeps the focus, above a list of items in which the arrows move.
 
-    Closes with what was picked, or None.
+    A subclass says what a row looks like (``draw``), and what Enter and a click do (``take``).
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", show=False, priority=True),
         Binding("down", "move(1)", show=False),
         Binding("up", "move(-1)", show=False),
         Binding("pagedown", "move(10)", show=False),
         Binding("pageup", "move(-10)", show=False),
     ]
 
-    def count(self) -> int:
-        """How many of the list's rows can be picked: its first ones."""
+    def __init__(self, search: str, placeholder: str, *below: Widget, keys: str) -> None:
+        line = Input(search, placeholder=placeholder, compact=True)
+        rows = OptionList(compact=True)
+        rows.can_focus = False
+        super().__init__(line, rows, *below, keys=keys, tall=True)
+        self.line, self.rows = line, rows
+        self.words = search  # those that the list was filled for
+        self.items: Sequence[_Item] = ()
+
+    def draw(self, item: _Item) -> Content:
+        """An item as a row."""
         raise NotImplementedError
+
+    def take(self, item: _Item) -> None:
+        """Do what an item is for."""
+        raise NotImplementedError
+
+    def show(self, items: Sequence[_Item], none: str, *, highlighted: int = 0) -> None:
+        """List the items; ``none`` says that there are none."""
+        self.items = items
+        self.rows.clear_options()
+        self.rows.add_options(Option(self.draw(item)) for item in items)
+        if items:
+            self.rows.highlighted = min(highlighted, len(items) - 1)
+        else:
+            self.rows.add_option(Option(none, disabled=True))
+
+    @property
+    def chosen(self) -> _Item | None:
+        """The highlighted item."""
+        place = self.rows.highlighted
+        return self.items[place] if place is not None and place < len(self.items) else None
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """A click takes a row."""
+        if event.option_index < len(self.items):
+            self.take(self.items[event.option_index])
 
     def action_leave(self) -> None:
         """Esc: empty the search, then close."""
-        search = self.query_one(Input)
-        if search.value:
-            search.value = ""
+        if self.line.value:
+            self.line.value = ""
         else:
             self.dismiss(None)
 
     def action_move(self, step: int) -> None:
         """Highlight another row."""
-        options = self.query_one(OptionList)
-        if self.count():
-            place = (options.highlighted or 0) + step
-            options.highlighted = max(0, min(place, self.count() - 1))
+        if self.items:
+            place = (self.rows.highlighted or 0) + step
+            self.rows.highlighted = max(0, min(place, len(self.items) - 1))

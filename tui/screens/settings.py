@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from textual.app import ComposeResult
+from textual.app import App
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -24,7 +22,7 @@ from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.session import Session, library_defaults
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
-from localrt.tui.screens.dialogs import HEADING, Ask, AskLines, Choose, Confirm, ask
+from localrt.tui.screens.dialogs import HEADING, Ask, AskLines, Choose, Confirm, Dialog, ask
 from localrt.tui.text import clean, one_line
 from localrt.tui.themes import FAINT, offered
 
@@ -46,11 +44,11 @@ class _Row:
     chosen: bool = False  # by the user: drawn bold
 
 
-class SettingsScreen(ModalScreen[None]):
+class SettingsScreen(Dialog[None]):
     """``keys`` are (what it does, key) pairs to show; ``panel`` says whether the panel is open."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "dismiss(None)", show=False),
+        Binding("q", "leave", show=False),
         Binding("delete,backspace", "reset", show=False),
     ]
     DEFAULT_CSS = """
@@ -67,26 +65,21 @@ class SettingsScreen(ModalScreen[None]):
         panel: bool = False,
         show_panel: Callable[[bool], None],
     ) -> None:
-        super().__init__()
+        options, help = OptionList(compact=True), Static(id="help", markup=False)
+        super().__init__(options, help, keys="Enter change · Del default · Esc back", tall=True)
+        self._list, self._help = options, help
         self._state, self._preferences, self._presets = state, preferences, presets
         self._keys = keys
         self._panel, self._show_panel = panel, show_panel
         self._rows: list[_Row | str] = []
 
-    def compose(self) -> ComposeResult:
-        """List, help of the highlighted row, what the keys do."""
-        with Vertical(classes="window tall"):
-            yield OptionList(compact=True)
-            yield Static(id="help", markup=False)
-            yield Static("Enter change · Del default · Esc back", classes="keys", markup=False)
-
     def on_mount(self) -> None:
         """Show what there is."""
         self._fill()
-        self.query_one(OptionList).focus()
+        self._list.focus()
 
     def _fill(self) -> None:
-        options = self.query_one(OptionList)
+        options = self._list
         keep = options.highlighted
         config = self._preferences.path or "config.toml"
         key_help = f'In {config}, below [keys], an action\'s name = "ctrl+l" changes it.'
@@ -182,70 +175,65 @@ class SettingsScreen(ModalScreen[None]):
 
     def _preset_row(self, preset: Preset) -> _Row:
         name, file = preset.name, self._presets.path or "presets.toml"
-        choices = [
-            ("use", "Use it in this conversation"),
-            ("save", "Replace it by what this conversation has"),
-            ("delete", "Delete it"),
-        ]
 
-        def chosen(what: str) -> None:
-            if what == "use":
-                self._try(lambda: self._session.use(preset), f"This conversation uses {name}")
-            elif what == "save":
-                self._try(lambda: self._save_preset(name), f"{name} is replaced")
-            else:
-                ask(self, Confirm(f"Delete the preset {name}?", "delete"), delete)
+        def use() -> None:
+            self._try(lambda: self._session.use(preset), f"This conversation uses {name}")
 
-        def delete(yes: bool) -> None:
-            self._try(lambda: self._presets.delete(name), f"{name} is deleted")
+        def replace() -> None:
+            self._try(lambda: self._save_preset(name), f"{name} is replaced")
 
+        def delete() -> None:
+            def forget() -> None:
+                self._presets.replace_table(name, None)
+
+            question = Confirm(f"Delete the preset {name}?", "delete")
+            ask(self, question, lambda yes: self._try(forget, f"{name} is deleted"))
+
+        choices = {
+            "Use it in this conversation": use,
+            "Replace it by what this conversation has": replace,
+            "Delete it": delete,
+        }
+        dialog = [(each, each) for each in choices]
         return _Row(
             clean(name),
             clean(preset.summary),
             f"Enter uses, replaces or deletes it. It lies in {file}.",
-            lambda: ask(self, Choose(name, choices), chosen),
+            lambda: ask(self, Choose(name, dialog), lambda chosen: choices[chosen]()),
         )
 
     # -- new conversations -----------------------------------------------------------------------
 
     def _new_rows(self) -> list[_Row]:
-        def begin_with_these() -> None:
-            self._remember(Defaults(self._state.conversation.system, self._options))
+        def begin(defaults: Defaults) -> None:
+            self._preferences.remember_options(defaults.options)
+            self._preferences.change({"system": defaults.system})
+            self._state.defaults = defaults
 
+        def row(name: str, help: str, defaults: Callable[[], Defaults]) -> _Row:
+            done = f"New conversations {name[0].lower()}{name[1:]}"
+            return _Row(
+                name,
+                "",
+                f"New conversations begin with {help}.",
+                lambda: self._try(lambda: begin(defaults()), done),
+            )
+
+        these = "the options and system prompt of this one"
+        here = self._state.conversation
         return [
-            _Row(
-                "Begin with these",
-                "",
-                "New conversations begin with the options and system prompt of this one.",
-                lambda: self._try(begin_with_these, "New conversations begin with these"),
-            ),
-            _Row(
-                "Begin plainly",
-                "",
-                "New conversations begin with the model's own defaults.",
-                lambda: self._try(
-                    lambda: self._remember(Defaults()), "New conversations begin plainly"
-                ),
-            ),
+            row("Begin with these", these, lambda: Defaults(here.system, self._options)),
+            row("Begin plainly", "the model's own defaults", Defaults),
         ]
-
-    def _remember(self, defaults: Defaults) -> None:
-        self._preferences.remember_options(defaults.options)
-        self._preferences.remember(system=defaults.system)
-        self._state.defaults = defaults
 
     # -- the app ---------------------------------------------------------------------------------
 
     def _theme_row(self) -> _Row:
-        def remember(name: str) -> None:
-            self._try(lambda: self._preferences.remember(theme=name))
+        def change() -> None:
+            theme = PickTheme(self.app)
+            ask(self, theme, lambda n: self._try(lambda: self._preferences.change({"theme": n})))
 
-        return _Row(
-            "Theme",
-            self.app.theme,
-            "Colours; they are shown as you walk.",
-            lambda: ask(self, PickTheme(), remember),
-        )
+        return _Row("Theme", self.app.theme, "Colours; they are shown as you walk.", change)
 
     def _panel_row(self) -> _Row:
         def change() -> None:
@@ -264,14 +252,14 @@ class SettingsScreen(ModalScreen[None]):
 
     @property
     def _current(self) -> _Row | None:
-        place = self.query_one(OptionList).highlighted
+        place = self._list.highlighted
         row = self._rows[place] if place is not None and place < len(self._rows) else None
         return row if isinstance(row, _Row) else None
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Say what the row is for."""
         if (row := self._current) is not None:
-            self.query_one("#help", Static).update(row.help)
+            self._help.update(row.help)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Enter or a click changes it."""
@@ -294,39 +282,26 @@ class SettingsScreen(ModalScreen[None]):
             self.notify(done, markup=False)
 
 
-class PickTheme(ModalScreen[str | None]):
+class PickTheme(Choose):
     """A theme by name; walking shows it, Esc brings the one before back."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", show=False)]
-
-    def compose(self) -> ComposeResult:
-        """The names."""
-        self._before = self.app.theme
-        with Vertical(classes="window tall"):
-            yield Static(Content.styled("Theme", HEADING))
-            yield OptionList(*(Option(name, id=name) for name in offered(self.app)), compact=True)
-            yield Static("Enter takes it · Esc keeps", classes="keys", markup=False)
-
-    def on_mount(self) -> None:
-        """Begin at the present one."""
-        names = offered(self.app)
-        options = self.query_one(OptionList)
-        options.highlighted = names.index(self._before) if self._before in names else 0
-        options.focus()
+    def __init__(self, app: App[Any]) -> None:
+        names = offered(app)
+        keys = "Enter takes it · Esc keeps"
+        title = Content.styled("Theme", HEADING)
+        super().__init__(title, [(name, name) for name in names], keys=keys, tall=True)
+        self._before = app.theme
+        self.rows.highlighted = names.index(app.theme) if app.theme in names else 0
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Show it."""
         if event.option.id is not None:
             self.app.theme = event.option.id
 
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Keep it."""
-        self.dismiss(event.option.id)
-
     def action_leave(self) -> None:
         """As it was."""
         self.app.theme = self._before
-        self.dismiss(None)
+        super().action_leave()
 
 
 def _drawn(row: _Row) -> Content:
