@@ -31,7 +31,6 @@ from localrt.tui.keys import KEYS, Key, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, TooSmall, ask
 from localrt.tui.screens.help import HelpScreen
-from localrt.tui.screens.library import Library
 from localrt.tui.text import explained, one_line, short_name
 from localrt.tui.themes import offered, register
 
@@ -122,7 +121,7 @@ class ChatApp(App[None]):
         self.keys: tuple[Key, ...] = KEYS
         # Why the model could not be loaded, in one line.
         self.failure: str | None = None
-        self.library = Library(load_options)
+        self._load_options = load_options or {}
         self._chat_path = chat_path
         self._load_by_name = load_by_name
         self._loading: Task[ChatModel] = loading(load)
@@ -306,7 +305,7 @@ class ChatApp(App[None]):
             return
         session = self.state.session
         current = None if session is None else session.model.info.name
-        ask(self.chat, ModelsScreen(self.library, current, search), self.load_model)
+        ask(self.chat, ModelsScreen(self._load_options, current, search), self.load_model)
 
     def action_settings(self) -> None:
         """Open the settings."""

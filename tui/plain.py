@@ -33,45 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = ["PlainChat", "run_plain"]
 
-_HELP = (
-    ("/new", "new conversation"),
-    ("/list [WORDS]", "conversations, with numbers"),
-    ("/open NUMBER", "go on with one of the list"),
-    ("/delete NUMBER", "delete one of the list; the same again means it"),
-    ("/rename TITLE", "name this conversation"),
-    ("/show", "read the conversation out"),
-    ("/thinking", "read the last thinking out"),
-    ("/retry", "answer the last message again, as a branch"),
-    ("/edit TEXT", "send TEXT in the place of the last message, as a branch"),
-    ("/branch [prev]", "show the next branch of the last turn that has any"),
-    ("/attach PATH", "put a text file in front of the next message"),
-    ("/system [TEXT]", "show or set the system prompt; none removes it"),
-    ("/set [NAME VALUE]", "list or set options; none resets one"),
-    ("/export [PATH]", "save as Markdown, or JSON for a .json"),
-    ("/load PATH", "open an exported or saved chat (.json)"),
-    ("/quit", "leave, as Ctrl+D"),
-    ("//TEXT", "send text that begins with a slash"),
-)
-
 
 def run_plain(
     load: Callable[[ProgressCallback], ChatModel],
     *,
-    model_name: str,
-    system: str | None,
-    options: dict[str, Any],
     chat_path: Path | None = None,
     resume: bool = False,
+    **arguments: Any,
 ) -> int:
     """Chat on stdin and stdout until the end of input; arguments as of ``run_chat``."""
-    chat = PlainChat(
-        sys.stdin,
-        sys.stdout,
-        model_name=model_name,
-        system=system,
-        options=options,
-        history=History,
-    )
+    chat = PlainChat(sys.stdin, sys.stdout, history=History, **arguments)
     return chat.run(load, chat_path=chat_path, resume=resume)
 
 
@@ -103,25 +74,31 @@ class PlainChat:
         self._attached: list[str] = []  # labels of what goes with the next message
         self._found: Sequence[ConversationInfo] = ()  # by the last /list
         self._to_delete = ""  # what the same command again would delete
-        self._commands: dict[str, Callable[[str], None]] = {
-            "help": self._help,
-            "new": lambda argument: self._open(self.state.new, "New conversation."),
-            "list": self._list,
-            "open": self._open_listed,
-            "delete": self._delete,
-            "rename": lambda title: self.state.conversation.set(title=title),
-            "show": self._show,
-            "thinking": self._thinking,
-            "retry": self._retry,
-            "edit": self._edit,
-            "branch": self._branch,
-            "attach": self._attach,
-            "system": lambda text: self.say(self._session.system(text)),
-            "set": lambda text: self.say(self._session.set(text)),
-            "export": self._export,
-            "load": self._load,
-            "quit": self._quit,
-        }
+        # Name, argument, what help says, what it does; without a word of help it is not listed.
+        self._commands: tuple[tuple[str, str, str, Callable[[str], None]], ...] = (
+            ("help", "", "", self._help),
+            ("new", "", "new conversation", self._new),
+            ("list", "[WORDS]", "conversations, with numbers", self._list),
+            ("open", "NUMBER", "go on with one of the list", self._open_listed),
+            ("delete", "NUMBER", "delete one of the list; the same again means it", self._delete),
+            ("rename", "TITLE", "name this conversation", self._rename),
+            ("show", "", "read the conversation out", self._show),
+            ("thinking", "", "read the last thinking out", self._thinking),
+            ("retry", "", "answer the last message again, as a branch", self._retry),
+            ("edit", "TEXT", "send TEXT in the place of the last message, as a branch", self._edit),
+            (
+                "branch",
+                "[prev]",
+                "show the next branch of the last turn that has any",
+                self._branch,
+            ),
+            ("attach", "PATH", "put a text file in front of the next message", self._attach),
+            ("system", "[TEXT]", "show or set the system prompt; none removes it", self._system),
+            ("set", "[NAME VALUE]", "list or set options; none resets one", self._set),
+            ("export", "[PATH]", "save as Markdown, or JSON for a .json", self._export),
+            ("load", "PATH", "open an exported or saved chat (.json)", self._load),
+            ("quit", "", "leave, as Ctrl+D", self._quit),
+        )
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
 
@@ -243,7 +220,7 @@ class PlainChat:
     # -- commands --------------------------------------------------------------------------------
 
     def _run(self, command: Command) -> None:
-        does = self._commands.get(command.name)
+        does = next((does for name, *_, does in self._commands if name == command.name), None)
         if does is None:
             raise OptionError(f"no command /{command.name}: /help lists them, // sends a slash")
         does(command.argument)
@@ -254,8 +231,22 @@ class PlainChat:
         return self.state.session
 
     def _help(self, argument: str) -> None:
-        width = max(len(usage) for usage, _ in _HELP) + 2
-        self.say("\n".join(f"{usage:<{width}}{does}" for usage, does in _HELP))
+        rows = [(f"/{name} {usage}", does) for name, usage, does, _ in self._commands if does]
+        rows.append(("//TEXT", "send text that begins with a slash"))
+        width = max(len(usage) for usage, _ in rows) + 2
+        self.say("\n".join(f"{usage:<{width}}{does}" for usage, does in rows))
+
+    def _new(self, argument: str) -> None:
+        self._open(self.state.new, "New conversation.")
+
+    def _rename(self, title: str) -> None:
+        self.state.conversation.set(title=title)
+
+    def _system(self, text: str) -> None:
+        self.say(self._session.system(text))
+
+    def _set(self, argument: str) -> None:
+        self.say(self._session.set(argument))
 
     def _quit(self, argument: str) -> None:
         self._leaving = True

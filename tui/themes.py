@@ -10,7 +10,7 @@ from typing import Any
 from textual.app import App
 from textual.theme import Theme
 
-__all__ = ["DARK", "FAINT", "LIGHT", "offered", "register"]
+__all__ = ["FAINT", "offered", "register"]
 
 FAINT = "$foreground 60%"  # what is worth less attention
 

@@ -20,7 +20,7 @@ from localrt.errors import StorageError
 from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Confirm
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, asked, running, until
+from tests.tui.conftest import SIZE, app_for, asked, cleared, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.screen import idle
 
@@ -149,9 +149,10 @@ async def test_regenerate_and_edit_make_branches(model: FakeModel, opening: Open
         assert screen.marks(app) == ["1/2", "1/2"]
 
 
-async def test_escape_leaves_editing(model: FakeModel, opening: Opening) -> None:
+async def test_what_is_left_or_refused_changes_nothing(model: FakeModel, opening: Opening) -> None:
     app = app_for(FakeLoader(model), history=opening)
     async with app.run_test(size=SIZE) as pilot:
+        # Escape leaves editing.
         await asked(pilot, "One")
         await pilot.press("alt+e", "x", "escape")
         assert screen.composer(app).text == ""
@@ -159,12 +160,8 @@ async def test_escape_leaves_editing(model: FakeModel, opening: Opening) -> None
         assert screen.users(app) == ["One", "Two"]
         assert screen.marks(app) == []
 
-
-async def test_a_refused_message_does_not_stay_in_the_way(
-    model: FakeModel, opening: Opening
-) -> None:
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+        # A refused message does not stay in the way.
+        await cleared(pilot)
         await asked(pilot, "One")
         model.answer, model.error = [], StorageError("too long")
         await screen.say(pilot, "a novel")
@@ -177,10 +174,9 @@ async def test_a_refused_message_does_not_stay_in_the_way(
             *("One", "Hello there.", "Two", "Yes.")
         ]
 
-
-async def test_a_refused_retry_shows_the_old_answer(model: FakeModel, opening: Opening) -> None:
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+        # A refused retry shows the old answer.
+        await cleared(pilot)
+        model.answer = ["Hello there."]
         await asked(pilot, "One")
         model.answer, model.error = [], StorageError("no memory")
         await pilot.press("ctrl+r")

@@ -155,9 +155,9 @@ def test_any_text_can_be_streamed(pieces: list[str]) -> None:
 def test_long_blocks_are_closed_in_slices(opening: str, line: str) -> None:
     lines = MarkdownLines(STYLES, 40)
     lines.append(opening)
-    changed = [lines.append(line) for _ in range(120)]
-    assert changed[-1] > 60  # the first lines are no longer touched
-    assert len(lines.lines) == 120
+    changed = [lines.append(line) for _ in range(70)]
+    assert changed[-1] > 30  # the first lines are no longer touched
+    assert len(lines.lines) == 70
     streamed = drawn(lines)
     lines.finish()
     assert [row.split() for row in streamed.splitlines()] == [

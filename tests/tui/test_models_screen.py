@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,12 +13,12 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
+import localrt
 from localrt import FoundModel, LocalModel, Preview, Variant
 from localrt.errors import CancelledError, LocalrtError, OfflineError, StorageError
 from localrt.progress import Progress, ProgressCallback
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm
-from localrt.tui.screens.library import Library
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui.conftest import until
 
@@ -37,11 +38,16 @@ PREVIEWS = {
 }
 
 
-class FakeLibrary(Library):
+class FakeLibrary:
     """``asked`` is what would have reached the network; a pull waits for ``gate``."""
 
-    def __init__(self) -> None:
-        super().__init__({})
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in vars(FakeLibrary):
+            if not name.startswith("_"):
+                monkeypatch.setattr(localrt, name, getattr(self, name))
+        disk = shutil.disk_usage(".")._replace(free=81_000_000_000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+        self.budgets: dict[str, Any] = {}
         self.here = list(MODELS)
         self.asked: list[str] = []
         self.planned: list[str] = []
@@ -49,23 +55,21 @@ class FakeLibrary(Library):
         self.gate.set()
         self.error: LocalrtError | None = None
 
-    def models(self) -> list[LocalModel]:
+    def list_models(self) -> list[LocalModel]:
         return list(self.here)
 
     def uses(self) -> dict[str, float]:
         return {"org/chat:Q4_K_M": time.time() - 7200}
 
-    def free_bytes(self, models: list[LocalModel]) -> int | None:
-        return 81_000_000_000
-
-    def preview(self, name: str) -> Preview:
+    def preview(self, name: str, **budgets: Any) -> Preview:
         self.planned.append(name)
+        self.budgets = budgets
         return PREVIEWS[name]
 
-    def preview_size(self, nbytes: int) -> Preview:
+    def preview_size(self, nbytes: int, *, ram: Any) -> Preview:
         return Preview(fits=nbytes < 10**9, weight_bytes=nbytes, read_bytes=nbytes // 2)
 
-    def search(self, words: str) -> list[FoundModel]:
+    def search_models(self, words: str) -> list[FoundModel]:
         self.asked.append(f"search {words}")
         if self.error is not None:
             raise self.error
@@ -74,11 +78,11 @@ class FakeLibrary(Library):
             FoundModel("org/chat", 900, 3, ("gguf",), True, ""),
         ]
 
-    def variants(self, repo: str) -> list[Variant]:
+    def list_variants(self, repo: str) -> list[Variant]:
         self.asked.append(f"variants {repo}")
         return [Variant(f"{repo}:Q4_0", "Q4_0", 500_000_000), Variant(repo, "f16", 2 * 10**9)]
 
-    def pull(self, name: str, progress: ProgressCallback, cancel: threading.Event) -> str:
+    def pull(self, name: str, *, progress: ProgressCallback, cancel: threading.Event) -> LocalModel:
         self.asked.append(f"pull {name}")
         progress(Progress("download", 50, 100, "bytes", "new.gguf"))
         while not self.gate.wait(0.005):
@@ -87,9 +91,9 @@ class FakeLibrary(Library):
         if self.error is not None:
             raise self.error
         self.here.append(LocalModel(name, Path("/m/new"), 100, "gguf", "Q4_0", NOW))
-        return name
+        return self.here[-1]
 
-    def delete(self, name: str) -> int:
+    def remove_model(self, name: str) -> int:
         if self.error is not None:
             raise self.error
         freed = next(model.bytes for model in self.here if model.name == name)
@@ -103,7 +107,7 @@ class Bare(App[None]):
     def __init__(self, library: FakeLibrary) -> None:
         super().__init__()
         self.library = library
-        self.models = ModelsScreen(library, current="smollm2")
+        self.models = ModelsScreen({"ram": "4GB", "ctx": None, "revision": "x"}, current="smollm2")
         self.chosen: list[str | None] = []
 
     def on_mount(self) -> None:
@@ -123,8 +127,8 @@ async def opened(pilot: Pilot[None], app: Bare) -> None:
     await until(pilot, lambda: len(rows(app)) == 3 and "smollm2" in "".join(rows(app)))
 
 
-async def test_what_is_here_and_what_to_expect_of_it() -> None:
-    app = Bare(FakeLibrary())
+async def test_what_is_here_and_what_to_expect_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
         shown = rows(app)
@@ -150,11 +154,12 @@ async def test_what_is_here_and_what_to_expect_of_it() -> None:
         await pilot.press("enter")
         await until(pilot, lambda: app.chosen == ["org/chat:Q4_K_M"])
         assert app.library.asked == []  # nothing but the disk was looked at
+        assert app.library.budgets == {"ram": "4GB"}
 
 
 async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 1.0)
-    app = Bare(FakeLibrary())
+    app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
         await until(pilot, lambda: app.library.planned == ["smollm2"])
@@ -163,8 +168,10 @@ async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.Monke
         assert app.library.planned == ["smollm2", "org/chat:Q4_K_M"]
 
 
-async def test_typing_narrows_and_the_hub_is_asked_when_told_to() -> None:
-    app = Bare(FakeLibrary())
+async def test_typing_narrows_and_the_hub_is_asked_when_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
         await pilot.press(*"chat")
@@ -175,6 +182,10 @@ async def test_typing_narrows_and_the_hub_is_asked_when_told_to() -> None:
         await until(pilot, lambda: len(rows(app)) == 2 and "org/new-GGUF" in rows(app)[1])
         assert app.library.asked == ["search chat"]
         assert "12k downloads · gguf · 2026-02-17" in rows(app)[1]
+        # An error of the hub is a line.
+        app.library.error = OfflineError("offline mode is on: switch it off")
+        await pilot.press("escape", *"new", "enter")
+        await until(pilot, lambda: "offline mode is on" in about(app))
 
 
 async def found(pilot: Pilot[None], app: Bare) -> None:
@@ -186,8 +197,8 @@ async def found(pilot: Pilot[None], app: Bare) -> None:
     await until(pilot, lambda: isinstance(app.screen, Choose))
 
 
-async def test_a_pull_is_stopped_and_repeated() -> None:
-    app = Bare(FakeLibrary())
+async def test_a_pull_is_stopped_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(100, 30)) as pilot:
         await found(pilot, app)
         offered = app.screen.query_one(OptionList)
@@ -214,17 +225,8 @@ async def test_a_pull_is_stopped_and_repeated() -> None:
         await until(pilot, lambda: app.chosen == [None])
 
 
-async def test_an_error_of_the_hub_is_a_line() -> None:
-    app = Bare(FakeLibrary())
-    app.library.error = OfflineError("offline mode is on: switch it off")
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
-        await pilot.press(*"new", "enter")
-        await until(pilot, lambda: "offline mode is on" in about(app))
-
-
-async def test_deleting_asks_first() -> None:
-    app = Bare(FakeLibrary())
+async def test_deleting_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
         await pilot.press("ctrl+d")  # the loaded one
@@ -244,19 +246,10 @@ async def test_deleting_asks_first() -> None:
         assert [model.name for model in app.library.here] == ["smollm2", "org/huge"]
 
 
-async def test_it_fits_a_narrow_terminal() -> None:
-    app = Bare(FakeLibrary())
+async def test_it_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(60, 20)) as pilot:
         await opened(pilot, app)
         await until(pilot, lambda: "45 tok/s" in about(app))
         assert app.models.query_one(Input).region.width <= 60
         assert all(widget.region.bottom <= 20 for widget in app.models.query(Static))
-
-
-def test_the_library_passes_the_budgets_on(monkeypatch: Any) -> None:
-    import localrt
-
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(localrt, "preview", lambda name, **options: seen.update(options))
-    Library({"ram": "4GB", "ctx": None, "revision": "x"}).preview("smollm2")
-    assert seen == {"ram": "4GB"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
+
 from localrt.errors import CancelledError, CheckpointError
 from localrt.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
@@ -41,9 +43,12 @@ class Shelf:
         return found
 
     def app(self, **arguments: Any) -> ChatApp:
-        app = app_for(FakeLoader(self.first), load_by_name=self, **arguments)
-        app.library = FakeLibrary()
-        return app
+        return app_for(FakeLoader(self.first), load_by_name=self, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeLibrary(monkeypatch)
 
 
 async def test_from_the_models_screen_to_another_model() -> None:

@@ -85,9 +85,8 @@ def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.Monkey
         about = models.query_one("#about", Static)
         await until(pilot, lambda: "about 6 tok/s" in str(about.render()))
 
-    app = Shelf().app()
-    app.library = FakeLibrary()
-    assert snap_compare(app, terminal_size=(100, 24), run_before=before)
+    FakeLibrary(monkeypatch)
+    assert snap_compare(Shelf().app(), terminal_size=(100, 24), run_before=before)
 
 
 def test_settings(snap_compare: Compare) -> None:

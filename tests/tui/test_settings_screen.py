@@ -93,7 +93,7 @@ def app(tmp_path: Path) -> Bare:
 
 
 async def test_options_are_shown_changed_and_taken_back(app: Bare) -> None:
-    async with app.run_test(size=(100, 40)) as pilot:
+    async with app.run_test(size=(100, 50)) as pilot:
         await pilot.pause()
         for name in OPTIONS:
             assert row(app, name)
@@ -123,8 +123,9 @@ async def test_options_are_shown_changed_and_taken_back(app: Bare) -> None:
             assert app.screen is app.settings
 
 
-async def test_system_prompt_of_several_lines(app: Bare) -> None:
-    async with app.run_test(size=(100, 40)) as pilot:
+async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
+    async with app.run_test(size=(100, 50)) as pilot:
+        # A system prompt of several lines.
         await choose(pilot, app, "System prompt")
         app.screen.query_one(TextArea).text = "Be brief.\nBe kind."
         await pilot.press("ctrl+s")
@@ -134,10 +135,7 @@ async def test_system_prompt_of_several_lines(app: Bare) -> None:
         await choose(pilot, app, "System prompt", "delete")
         assert app.state.conversation.system is None
 
-
-async def test_presets_are_saved_used_and_deleted(app: Bare) -> None:
-    async with app.run_test(size=(100, 44)) as pilot:
-        await pilot.pause()
+        # Presets are saved, used and deleted.
         app.set("temperature 0.3", "You review code.")
         await choose(pilot, app, "Save as a preset")
         await typed(pilot, "")
@@ -159,10 +157,7 @@ async def test_presets_are_saved_used_and_deleted(app: Bare) -> None:
         await pilot.pause()
         assert app.presets.list() == []
 
-
-async def test_new_conversations_begin_with_these(app: Bare) -> None:
-    async with app.run_test(size=(100, 44)) as pilot:
-        await pilot.pause()
+        # New conversations begin with these.
         app.set("temperature 0.3", "Be brief.")
         await choose(pilot, app, "Begin with these")
         loaded = app.preferences.load()
@@ -174,6 +169,13 @@ async def test_new_conversations_begin_with_these(app: Bare) -> None:
         await choose(pilot, app, "Begin plainly")
         assert dict(app.preferences.load().options) == {}
         assert app.state.defaults == Defaults()
+
+        # The panel and the keys.
+        await choose(pilot, app, "Live panel")
+        assert app.panel == [True]
+        assert "open" in row(app, "Live panel")
+        assert "Ctrl+N" in row(app, "New conversation  ")
+        assert any("config.toml" in row for row in rows(app))
 
 
 async def test_a_theme_is_shown_while_walking_and_kept_with_enter(app: Bare) -> None:
@@ -192,15 +194,6 @@ async def test_a_theme_is_shown_while_walking_and_kept_with_enter(app: Bare) -> 
         await pilot.press("home", "down", "enter")
         await pilot.pause()
         assert app.theme == app.preferences.load().theme == "localrt-light"
-
-
-async def test_the_panel_and_the_keys(app: Bare) -> None:
-    async with app.run_test(size=(100, 50)) as pilot:
-        await choose(pilot, app, "Live panel")
-        assert app.panel == [True]
-        assert "open" in row(app, "Live panel")
-        assert "Ctrl+N" in row(app, "New conversation  ")
-        assert any("config.toml" in row for row in rows(app))
 
 
 async def test_while_the_model_loads_options_wait(tmp_path: Path) -> None:

@@ -91,9 +91,11 @@ class Counted(UserTurn):
         return super().lay_out(width, looks)  # type: ignore[arg-type]
 
 
-async def test_only_what_is_in_sight_is_laid_out(model: FakeModel) -> None:
+async def test_long_conversations(model: FakeModel) -> None:
     Counted.laid = 0
     async with running(model) as (app, pilot):
+        # Only what is in sight is laid out.
+        view = screen.conversation(app)
         blocks: list[Block] = [Counted(f"turn {n}\n" + "x" * (n % 200)) for n in range(3000)]
         screen.conversation(app).add(*blocks)
         await pilot.pause()
@@ -103,13 +105,11 @@ async def test_only_what_is_in_sight_is_laid_out(model: FakeModel) -> None:
             await pilot.press("pageup")
         assert Counted.laid < 400
 
-
-async def test_estimates_never_move_what_is_read(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        view = screen.conversation(app)
+        # Estimates never move what is read.
+        view.clear()
         # Markdown whose height is hard to guess.
         text = "# {0}\n- a\n- b\n\n\n\n| a |\n|-|\n| {0} |"
-        blocks: list[Block] = [Answer(text.format(n)) for n in range(80)]
+        blocks = [Answer(text.format(n)) for n in range(80)]
         view.add(*blocks)
         await pilot.pause()
         for _ in range(60):
@@ -128,10 +128,8 @@ async def test_estimates_never_move_what_is_read(model: FakeModel) -> None:
         await until(pilot, lambda: "79" in screen.shown(app))
         assert view.follows
 
-
-async def test_a_resize_keeps_the_place(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        view = screen.conversation(app)
+        # A resize keeps the place.
+        view.clear()
         view.add(*(UserTurn(f"turn {n} " + "word " * 40) for n in range(300)))
         await pilot.pause()
         view.mark(view.blocks[150])

@@ -7,8 +7,10 @@ network is touched. Closes with the name of the model to load. Knows the library
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from textual.binding import Binding, BindingType
@@ -16,13 +18,13 @@ from textual.content import Content
 from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 
+import localrt
 from localrt import FoundModel, LocalModel
 from localrt.errors import CancelledError, LocalrtError
 from localrt.formatting import format_bytes
 from localrt.tui.conversation.background import Task
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask
-from localrt.tui.screens.library import Library
 from localrt.tui.text import clean, human_count, human_when, one_line, short_name
 from localrt.tui.themes import FAINT
 
@@ -33,6 +35,7 @@ __all__ = ["ModelsScreen"]
 
 _Answer = TypeVar("_Answer")
 _Row = LocalModel | FoundModel | Literal["search"]
+_PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
 _PAUSE = 0.2  # seconds that a row is highlighted before it is planned for
 _FRAME = 0.1
 _KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
@@ -41,7 +44,9 @@ _NOT_FOUND = "Nothing of that name on the hub"
 
 
 class ModelsScreen(SearchDialog[_Row]):
-    """``current`` is the name of the model that is loaded."""
+    """``options`` are those of ``localrt.load`` that the app was started with: the budgets to plan
+    with. ``current`` is the name of the model that is loaded.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+d,ctrl+delete", "delete", show=False, priority=True),
@@ -55,12 +60,15 @@ class ModelsScreen(SearchDialog[_Row]):
     }
     """
 
-    def __init__(self, library: Library, current: str | None = None, search: str = "") -> None:
+    def __init__(
+        self, options: Mapping[str, Any], current: str | None = None, search: str = ""
+    ) -> None:
         about, room = Static(id="about", markup=False), Static(id="room", classes="room")
         progress = LoadingLine()
         super().__init__(search, "Find a model", about, progress, room, keys=_KEYS)
         self._about, self._room, self._progress = about, room, progress
-        self._library = library
+        chosen = {name: options.get(name) for name in _PREVIEWED}
+        self._budgets = {name: each for name, each in chosen.items() if each is not None}
         self._current = current
         self._here: Sequence[LocalModel] = ()
         self._uses: Mapping[str, float] = {}
@@ -88,10 +96,10 @@ class ModelsScreen(SearchDialog[_Row]):
         """Read the folders again, in a thread, and show what is there."""
 
         def read() -> tuple[list[LocalModel], Mapping[str, float], str]:
-            models, uses = self._library.models(), self._library.uses()
+            models, uses = localrt.list_models(), localrt.uses()
             take = "1 model takes" if len(models) == 1 else f"{len(models)} models take"
             text = f"{take} {format_bytes(sum(model.bytes for model in models))}"
-            free = self._library.free_bytes(models)
+            free = _free_bytes(models[0].path if models else Path.home())
             return models, uses, text + (f", {format_bytes(free)} free" if free else "")
 
         async def show() -> None:
@@ -160,7 +168,9 @@ class ModelsScreen(SearchDialog[_Row]):
 
     async def _plan(self, model: LocalModel) -> None:
         try:
-            found: Preview | str = await asyncio.to_thread(self._library.preview, model.name)
+            found: Preview | str = await asyncio.to_thread(
+                localrt.preview, model.name, **self._budgets
+            )
         except LocalrtError as error:
             found = one_line(error)
         self._previews[model.name] = found
@@ -225,7 +235,7 @@ class ModelsScreen(SearchDialog[_Row]):
 
         async def delete() -> None:
             try:
-                freed = await asyncio.to_thread(self._library.delete, model.name)
+                freed = await asyncio.to_thread(localrt.remove_model, model.name)
             except LocalrtError as error:
                 self.notify(one_line(error), severity="error", markup=False)
             else:
@@ -246,7 +256,7 @@ class ModelsScreen(SearchDialog[_Row]):
 
         async def search() -> None:
             self._say(f"Asking the hub for “{words}” …")
-            found = await self._ask_hub(self._library.search, words)
+            found = await self._ask_hub(localrt.search_models, words)
             if found is None:
                 return
             self._found, self._asked = found, words
@@ -259,14 +269,13 @@ class ModelsScreen(SearchDialog[_Row]):
     async def _offer(self, repo: str) -> None:
         """Ask which of a repository's files to download."""
         self._say(f"Asking the hub what there is of {repo} …")
-        variants = await self._ask_hub(self._library.variants, repo)
+        variants = await self._ask_hub(localrt.list_variants, repo)
         if variants is None:
             return
-        size = self._library.preview_size
-        choices = [
-            (each.name, f"{each.label}  {format_bytes(each.bytes)}  {size(each.bytes)}")
-            for each in variants
-        ]
+        choices = []
+        for each in variants:
+            expected = localrt.preview_size(each.bytes, ram=self._budgets.get("ram"))
+            choices.append((each.name, f"{each.label}  {format_bytes(each.bytes)}  {expected}"))
         nothing = f"{repo} has no file that localrt reads (GGUF or safetensors)"
         self._say("" if choices else nothing)
         if choices:
@@ -286,8 +295,11 @@ class ModelsScreen(SearchDialog[_Row]):
     def _download(self, name: str) -> None:
         if self._pull is not None:
             return
-        library, self._pulled = self._library, name
-        self._pull = Task(lambda task: library.pull(name, task.show, task.cancelled))
+
+        def pull(task: Task[str]) -> str:
+            return localrt.pull(name, progress=task.show, cancel=task.cancelled).name
+
+        self._pull, self._pulled = Task(pull), name
         self._pull.start()
         self._say(f"Downloading {clean(name)}")
         self._show_pull(True)
@@ -322,6 +334,14 @@ class ModelsScreen(SearchDialog[_Row]):
 def _title(model: LocalModel) -> str:
     """A store's name is its path: the last part says enough."""
     return clean(short_name(model.name) if model.kind == "store" else model.name)
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Free space on its disk; None: not known."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _where(known: Preview | str) -> str:
