@@ -9,9 +9,9 @@ from __future__ import annotations
 from rich.text import Text
 from textual.strip import Strip
 
-from localrt import split_thinking
+from localrt import Thinking, split_thinking
 from localrt.formatting import format_seconds
-from localrt.tui.chat.blocks import Block, wrapped
+from localrt.tui.chat.blocks import Block, estimated, wrapped
 from localrt.tui.chat.markdown import MarkdownLines, code_blocks
 from localrt.tui.chat.styles import Styles
 from localrt.tui.text import clean
@@ -60,8 +60,7 @@ class Answer(Block):
     @property
     def foldable(self) -> bool:
         """Whether there is thinking to show."""
-        thought = split_thinking(self.source)
-        return thought.open or bool(thought.thinking)
+        return _thinks(split_thinking(self.source))
 
     def toggle(self) -> None:
         """Show the thinking, or hide it."""
@@ -103,19 +102,17 @@ class Answer(Block):
     def estimate(self, width: int) -> int:
         """From the text; folded thinking is one line."""
         thought = split_thinking(self.source)
-        lines = sum(1 + len(line) // max(width, 8) for line in thought.answer.split("\n"))
-        return lines + 2 * bool(thought.open or thought.thinking) + bool(self.note)
+        return estimated(thought.answer, width) + 2 * _thinks(thought) + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         """Thinking, Markdown, the small line below."""
         thought = split_thinking(self.source)
         lines: list[Strip] = []
-        thinks = thought.open or bool(thought.thinking)
-        if thinks:
+        if _thinks(thought):
             lines += self._thinking_lines(thought.thinking, width, styles, open=thought.open)
             if thought.answer:
                 lines.append(Strip([]))
-        if thought.answer or not thinks:
+        if thought.answer or not lines:
             lines += self._markdown_lines(thought.answer, width, styles)
         return [*lines, *self.note_lines(width, styles)] or [Strip([])]
 
@@ -125,14 +122,12 @@ class Answer(Block):
         took = "" if self.thinking_s is None else f" {format_seconds(self.thinking_s)}"
         if open:
             head = f"▾ Thinking ...{took}"
-            lines = wrapped(Text(thinking, styles.thinking), width - 2, styles) if thinking else []
-            lines = lines if self._unfolded else lines[-_TAIL:]
         else:
             took = f" for{took}" if took else ""
             head = f"{'▾' if self._unfolded else '▸'} Thought{took}"
-            lines = []
-            if self._unfolded:
-                lines = wrapped(Text(thinking, styles.thinking), width - 2, styles)
+        lines = wrapped(Text(thinking, styles.thinking), width - 2, styles) if thinking else []
+        if not self._unfolded:
+            lines = lines[-_TAIL:] if open else []
         indent = Strip(Text("  ").render(styles.console))
         return [
             *wrapped(Text(head, styles.mark), width, styles),
@@ -151,3 +146,7 @@ class Answer(Block):
         if self._finished:
             self._markdown.finish()
         return self._markdown.lines
+
+
+def _thinks(thought: Thinking) -> bool:
+    return thought.open or bool(thought.thinking)

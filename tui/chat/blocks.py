@@ -18,7 +18,7 @@ from localrt.tui.chat.styles import Styles
 from localrt.tui.conversation.attachments import Fold
 from localrt.tui.text import clean
 
-__all__ = ["GUTTER", "Block", "Kind", "Notice", "UserTurn", "wrapped"]
+__all__ = ["GUTTER", "Block", "Kind", "Notice", "UserTurn", "estimated", "wrapped"]
 
 GUTTER = 3  # columns on the left that belong to no text, a margin among them
 
@@ -102,7 +102,7 @@ class Block:
 
     def estimate(self, width: int) -> int:
         """A cheap guess of the number of lines."""
-        return _estimate(self.source, width) + bool(self.note)
+        return estimated(self.source, width) + bool(self.note)
 
     @property
     def note(self) -> str:
@@ -170,7 +170,7 @@ class UserTurn(Block):
 
     def estimate(self, width: int) -> int:
         """From the text that is shown."""
-        return _estimate(self.shown().plain, width) + bool(self.note)
+        return estimated(self.shown().plain, width) + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         """Wrapped, a column free on the right."""
@@ -207,6 +207,7 @@ def wrapped(text: Text, width: int, styles: Styles) -> list[Strip]:
     ]
 
 
-def _estimate(text: str, width: int) -> int:
+def estimated(text: str, width: int) -> int:
+    """A cheap guess of the lines that text takes."""
     width = max(width, 8)
     return max(sum(1 + len(line) // width for line in text.split("\n")), 1)

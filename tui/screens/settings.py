@@ -291,7 +291,11 @@ class PickTheme(Choose):
         title = Content.styled("Theme", HEADING)
         super().__init__(title, [(name, name) for name in names], keys=keys, tall=True)
         self._before = app.theme
-        self.rows.highlighted = names.index(app.theme) if app.theme in names else 0
+        self._place = names.index(app.theme) if app.theme in names else 0
+
+    def on_mount(self) -> None:
+        """Begin at the present one."""
+        self.rows.highlighted = self._place
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Show it."""
