@@ -6,17 +6,17 @@ Opening gives the accelerator that the pipeline drives, its clock, and its figur
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from localrt.models.timing import Clock
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
+from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import VirtualClock, WallClock
+from localrt.offload.cards.virtual import VirtualAccelerator
+from localrt.offload.planner.cards import parse_card
+from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.offload.trace import Trace
-
-if TYPE_CHECKING:
-    from localrt.models.timing import Clock
-    from localrt.offload.cards.accelerator import Accelerator
-    from localrt.offload.planner.machine import GpuProfile, MachineProfile
-    from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.protocol import Ops
 
 __all__ = ["OpenCard", "open_card"]
 
@@ -63,9 +63,6 @@ def open_card(
 
 
 def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> OpenCard:
-    from localrt.offload.cards.virtual import VirtualAccelerator
-    from localrt.offload.planner.cards import parse_card
-
     card = parse_card(device)
     profile, clock = card.profile, VirtualClock(trace)
     capacity = card.vram_bytes if gpu_memory is None else min(card.vram_bytes, gpu_memory)
@@ -90,9 +87,8 @@ def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> Ope
 
 
 def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -> OpenCard:
+    # These two import torch.
     from localrt.offload.cards.cuda import CudaAccelerator
-    from localrt.offload.planner.machine import GpuProfile
-    from localrt.quant.ops.native.ops import NativeOps
     from localrt.quant.ops.triton.cuda_memory import CudaCopies
 
     copies = CudaCopies(ops.device)

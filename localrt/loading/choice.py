@@ -7,14 +7,19 @@ neither files nor threads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from localrt.offload.account import FIRST_CONTEXT, longest_context, unstreamable_nbytes
-
-if TYPE_CHECKING:
-    from localrt.offload.planner import Budgets, Plan
-    from localrt.offload.planner.machine import MachineProfile
-    from localrt.offload.shapes import ModelShape
+from localrt.offload.planner import (
+    Budgets,
+    MachineProfile,
+    ModelShape,
+    Plan,
+    PlanRequest,
+    make_plan,
+)
+from localrt.offload.planner.search import fits
+from localrt.offload.shapes import KvFormat
 
 __all__ = ["ContextChoice", "choose_context", "first_plan"]
 
@@ -32,7 +37,7 @@ def choose_context(
     machine: MachineProfile,
     budgets: Budgets,
     ctx: int | None,
-    kv_format: str,
+    kv_format: KvFormat,
     notes: list[str],
 ) -> ContextChoice:
     """The context as asked, or the longest whose cache fits in RAM; refused before reading.
@@ -42,39 +47,29 @@ def choose_context(
     Raises:
         MemoryBudgetError: it does not fit, not even so.
     """
-    from localrt.offload.planner import make_plan
-    from localrt.offload.planner.plan import PlanRequest
-    from localrt.offload.planner.search import fits
-
     if ctx is not None and ctx > shape.context_length:
         notes.append(
             f"the context of {ctx} tokens is longer than the {shape.context_length} that the model "
             "was trained for: answers may degrade"
         )
 
-    def request(tokens: int, on_ssd: bool = False) -> PlanRequest:
-        return PlanRequest(
-            shape=shape,
-            machine=machine,
-            budgets=budgets,
-            ctx=tokens,
-            kv_format=kv_format,  # type: ignore[arg-type]
-            kv_on_ssd=on_ssd,
-        )
-
     wanted = ctx or shape.context_length
+    request = PlanRequest(
+        shape=shape, machine=machine, budgets=budgets, ctx=wanted, kv_format=kv_format
+    )
     if ctx is None:
-        wanted = longest_context(wanted, lambda tokens: fits(request(tokens)))
-    if fits(request(wanted)):
+        wanted = longest_context(wanted, lambda tokens: fits(replace(request, ctx=tokens)))
+        request = replace(request, ctx=wanted)
+    if fits(request):
         if wanted < (ctx or shape.context_length):
             notes.append(
                 f"the context is {wanted} tokens, not the model's {shape.context_length}, to fit "
                 "in memory"
             )
         return ContextChoice(wanted)
-    if ctx is not None and machine.gpu is None and fits(request(wanted, on_ssd=True)):
+    if ctx is not None and machine.gpu is None and fits(replace(request, kv_on_ssd=True)):
         return ContextChoice(wanted, kv_on_ssd=True)
-    make_plan(shape, machine, budgets, ctx=wanted, kv_format=kv_format)  # type: ignore[arg-type]
+    make_plan(shape, machine, budgets, ctx=wanted, kv_format=kv_format)
     return ContextChoice(wanted)  # for rules that disagree: the plan was possible
 
 
@@ -83,7 +78,7 @@ def first_plan(
     machine: MachineProfile,
     limits: Budgets,
     choice: ContextChoice,
-    kv_format: str,
+    kv_format: KvFormat,
     *,
     rows: int = 1,
     solver: Literal["auto", "greedy"] = "auto",
@@ -97,29 +92,15 @@ def first_plan(
     Raises:
         MemoryBudgetError: the whole context does not fit.
     """
-    from localrt.offload.planner import make_plan
-
     ctx = choice.ctx
     if choice.kv_on_ssd:
         return make_plan(
-            shape,
-            machine,
-            limits,
-            ctx=ctx,
-            kv_format=kv_format,  # type: ignore[arg-type]
-            kv_on_ssd=True,
-            solver=solver,
+            shape, machine, limits, ctx=ctx, kv_format=kv_format, kv_on_ssd=True, solver=solver
         )
     first = min(ctx, FIRST_CONTEXT)
     while True:
         plan = make_plan(
-            shape,
-            machine,
-            limits,
-            ctx=first,
-            rows=rows,
-            kv_format=kv_format,  # type: ignore[arg-type]
-            solver=solver,
+            shape, machine, limits, ctx=first, rows=rows, kv_format=kv_format, solver=solver
         )
         if first >= ctx or _can_grow(plan, ctx):
             # What is forecast from now on are plain passes.

@@ -9,9 +9,16 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from math import prod
 
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.protocol import Engine, EngineInfo
 from localrt.errors import CancelledError, OptionError
+from localrt.loading.options import LoadOptions
+from localrt.models.checkpoints import Checkpoint
+from localrt.models.config import DecoderConfig
+from localrt.models.registry import load_decoder, read_config
+from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.account import (
     check_fits,
     longest_context,
@@ -23,14 +30,10 @@ from localrt.offload.account import (
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
 from localrt.progress import Progress, ProgressCallback
+from localrt.quant.ops.choose import make_ops
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.protocol import Ops
 from localrt.settings import Settings
-
-if TYPE_CHECKING:
-    from localrt.engine.protocol import Engine
-    from localrt.loading.options import LoadOptions
-    from localrt.models.checkpoints import Checkpoint
-    from localrt.models.config import DecoderConfig
-    from localrt.quant.ops.protocol import Ops
 
 __all__ = ["load_native", "memory_left"]
 
@@ -52,12 +55,6 @@ def load_native(
     Raises:
         MemoryBudgetError: not even streaming can fit it; the message has the numbers.
     """
-    from localrt.engine.native.engine import NativeEngine
-    from localrt.engine.protocol import EngineInfo
-    from localrt.models.registry import load_decoder, read_config
-    from localrt.models.tokenizers.free_memory import return_free_memory
-    from localrt.quant.ops.choose import make_ops
-
     config = read_config(checkpoint, context=options.ctx)
     virtual = options.device.startswith("virtual:")
     ops = make_ops(
@@ -75,7 +72,7 @@ def load_native(
             architecture=config.architecture,
             device=options.device if virtual else ops.device,
             format=_format_name(checkpoint, ops),
-            parameters=sum(_elements(i.shape) for i in infos),
+            parameters=sum(prod(i.shape) for i in infos),
             layers=config.layers,
             vocab_size=config.vocab_size,
             weight_bytes=weight_nbytes(checkpoint, ops),
@@ -87,6 +84,7 @@ def load_native(
     if virtual and ops.name != "native":
         raise OptionError(f"device {options.device} computes on the compiled CPU kernels only")
     if virtual or _must_stream(checkpoint, config, ops, options):
+        # Brings the planner, which a model in memory does without.
         from localrt.loading.placing import open_placed
 
         placed = open_placed(
@@ -126,8 +124,6 @@ def _must_stream(
     checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, options: LoadOptions
 ) -> bool:
     """Whether weights and a useful context exceed the budget, where streaming is possible."""
-    from localrt.quant.ops.native.abi import find_library
-
     if ops.name not in ("native", "triton") or not find_library():
         return False
     budget, _ = memory_left(ops, options)
@@ -188,13 +184,6 @@ def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:
         if len(info.shape) == 2 and "embed_tokens" not in info.name:
             bytes_of[info.format.name] += info.nbytes
     return bytes_of.most_common(1)[0][0] if bytes_of else "packed"
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _byte_counter(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import sampling_defaults
@@ -20,14 +21,14 @@ from localrt.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
+from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
+from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
+from localrt.models.templates.chat_template import MessageTemplate, PlainTemplate, load_template
+from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
-
-if TYPE_CHECKING:
-    from localrt.models.checkpoints import Checkpoint
-    from localrt.models.templates.chat_template import MessageTemplate
-    from localrt.models.tokenizers import Tokenizer
 
 __all__ = ["LoadedModel", "load_parts"]
 
@@ -57,9 +58,6 @@ def load_parts(
     cancel: threading.Event | None = None,
 ) -> LoadedModel:
     """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept."""
-    from localrt.models.checkpoints import open_checkpoint
-    from localrt.models.templates.chat_template import PlainTemplate, load_template
-
     checkpoint = open_checkpoint(path)
     try:
         notes: list[str] = []
@@ -69,8 +67,6 @@ def load_parts(
         tokenizer, problem = _load_tokenizer(checkpoint)
         template: MessageTemplate | None = load_template(checkpoint)
         if name == "native":
-            from localrt.loading.native import load_native
-
             engine, ctx = load_native(
                 checkpoint,
                 options,
@@ -106,9 +102,6 @@ def load_parts(
 
 
 def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str]) -> str:
-    from localrt.models.checkpoints import GgufCheckpoint
-    from localrt.models.registry import find_architecture, require_readable
-
     is_gguf = isinstance(checkpoint, GgufCheckpoint)  # a store of one has its kind, not its file
     if options.engine == "llamacpp":
         if not is_gguf:
@@ -120,7 +113,7 @@ def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str
     except UnsupportedModelError as error:
         if options.engine == "native" or not is_gguf:
             raise
-        if not _has_llamacpp():
+        if find_spec("llama_cpp") is None:
             raise MissingExtraError(
                 f"{error}: install it with pip install 'localrt[llamacpp]'"
             ) from error
@@ -131,17 +124,9 @@ def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str
 
 def _reason(checkpoint: Checkpoint) -> str:
     """Why the native engine cannot run a GGUF file, in few words."""
-    from localrt.models.registry import ARCHITECTURES
-
     if checkpoint.architecture not in ARCHITECTURES:
         return f"native does not know {checkpoint.architecture!r}"
     return "native cannot read all of the file's weight types"
-
-
-def _has_llamacpp() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("llama_cpp") is not None
 
 
 def _load_llamacpp(
@@ -150,7 +135,7 @@ def _load_llamacpp(
     notes: list[str],
     progress: ProgressCallback | None,
 ) -> tuple[Engine, int]:
-    from localrt.engine.llamacpp.engine import LlamaCppEngine
+    from localrt.engine.llamacpp.engine import LlamaCppEngine  # for those who use it
 
     if options.format is not None:
         raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
@@ -172,8 +157,6 @@ def _load_llamacpp(
 
 def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
     """The model's tokenizer, or why there is none."""
-    from localrt.models.tokenizers import load_tokenizer
-
     try:
         return load_tokenizer(checkpoint), ""
     except (TokenizerError, UnsupportedModelError) as error:

@@ -9,33 +9,38 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from localrt.engine.protocol import Forecast, Forecaster, Rates
 from localrt.errors import StorageError
 from localrt.loading.cards import open_card
-from localrt.loading.choice import (
-    ContextChoice,
-    choose_context,
-    first_plan,
-)
+from localrt.loading.choice import ContextChoice, choose_context, first_plan
+from localrt.loading.options import LoadOptions
+from localrt.machine.measuring import machine_profile
+from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
+from localrt.models.checkpoints.unit_memory import StoreDiscardedError
+from localrt.models.config import DecoderConfig
+from localrt.models.decoder import Decoder
+from localrt.models.registry import read_config
 from localrt.offload.account import GROWTH_NBYTES, LOADING_NBYTES, MARGIN_NBYTES, SOLVER_NBYTES
+from localrt.offload.kv.tier import KvTier
 from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.pipeline.opening import open_pipeline
+from localrt.offload.pipeline.setup import Devices
+from localrt.offload.pipeline.streamed import Streamed
+from localrt.offload.placement import Where
+from localrt.offload.planner import Budgets, Plan, shape_from_checkpoint
+from localrt.offload.planner.expert_costs import expert_costs
+from localrt.offload.planner.machine import typical_machine
+from localrt.offload.planner.simulate import simulate
+from localrt.offload.reading.loading import Reading
+from localrt.offload.shapes import KvFormat, parse_kv_format
+from localrt.offload.store.cached import cached_store, discard_store
 from localrt.offload.trace import Trace
 from localrt.progress import Progress, ProgressCallback
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.protocol import Ops
 from localrt.settings import Settings
-
-if TYPE_CHECKING:
-    from localrt.loading.options import LoadOptions
-    from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
-    from localrt.models.config import DecoderConfig
-    from localrt.models.decoder import Decoder
-    from localrt.offload.kv.tier import KvTier
-    from localrt.offload.pipeline.streamed import Streamed
-    from localrt.offload.placement import Where
-    from localrt.offload.planner import Budgets, Plan
-    from localrt.quant.ops.protocol import Ops
 
 __all__ = ["PlacedModel", "open_placed"]
 
@@ -79,18 +84,6 @@ def open_placed(
         MemoryBudgetError: the budget is too small even so; says the least that would do.
         StorageError: there is no room on disk for the packed form.
     """
-    from localrt.machine.measuring import machine_profile
-    from localrt.models.checkpoints.unit_memory import StoreDiscardedError
-    from localrt.models.decoder import Decoder
-    from localrt.models.registry import read_config
-    from localrt.offload.pipeline.opening import open_pipeline
-    from localrt.offload.pipeline.setup import Devices
-    from localrt.offload.planner import Budgets, shape_from_checkpoint
-    from localrt.offload.planner.expert_costs import expert_costs
-    from localrt.offload.planner.machine import typical_machine
-    from localrt.offload.reading.loading import Reading
-    from localrt.offload.store.cached import cached_store, discard_store
-    from localrt.quant.ops.native.ops import NativeOps
 
     def packed(done: int, total: int, file: str) -> None:
         if progress is not None:
@@ -100,7 +93,7 @@ def open_placed(
     card = open_card(
         options.device, ops, trace, threads=options.threads, gpu_memory=options.gpu_memory
     )
-    ops, kv_format = card.host_ops, options.kv_format or "bf16"
+    ops, kv_format = card.host_ops, parse_kv_format(options.kv_format or "bf16")
 
     def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
@@ -173,7 +166,11 @@ def open_placed(
 
 
 def _kv_tier(
-    plan: Plan, config: DecoderConfig, choice: ContextChoice, kv_format: str, settings: Settings
+    plan: Plan,
+    config: DecoderConfig,
+    choice: ContextChoice,
+    kv_format: KvFormat,
+    settings: Settings,
 ) -> KvTier | None:
     """What keeps some layers' keys and values on the SSD, where the plan has them there.
 
@@ -182,9 +179,6 @@ def _kv_tier(
     """
     if "ssd" not in plan.placement.kv:
         return None
-    from localrt.offload.kv.tier import KvTier
-    from localrt.quant.ops.native.kv import parse_kv_format
-
     folder = settings.cache_dir / "kv"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -195,14 +189,12 @@ def _kv_tier(
         plan.placement.kv,
         folder,
         capacity=choice.ctx,
-        kv_format=parse_kv_format(kv_format),
+        kv_format=kv_format,
     )
 
 
 def _forecaster(plan: Plan, streamed: Streamed) -> Forecaster:
     """The plan's prediction for the rates, and the places of weights, that there are now."""
-    from localrt.offload.planner.simulate import simulate
-
     last: list[tuple[object, Forecast]] = []
 
     def forecast(rates: Rates) -> Forecast:
