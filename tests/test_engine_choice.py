@@ -103,6 +103,6 @@ def test_the_fallback_generates(tmp_path: Path) -> None:
 def test_without_the_extra_the_error_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_has_llamacpp", lambda: False)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(localrt.MissingExtraError, match=r"pip install 'localrt\[llamacpp\]'"):
         localrt.load(write_model(tmp_path / "m.gguf", "olmo", "F32"))

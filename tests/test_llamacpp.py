@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from tests.real_models import find_real_model, real_model
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
 
-from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings
+from localrt.engine.llamacpp.engine import LlamaCppEngine
+from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
 from localrt.engine.llamacpp.tokenizer import LlamaCppTokenizer
 
 pytestmark = pytest.mark.llamacpp
@@ -28,9 +30,13 @@ pytestmark = pytest.mark.llamacpp
 PROMPT = list(range(100, 130))
 
 
+def load(path: Path, **options: Any) -> LlamaCppEngine:
+    return LlamaCppEngine(LlamaCppModel.load(path, **options))
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LlamaCppEngine]:
-    engine = LlamaCppEngine.load(real_model("smollm2"), threads=1)
+    engine = load(real_model("smollm2"), threads=1)
     yield engine
     engine.close()
 
@@ -193,7 +199,7 @@ def test_a_full_session_and_bad_tokens_are_clear_errors(engine: LlamaCppEngine) 
 
 @pytest.mark.real
 def test_plain_and_repacked_weights_give_the_same_text(engine: LlamaCppEngine) -> None:
-    plain = LlamaCppEngine.load(
+    plain = load(
         real_model("smollm2"), settings=LlamaCppSettings(repack=False, flash_attention=False)
     )
     try:
@@ -205,25 +211,25 @@ def test_plain_and_repacked_weights_give_the_same_text(engine: LlamaCppEngine) -
 @pytest.mark.real
 def test_load_reports_progress_and_can_be_cancelled() -> None:
     seen: list[Progress] = []
-    LlamaCppEngine.load(real_model("smollm2"), progress=seen.append).close()
+    load(real_model("smollm2"), progress=seen.append).close()
     assert seen[-1].done == seen[-1].total == real_model("smollm2").stat().st_size
 
     def cancel(_progress: Progress) -> None:
         raise CancelledError("cancelled")
 
     with pytest.raises(CancelledError):
-        LlamaCppEngine.load(real_model("smollm2"), progress=cancel)
+        load(real_model("smollm2"), progress=cancel)
 
 
 @pytest.mark.real
 def test_a_context_that_cannot_fit_fails_at_load() -> None:
     with pytest.raises(MemoryBudgetError):
-        LlamaCppEngine.load(real_model("smollm2"), ctx=10**9)
+        load(real_model("smollm2"), ctx=10**9)
 
 
 @pytest.mark.real
 def test_loading_and_running_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = LlamaCppEngine.load(real_model("smollm2"), threads=1)
+    engine = load(real_model("smollm2"), threads=1)
     greedy(engine, PROMPT, 2)
     engine.close()
     assert capfd.readouterr() == ("", "")
@@ -231,7 +237,7 @@ def test_loading_and_running_print_nothing(capfd: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.real
 def test_closing_a_model_in_use_ends_its_sessions_with_an_error() -> None:
-    engine = LlamaCppEngine.load(real_model("smollm2"), threads=1)
+    engine = load(real_model("smollm2"), threads=1)
     session = engine.session(64)
     logits = session.extend(PROMPT)
     engine.close()
@@ -248,19 +254,19 @@ def test_closing_a_model_in_use_ends_its_sessions_with_an_error() -> None:
 @pytest.mark.real
 def test_a_device_it_cannot_use() -> None:
     with pytest.raises(OptionError, match="tpu"):
-        LlamaCppEngine.load(real_model("smollm2"), device="tpu")
+        load(real_model("smollm2"), device="tpu")
 
 
 def test_files_that_are_not_gguf_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnsupportedModelError, match="GGUF"):
-        LlamaCppEngine.load(tmp_path)
+        load(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
-        LlamaCppEngine.load(tmp_path / "missing.gguf")
+        load(tmp_path / "missing.gguf")
     broken = tmp_path / "broken.gguf"
     for content in (b"", b"GGUF", b"NOPE" * 100):
         broken.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"cannot load broken\.gguf") as caught:
-            LlamaCppEngine.load(broken)
+            load(broken)
         assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
@@ -325,7 +331,7 @@ def test_sentencepiece_detokenizer_equals_decode() -> None:
     path = find_real_model("gemma270m")
     if path is None:
         pytest.skip("real model gemma270m is not here")
-    engine = LlamaCppEngine.load(path, settings=LlamaCppSettings(repack=False))
+    engine = load(path, settings=LlamaCppSettings(repack=False))
     tokenizer = engine.tokenizer()
     for text in TEXTS:
         tokens = tokenizer.encode(text)

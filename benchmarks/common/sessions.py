@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmarks.common.timing import median_ratio
 from localrt.bench.engines import LLAMACPP_SETTINGS
-from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings
+from localrt.engine.llamacpp.engine import LlamaCppEngine
+from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 
@@ -28,7 +29,8 @@ def open_sessions(
         engines.enter_context(closing(loaded["native"]))
         for name in settings:
             wanted = LlamaCppSettings(**LLAMACPP_SETTINGS[name])
-            loaded[name] = LlamaCppEngine.load(path, threads=threads, settings=wanted)
+            model = LlamaCppModel.load(path, threads=threads, settings=wanted)
+            loaded[name] = LlamaCppEngine(model)
             engines.enter_context(closing(loaded[name]))
         yield {name: engine.session(capacity) for name, engine in loaded.items()}
 

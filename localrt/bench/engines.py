@@ -146,18 +146,20 @@ def _load_native(launch: Launch) -> Core:
 def llamacpp_core(launch: Launch) -> Core:
     """Like ``localrt.load``, with llama.cpp's own settings, which that does not offer."""
     from localrt.answering.core import Core
-    from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppSettings
+    from localrt.engine.llamacpp.engine import LlamaCppEngine
+    from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
     from localrt.loading.parts import LoadedModel
     from localrt.models.templates.chat_template import PlainTemplate
 
     path = Path(launch.path)
-    engine = LlamaCppEngine.load(
+    model = LlamaCppModel.load(
         path,
         ctx=launch.ctx,
         threads=launch.threads,
         device="cpu",
         settings=LlamaCppSettings(**launch.settings or {}),
     )
+    engine = LlamaCppEngine(model)
     parts = LoadedModel(
         path=path,
         engine=engine,

@@ -136,6 +136,7 @@ def _load_llamacpp(
     progress: ProgressCallback | None,
 ) -> tuple[Engine, int]:
     from localrt.engine.llamacpp.engine import LlamaCppEngine  # for those who use it
+    from localrt.engine.llamacpp.model import LlamaCppModel
 
     if options.format is not None:
         raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
@@ -145,14 +146,14 @@ def _load_llamacpp(
     ctx = options.ctx or min(int(trained or 4096), 8192)
     if trained and ctx > int(trained):
         notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
-    engine = LlamaCppEngine.load(
+    model = LlamaCppModel.load(
         checkpoint.path,
         ctx=ctx,
         threads=options.threads,
         device=options.device,
         progress=progress,
     )
-    return engine, ctx
+    return LlamaCppEngine(model), ctx
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:

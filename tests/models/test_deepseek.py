@@ -91,6 +91,7 @@ def test_gguf_files_as_llama_cpp_reads_them(
 ) -> None:
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     from localrt.engine.llamacpp.engine import LlamaCppEngine
+    from localrt.engine.llamacpp.model import LlamaCppModel
 
     if name == "deepseek-v2-lite":  # which it knows by its layers
         config = CONFIGS[name]()
@@ -98,7 +99,7 @@ def test_gguf_files_as_llama_cpp_reads_them(
         monkeypatch.setitem(CONFIGS, name, lambda: config)
     theirs = save_tiny(name, tmp_path / "hf")
     path = write_deepseek(tmp_path / "model.gguf", theirs, absorbed=absorbed, groups=groups)
-    engine = LlamaCppEngine.load(path, threads=1)
+    engine = LlamaCppEngine(LlamaCppModel.load(path, threads=1))
     session = engine.session(64)  # whose memory the logits are
     try:
         logits = session.extend(IDS).copy()

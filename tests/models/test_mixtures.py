@@ -107,10 +107,11 @@ def test_llama_cpp_computes_the_same(gguf: Any) -> None:
     """Nearly: its cache is half precision."""
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     from localrt.engine.llamacpp.engine import LlamaCppEngine
+    from localrt.engine.llamacpp.model import LlamaCppModel
 
     _, path, _ = gguf
     ids = tokens(LENGTH, seed=8)
-    engine = LlamaCppEngine.load(path, threads=1)
+    engine = LlamaCppEngine(LlamaCppModel.load(path, threads=1))
     try:
         theirs = np.concatenate(list(engine.logits(ids)))
     finally:

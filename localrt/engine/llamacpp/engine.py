@@ -8,18 +8,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 
-from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel, LlamaCppSettings
+from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
 from localrt.engine.llamacpp.session import LlamaCppSession
 from localrt.engine.llamacpp.tokenizer import LlamaCppTokenizer
 from localrt.engine.protocol import Check, Engine, Logits
 from localrt.errors import LocalrtError, OptionError
-from localrt.progress import ProgressCallback
 
-__all__ = ["LlamaCppEngine", "LlamaCppSettings"]
+__all__ = ["LlamaCppEngine"]
 
 
 class LlamaCppEngine(Engine):
@@ -31,42 +29,8 @@ class LlamaCppEngine(Engine):
         self._model = model
         self.info = model.info
 
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        ctx: int | None = None,
-        threads: int | None = None,
-        device: str = "auto",
-        progress: ProgressCallback | None = None,
-        settings: LlamaCppSettings | None = None,
-    ) -> LlamaCppEngine:
-        """Load ``path``, a GGUF file (of a split model: its first part).
-
-        ``ctx`` tokens of cache are checked against memory at once, so that a context that cannot
-        fit fails here; ``threads`` defaults to the physical cores. An exception that ``progress``
-        raises stops the load and comes out of it.
-
-        Raises:
-            CheckpointError: the file is missing or malformed.
-            MemoryBudgetError: the model, or ``ctx`` tokens of its cache, do not fit.
-            MissingExtraError: llama-cpp-python is not installed.
-            OptionError: ``device`` is not one that this build of llama.cpp can use.
-            UnsupportedModelError: not a GGUF file, or not a model that generates text.
-        """
-        return cls(
-            LlamaCppModel.load(
-                path, ctx=ctx, threads=threads, device=device, progress=progress, settings=settings
-            )
-        )
-
     def session(self, capacity: int) -> LlamaCppSession:
-        """A new, empty session for up to ``capacity`` tokens; its memory is taken as it grows.
-
-        Raises:
-            MemoryBudgetError: the cache cannot fit.
-        """
+        """See ``Engine``."""
         self._model.check_open()
         if capacity < 1:
             raise OptionError(f"a session needs room for at least one token, not {capacity}")
@@ -108,7 +72,9 @@ class LlamaCppEngine(Engine):
         """
         model = self._model
         for index, tokens in enumerate(texts):
-            context = model.new_embedding_context(len(tokens))
+            context = model.new_context(
+                len(tokens), outputs=min(CHUNK, len(tokens)), embeddings=True
+            )
             try:
                 for start in range(0, len(tokens), CHUNK):
                     if check is not None:

@@ -80,7 +80,19 @@ class LlamaCppModel:
         progress: ProgressCallback | None = None,
         settings: LlamaCppSettings | None = None,
     ) -> LlamaCppModel:
-        """See ``LlamaCppEngine.load``."""
+        """Load ``path``, a GGUF file (of a split model: its first part).
+
+        ``ctx`` tokens of cache are checked against memory at once, so that a context that cannot
+        fit fails here; ``threads`` defaults to the physical cores. An exception that ``progress``
+        raises stops the load and comes out of it.
+
+        Raises:
+            CheckpointError: the file is missing or malformed.
+            MemoryBudgetError: the model, or ``ctx`` tokens of its cache, do not fit.
+            MissingExtraError: llama-cpp-python is not installed.
+            OptionError: ``device`` is not one that this build of llama.cpp can use.
+            UnsupportedModelError: not a GGUF file, or not a model that generates text.
+        """
         if path.is_dir() or path.suffix.lower() != ".gguf":
             raise UnsupportedModelError(f"the llamacpp engine reads GGUF files; {path} is not one")
         if not path.is_file():
@@ -125,39 +137,42 @@ class LlamaCppModel:
         if not self._users:
             self._free()
 
-    def new_context(self, user: object, size: int, *, outputs: int = 1) -> Any:
+    def new_context(
+        self, size: int, *, user: object = None, outputs: int = 1, embeddings: bool = False
+    ) -> Any:
         """A llama.cpp context with room for ``size`` tokens, until ``user`` calls ``release``.
 
-        ``outputs`` is the most rows of one pass whose logits are kept.
+        ``outputs`` is the most rows of one pass whose logits are kept, or with ``embeddings`` whose
+        hidden states are, which llama.cpp does not pool.
 
         Raises:
             LocalrtError: the model is closed.
             MemoryBudgetError: llama.cpp could not allocate it.
         """
-        params = self._context_params(size, outputs)
+        self.check_open()
+        params = self.api.llama_context_default_params()
+        params.n_ctx = size
+        params.n_batch = params.n_ubatch = min(CHUNK, size)
+        params.n_seq_max = 1
+        params.n_outputs_max = outputs  # llama.cpp would make room for a whole batch's logits
+        params.n_threads = params.n_threads_batch = self._threads
+        params.no_perf = True
+        if self.info.device == "cpu":
+            params.offload_kqv = params.op_offload = False
+        if embeddings:
+            params.embeddings = True
+            params.pooling_type = _NO_POOLING
         if self._settings.flash_attention is not None:
             params.flash_attn_type = int(self._settings.flash_attention)
+        self.library.errors.clear()
         context = self.api.llama_init_from_model(self.handle, params)
         if not context:
             reason = self.library.reason("not enough memory")
             raise MemoryBudgetError(
                 f"llama.cpp cannot make a cache for {size} tokens: {reason}; use a smaller ctx"
             )
-        self._users.add(user)
-        return context
-
-    def new_embedding_context(self, size: int) -> Any:
-        """A context that gives hidden states, which llama.cpp does not pool.
-
-        Raises: as ``new_context``.
-        """
-        params = self._context_params(size, min(CHUNK, size))
-        params.embeddings = True
-        params.pooling_type = _NO_POOLING
-        context = self.api.llama_init_from_model(self.handle, params)
-        if not context:
-            reason = self.library.reason("not enough memory")
-            raise MemoryBudgetError(f"llama.cpp cannot embed {size} tokens at once: {reason}")
+        if user is not None:
+            self._users.add(user)
         return context
 
     def release(self, user: object) -> None:
@@ -177,20 +192,6 @@ class LlamaCppModel:
             needed = Account.of([("ram", "keys and values", capacity * self.kv_bytes_per_token)])
             what = f"a context of {capacity} tokens"
             check_fits(needed, memory_state().available, what, ctx=capacity)
-
-    def _context_params(self, size: int, outputs: int) -> Any:
-        self.check_open()
-        params = self.api.llama_context_default_params()
-        params.n_ctx = size
-        params.n_batch = params.n_ubatch = min(CHUNK, size)
-        params.n_seq_max = 1
-        params.n_outputs_max = outputs  # llama.cpp would make room for a whole batch's logits
-        params.n_threads = params.n_threads_batch = self._threads
-        params.no_perf = True
-        if self.info.device == "cpu":
-            params.offload_kqv = params.op_offload = False
-        self.library.errors.clear()
-        return params
 
 
 class _LoadProgress:

@@ -178,7 +178,7 @@ class LlamaCppSession(EngineSession):
             state = (ctypes.c_uint8 * count)()
             self._api.llama_state_seq_get_data(self._context, state, count, 0)
         self.close()
-        self._context = self._model.new_context(self, size, outputs=self._outputs)
+        self._context = self._model.new_context(size, user=self, outputs=self._outputs)
         self._free = weakref.finalize(self, self._api.llama_free, self._context)
         self._size = size
         if state is not None:
