@@ -126,7 +126,7 @@ def test_the_way_decides_what_computes(
             counts = engine.counts()
             assert set(counts.busy_s) - {"ssd"} == used
             assert counts.busy_s["gpu"] > before
-            tasks = {stage.where.on_gpu for stage in engine._residency.stages}
+            tasks = {stage.where.on_gpu for stage in engine.residency.stages}
             assert tasks == {way != "draft on card"}
 
 
@@ -147,7 +147,7 @@ def test_a_draft_on_the_card_is_charged_to_the_clock(
 def test_the_card_holds_both_or_the_draft_goes_elsewhere(folders: tuple[Path, Path]) -> None:
     with loaded(folders, LARGE) as model:
         engine: Any = engine_of(model)
-        card = engine._residency.pipeline.card
+        card = engine.residency.pipeline.card
         assert card is None or card.card.capacity < 200_000_000  # the draft's part is not its
     with loaded(folders, SMALL) as model:
         assert note(model).startswith("the draft on the card, the target verified by the CPU: ")

@@ -97,7 +97,7 @@ class Watch:
             }
         return Status(
             clock_s=time.perf_counter() if counts is None else counts.clock_s,
-            simulated=engine.simulated,
+            simulated=engine.virtual_clock is not None,
             streamed=engine.info.streamed,
             generating=running > 0,
             ram=MemoryUse(current_rss(), self._ram_budget(), engine.ram_forecast()),
@@ -136,8 +136,8 @@ class Watch:
 
     def _vram(self, kv: MemoryUse | None) -> MemoryUse | None:
         engine = self._engine
-        if engine.card_memory is not None:
-            return MemoryUse(*engine.card_memory)
+        if (card := engine.residency.memory.card) is not None:
+            return MemoryUse(*card)
         try:
             free = engine.free_memory()
         except LocalrtError:
@@ -152,8 +152,8 @@ class Watch:
     def _trace(self, lanes: bool | None) -> PassTrace | None:
         if lanes is not None and lanes != self._recording:
             self._recording = lanes
-            self._engine.trace(_TASKS if lanes else 0)
-        return last_pass(self._engine.trace()) if self._recording else None
+            self._engine.residency.tasks(_TASKS if lanes else 0)
+        return last_pass(self._engine.residency.tasks()) if self._recording else None
 
 
 def last_pass(tasks: Sequence[Task]) -> PassTrace | None:

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import ContextOverflowError, OptionError, UnsupportedModelError
-from localrt.models.timing import PipelineCounts, Task
+from localrt.models.residency import Residency
+from localrt.models.timing import Clock, PipelineCounts
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
@@ -219,13 +220,14 @@ class Engine(ABC):
     """A loaded model. Thread-safe: passes of several sessions take turns.
 
     A pass has at most ``pass_rows`` rows, of several sessions where it ``shares_passes``.
-    ``plan`` is what weights were placed by.
+    ``plan`` is what weights were placed by, ``residency`` tells of them while they are there.
     """
 
     info: EngineInfo
     pass_rows: int = 512
     shares_passes: bool = False
     plan: Plan | None = None
+    residency = Residency()  # of weights that nothing is known of
 
     @abstractmethod
     def session(self, capacity: int) -> EngineSession:
@@ -311,15 +313,6 @@ class Engine(ABC):
         """
         return None
 
-    def reclaimable(self) -> int:
-        """Bytes of weights in RAM that would be streamed where caches need their room."""
-        return 0
-
-    @property
-    def card_memory(self) -> tuple[int, int] | None:
-        """Bytes used of a card that weights are streamed to, and the most that may be."""
-        return None
-
     def take_ram(self, nbytes: int) -> None:  # noqa: B027  nothing to do
         """Leave ``nbytes`` of the RAM budget to something else; below zero gives them back.
 
@@ -346,21 +339,18 @@ class Engine(ABC):
     # -- what it does ----------------------------------------------------------------------------
 
     @property
-    def simulated(self) -> bool:
-        """Whether time is a virtual card's."""
-        return False
+    def virtual_clock(self) -> Clock | None:
+        """The clock of a virtual card; None where time is the wall's."""
+        clock = self.residency.clock
+        return clock if clock is not None and clock.simulated else None
 
     def counts(self) -> PipelineCounts | None:
         """What the pipeline has done so far; None where everything is resident."""
-        return None
+        return self.residency.counts()
 
     def forecast(self) -> Forecast | None:
         """What was planned, for the disk as it has been lately; None where nothing was."""
         return None
-
-    def trace(self, keep: int | None = None) -> list[Task]:
-        """The tasks that the pipeline remembers; ``keep`` says how many from now on."""
-        return []
 
     # -- hidden states ---------------------------------------------------------------------------
 

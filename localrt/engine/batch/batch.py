@@ -66,7 +66,7 @@ def kv_room(engine: Engine, *, ram: int | None, gpu_memory: int | None) -> int:
         budget = free if gpu_memory is None else gpu_memory - engine.info.weight_bytes
         room = min(free, budget)
     else:
-        room = ram_budget(ram) - current_rss() + engine.reclaimable()
+        room = ram_budget(ram) - current_rss() + engine.residency.memory.reclaimable
     return max(0, int(room * _KV_SHARE))
 
 

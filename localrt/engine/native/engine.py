@@ -33,7 +33,6 @@ from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
-from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
 from localrt.speculative.tree import TokenTree
@@ -74,7 +73,7 @@ class NativeEngine(Engine):
         self.plan = plan
         self._ram = RamMeter(ram)
         self._decoder: Decoder | None = decoder
-        self._residency = decoder.residency
+        self.residency = decoder.residency
         self.pass_rows = pass_rows
         self._forecaster = forecaster
         self._vram = 0 if plan is None else plan.request.budgets.vram
@@ -99,24 +98,9 @@ class NativeEngine(Engine):
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
         with self._turn:
-            self._residency.close()
-            self._residency = Residency()  # no weights: nothing to ask of it
+            self.residency.close()
+            self.residency = Residency()  # no weights: nothing to ask of it
             self._decoder = self._forward = self._forecaster = None
-
-    def counts(self) -> PipelineCounts | None:
-        """See ``Engine``."""
-        return self._residency.counts()
-
-    @property
-    def simulated(self) -> bool:
-        """See ``Engine``."""
-        return self.virtual_clock is not None
-
-    @property
-    def virtual_clock(self) -> Clock | None:
-        """The clock of a virtual card; None where time is the wall's."""
-        clock = self._residency.clock
-        return clock if clock is not None and clock.simulated else None
 
     def forecast(self) -> Forecast | None:
         """See ``Engine``."""
@@ -126,18 +110,9 @@ class NativeEngine(Engine):
         return self._forecaster(self._rates.now(counts))
 
     @property
-    def card_memory(self) -> tuple[int, int] | None:
-        """See ``Engine``."""
-        return self._residency.memory.card
-
-    @property
     def is_mixture(self) -> bool:
         """Whether tokens choose among experts."""
         return any(self._loaded().config.mixtures)
-
-    def trace(self, keep: int | None = None) -> list[Task]:
-        """See ``Engine``."""
-        return self._residency.tasks(keep)
 
     # -- trees and drafts (``localrt.engine.speculation``) -----------------------------------------
 
@@ -208,7 +183,7 @@ class NativeEngine(Engine):
     def _reserve(self, cache: KVCache, length: int) -> None:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
         with self._turn:
-            self._loaded().residency.reserve(cache, length)
+            self.residency.reserve(cache, length)
 
     def run(
         self,
@@ -255,10 +230,6 @@ class NativeEngine(Engine):
         """See ``Engine``."""
         return self._ram.forecast()
 
-    def reclaimable(self) -> int:
-        """See ``Engine``."""
-        return self._residency.memory.reclaimable
-
     def set_ram_budget(self, nbytes: int) -> None:
         """See ``Engine``."""
         with self._turn:
@@ -270,7 +241,7 @@ class NativeEngine(Engine):
             elsewhere += self._taken
             words = f"the budget is {format_bytes(nbytes)} of RAM now"
             try:
-                self._residency.memory.set_budget(nbytes - elsewhere, words)
+                self.residency.memory.set_budget(nbytes - elsewhere, words)
             except MemoryBudgetError as error:
                 raise MemoryBudgetError(
                     f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
@@ -281,8 +252,8 @@ class NativeEngine(Engine):
         """See ``Engine``."""
         with self._turn:
             self._loaded()
-            if self._residency.memory.streams:
-                self._residency.memory.take(nbytes)
+            if self.residency.memory.streams:
+                self.residency.memory.take(nbytes)
                 self._taken += nbytes
 
     def set_vram_budget(self, nbytes: int) -> None:
@@ -290,10 +261,10 @@ class NativeEngine(Engine):
         with self._turn:
             self._loaded()
             less = self._vram - nbytes
-            if not self._residency.memory.streams or less <= 0:
+            if not self.residency.memory.streams or less <= 0:
                 return
             words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-            if self._residency.memory.shrink_card(less, words) < less:
+            if self.residency.memory.shrink_card(less, words) < less:
                 raise MemoryBudgetError(
                     f"the card cannot give back {format_bytes(less)}: load the model again with "
                     f"gpu_memory={nbytes}"
