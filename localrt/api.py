@@ -19,8 +19,9 @@ from localrt.answering.streams import in_thread, joined
 from localrt.chat import ChatSession
 from localrt.closing import Closing
 from localrt.engine.batch.live import LiveLimits
-from localrt.engine.protocol import Logits
+from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
+from localrt.errors import ContextOverflowError
 from localrt.formatting import parse_size
 from localrt.live import LiveModel
 from localrt.loading.options import LoadOptions
@@ -291,7 +292,7 @@ class Model(Closing):
         Raises:
             TokenizerError: the model has none; ``token_ids`` still work.
         """
-        return self._core.tokenizer
+        return self._core.requests.tokenizer
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of plain text."""
@@ -305,7 +306,7 @@ class Model(Closing):
         """Tokens of a plain text, or of a conversation as the chat template writes it."""
         if isinstance(prompt, str):
             return len(self.tokenize(prompt))
-        return len(self._core.render(prompt))
+        return len(self._core.requests.render(prompt))
 
     def logits(self, token_ids: Sequence[int], *, first: int = 0) -> Iterator[Logits]:
         """Logits after each token from index ``first`` on, for measuring a model.
@@ -316,7 +317,11 @@ class Model(Closing):
             ContextOverflowError: more tokens than the context holds.
             OptionError: an id outside the vocabulary.
         """
-        return self._core.engine.logits(self._core.check_ids(token_ids), first=first)
+        core, ids = self._core, [int(token) for token in token_ids]
+        if len(ids) > core.ctx:
+            raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {core.ctx}")
+        check_ids(ids, self.info.vocab_size)
+        return core.engine.logits(ids, first=first)
 
     def embed(
         self,
@@ -348,7 +353,7 @@ class Model(Closing):
         remembers what the disk, the link and the processors did in its last pass, from that call on
         until one with False.
         """
-        return self._core.status(lanes=lanes)
+        return self._core.watch.status(lanes=lanes)
 
     def advise(self) -> Outlook:
         """The most that decoding can reach here, and which changes would help most.

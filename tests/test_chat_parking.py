@@ -70,7 +70,7 @@ def test_short_memory_parks_who_waits(model: Model, monkeypatch: pytest.MonkeyPa
     chat.send(PROMPT, max_tokens=4)
     assert chat.kv_nbytes
     monkeypatch.setattr(core_of(model).parking.keeper, "_room", lambda: 0)
-    assert core_of(model).parking.keeper.make_room(1) > 0
+    assert core_of(model).parking.keeper.make_room() > 0
     assert chat.kv_nbytes == 0
     assert chat.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from localrt.answering.core import Core
 from localrt.answering.streams import joined
-from localrt.engine.batch.batch import BatchLimits, check_request, generate_batch
+from localrt.engine.batch.batch import generate_batch
 from localrt.engine.batch.sequence import failed
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
@@ -45,7 +45,7 @@ def stream_batch(
     """See ``Model.stream_batch``."""
     if errors not in ("raise", "return"):
         raise OptionError(f"errors must be 'raise' or 'return', is {errors!r}")
-    limits = BatchLimits(ctx=core.ctx, room=core.budgets.kv_room(), size=batch_size)
+    room = core.budgets.kv_room()
     core.check(options)
     stop = options.get("stop", core.defaults.get("stop"))
     if (token_ids is None or stop) and core.parts.tokenizer is None:
@@ -58,7 +58,7 @@ def stream_batch(
             request = core.request(
                 prompt, options, token_ids=ids, raw=raw, tools=tools, cancel=cancel
             )
-            check_request(request, ctx=core.ctx, vocab_size=core.info.vocab_size)
+            request.check(ctx=core.ctx, vocab_size=core.info.vocab_size)
             requests.append((index, _with_seed(request, index)))
         except LocalrtError as error:
             if errors == "raise":
@@ -68,7 +68,9 @@ def stream_batch(
         core.engine,
         core.parts.tokenizer,
         requests,
-        limits,
+        ctx=core.ctx,
+        room=room,
+        size=batch_size,
         cancel=cancel,
         on_progress=on_progress,
     )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from localrt.answering.budgets import Budgets
 from localrt.answering.parking import Parking, prompt_cache
 from localrt.answering.requests import RequestBuilder
-from localrt.answering.status import ModelInfo, Status
+from localrt.answering.status import ModelInfo
 from localrt.answering.watching import Watch
 from localrt.drafts.choice import Drafts
 from localrt.drafts.loading import load_with_draft
@@ -25,15 +25,14 @@ from localrt.engine.options import read_options
 from localrt.engine.parking.keeper import PERSON, Tier
 from localrt.engine.parking.prompt_cache import PromptCache
 from localrt.engine.pool import SessionPool
-from localrt.engine.protocol import Engine, EngineSession, check_ids
+from localrt.engine.protocol import EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
-from localrt.errors import ContextOverflowError, LocalrtError
+from localrt.errors import LocalrtError
 from localrt.hub import resolve
 from localrt.hub.listing import note_use
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
-from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
@@ -92,7 +91,10 @@ def open_core(
 
 
 class Core:
-    """Thread-safe. ``defaults`` are the options of requests that say nothing else."""
+    """Thread-safe. ``defaults`` are the options of requests that say nothing else.
+
+    ``requests`` turns prompts into tokens and requests, ``watch`` tells what the model is doing.
+    """
 
     def __init__(
         self,
@@ -107,41 +109,24 @@ class Core:
     ) -> None:
         self.name = name
         self.parts = parts
+        self.engine, self.ctx = parts.engine, parts.ctx
         self.drafts = drafts
         self.defaults: dict[str, Any] = {**parts.defaults, **(defaults or {})}
-        self.info = _describe(name, parts)
+        self.info = ModelInfo(
+            **asdict(parts.engine.info),
+            name=name,
+            path=parts.path,
+            ctx=parts.ctx,
+            has_chat_template=not parts.template.is_plain,
+            notes=parts.notes,
+        )
         self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
         self.parking = Parking(parts.engine, prompts, self.budgets)
-        self._requests = RequestBuilder(parts, drafts)
+        self.requests = RequestBuilder(parts, drafts)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
-        self._watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
+        self.watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
         self._chats: WeakSet[KvChatCache] = WeakSet()
-
-    @property
-    def engine(self) -> Engine:
-        """What computes."""
-        return self.parts.engine
-
-    @property
-    def ctx(self) -> int:
-        """Tokens that a sequence may have."""
-        return self.parts.ctx
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's.
-
-        Raises:
-            TokenizerError: it has none.
-        """
-        return self._requests.tokenizer
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """The ids of a conversation as the chat template writes it before an answer."""
-        return self._requests.render(messages, tools)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -161,7 +146,7 @@ class Core:
         Raises:
             LocalrtError: the prompt or an option cannot be used.
         """
-        return self._requests.make(
+        return self.requests.make(
             prompt,
             read_options(self.defaults, options),
             token_ids=token_ids,
@@ -174,28 +159,15 @@ class Core:
     def stream(self, request: Request) -> Iterator[Chunk]:
         """Its chunks, on a session of the pool."""
         with self._pool.lease(request.prompt) as session:
-            yield from self.stream_on(self._watch.holds(session), request)
+            yield from self.stream_on(self.watch.holds(session), request)
 
     def stream_on(self, session: EngineSession, request: Request) -> Iterator[Chunk]:
         """Its chunks, on a session that the caller owns."""
-        return self._watch.over(generate(session, self.parts.tokenizer, request))
+        return self.watch.over(generate(session, self.parts.tokenizer, request))
 
     def new_session(self) -> EngineSession:
         """A session of the whole context, outside the pool."""
-        return self._watch.holds(self.engine.session(self.ctx))
-
-    def check_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """The same ids.
-
-        Raises:
-            ContextOverflowError: they are more than the context holds.
-            OptionError: one is outside the vocabulary.
-        """
-        ids = [int(token) for token in token_ids]
-        if len(ids) > self.ctx:
-            raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {self.ctx}")
-        check_ids(ids, self.info.vocab_size)
-        return ids
+        return self.watch.holds(self.engine.session(self.ctx))
 
     # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
 
@@ -215,18 +187,14 @@ class Core:
 
     # -- what it is doing, and its life ----------------------------------------------------------
 
-    def status(self, *, lanes: bool | None = None) -> Status:
-        """See ``Model.status``."""
-        return self._watch.status(lanes=lanes)
-
     def advise(self) -> Outlook:
         """See ``Model.advise``."""
         # Brings the planner, a megabyte that a model in memory does without.
         from localrt.planning.outlook import outlook
 
         found = outlook(self.parts, ram=self.budgets.ram, gpu_memory=self.budgets.gpu_memory)
-        self._watch.token_bytes = found.token_bytes
-        self._watch.ceiling_tok_s = found.ceiling_tok_s
+        self.watch.token_bytes = found.token_bytes
+        self.watch.ceiling_tok_s = found.ceiling_tok_s
         return found
 
     def set_budget(self, *, ram: int | None, gpu_memory: int | None) -> None:
@@ -239,11 +207,12 @@ class Core:
     def unload(self) -> None:
         """``close``, and free what conversations and the tokenizer take."""
         for chat in list(self._chats):
-            chat.let_go()
+            chat.cancel()
+            chat.close(_PATIENCE_S)  # an answer that nobody reads any more keeps its cache
         self.close()
         gone = "the model is closed: load it again"
         self.parts = replace(self.parts, tokenizer=None, tokenizer_problem=gone)
-        self.drafts, self._requests = None, RequestBuilder(self.parts)
+        self.drafts, self.requests = None, RequestBuilder(self.parts)
         gc.collect()
         return_free_memory()
 
@@ -321,19 +290,19 @@ class KvChatCache:
         finally:
             self._lock.release()
 
-    def close(self) -> None:
-        """Free the KV cache, once the answer on its way has ended."""
-        with self._lock:
-            self._free()
-
-    def let_go(self) -> None:
-        """``close`` without waiting long: an answer that nobody reads any more keeps its cache."""
-        self._cancel.set()
-        if self._lock.acquire(timeout=_PATIENCE_S):
+    def close(self, timeout: float = -1) -> None:
+        """Free the KV cache once the answer on its way has ended, if that takes no longer than
+        ``timeout`` seconds; below zero: however long it takes.
+        """
+        if self._lock.acquire(timeout=timeout):
             try:
                 self._free()
             finally:
                 self._lock.release()
+
+    def cancel(self) -> None:
+        """End the answer on its way."""
+        self._cancel.set()
 
     def _park(self, to: Tier) -> int:
         saved = self._core.parking.save(self._session, to)
@@ -345,24 +314,3 @@ class KvChatCache:
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-
-def _describe(name: str, parts: LoadedModel) -> ModelInfo:
-    engine = parts.engine.info
-    return ModelInfo(
-        name=name,
-        path=parts.path,
-        architecture=engine.architecture,
-        parameters=engine.parameters,
-        layers=engine.layers,
-        vocab_size=engine.vocab_size,
-        engine=engine.engine,
-        device=engine.device,
-        format=engine.format,
-        weight_bytes=engine.weight_bytes,
-        context_length=engine.context_length,
-        ctx=parts.ctx,
-        has_chat_template=not parts.template.is_plain,
-        exactness=engine.exactness,
-        notes=parts.notes,
-    )

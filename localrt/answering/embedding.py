@@ -95,7 +95,11 @@ def _tokens(core: Core, text: str | Sequence[int], index: int) -> list[int]:
         ContextOverflowError: they are more than the context holds.
     """
     which = f"text {index} (counting from 0)"
-    ids = core.tokenizer.encode(text) if isinstance(text, str) else [int(token) for token in text]
+    ids = (
+        core.requests.tokenizer.encode(text)
+        if isinstance(text, str)
+        else [int(token) for token in text]
+    )
     if not ids or (isinstance(text, str) and not text):
         raise OptionError(f"{which} is empty: there is nothing to embed")
     if not 0 <= min(ids) <= max(ids) < core.info.vocab_size:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from localrt.engine.protocol import EngineInfo
 from localrt.engine.types import Metrics
 
 __all__ = ["Flow", "LaneUse", "MemoryUse", "ModelInfo", "PassTrace", "Status"]
@@ -21,7 +22,7 @@ _BUSY = 0.6  # a resource that is busy for less of the time does not set the pac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
+class ModelInfo(EngineInfo):
     """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
 
     ``notes`` are lines that a user should see: a plain chat format, a shortened context.
@@ -29,18 +30,8 @@ class ModelInfo:
 
     name: str
     path: Path
-    architecture: str
-    parameters: int
-    layers: int
-    vocab_size: int
-    engine: str
-    device: str
-    format: str
-    weight_bytes: int
-    context_length: int
     ctx: int
     has_chat_template: bool
-    exactness: str
     notes: tuple[str, ...] = ()
 
 

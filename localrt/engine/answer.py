@@ -21,7 +21,7 @@ from localrt.engine.sampling import (
     draw,
     log_probabilities,
 )
-from localrt.engine.speculation import Guesser, Stepper
+from localrt.engine.speculation import Guessing
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
@@ -221,7 +221,7 @@ class Meter:
         self._session = session
         self._start = session.now()
         self._first: float | None = None
-        self.steps: Stepper | Guesser | None = None
+        self.steps: Guessing | None = None
         self.cached = 0
         self._before = self._decoding = session.counts()
         # Made before what it is compared with; of passes that are shared it would say nothing.
@@ -243,14 +243,10 @@ class Meter:
             self._first, m.ttft_s = now, now - self._start
             self._decoding = self._session.counts()
         else:
-            self._guessing()
+            if self.steps is not None and self.steps.passes:
+                m.accepted_per_pass = self.steps.emitted / self.steps.passes
             m.tpot_s = (now - self._first) / (m.completion_tokens - 1)
             m.decode_tok_s = 1 / m.tpot_s if m.tpot_s > 0 else None
-
-    def _guessing(self) -> None:
-        m, steps = self._metrics, self.steps
-        if steps is not None and steps.passes:
-            m.accepted_per_pass = steps.emitted / steps.passes
 
     def snapshot(self, *, final: bool = False) -> Metrics:
         """The metrics so far; what is costly to find only where they are ``final``."""

@@ -12,7 +12,7 @@ from localrt.engine.answer import Answer, Meter
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, FinishReason
-from localrt.errors import CancelledError, ContextOverflowError, OptionError
+from localrt.errors import CancelledError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.progress import Progress
@@ -31,14 +31,7 @@ def generate(
     Raises:
         ContextOverflowError: the prompt leaves no room for one token.
     """
-    prompt = request.prompt
-    if not prompt:
-        raise OptionError("the prompt is empty: there is nothing to continue")
-    if len(prompt) >= session.capacity:
-        raise ContextOverflowError(
-            f"the prompt has {len(prompt)} tokens and the context holds {session.capacity}: "
-            "shorten it, raise --ctx, or use overflow='drop_oldest'"
-        )
+    request.check(ctx=session.capacity)
     return _run(session, tokenizer, request)
 
 

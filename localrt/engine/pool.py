@@ -38,10 +38,8 @@ class SessionPool:
 
     def close(self) -> None:
         """Free the idle sessions, and the others as they come back."""
-        with self._lock:
-            idle, self._idle, self._closed = self._idle, [], True
-        for session in idle:
-            session.close()
+        self._closed = True
+        self.free()
 
     def free(self) -> None:
         """Free the idle sessions; others are made when they are needed."""

@@ -13,10 +13,11 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.engine.protocol import EngineSession
+from localrt.engine.protocol import EngineSession, check_ids
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import ToolCall
+from localrt.errors import ContextOverflowError, OptionError
 from localrt.progress import ProgressCallback
 
 __all__ = ["AnswerParser", "Constraint", "MakeConstraint", "MakeParser", "Request", "Restore"]
@@ -84,3 +85,20 @@ class Request:
     restore: Restore | None = None  # gives the session what is kept of the prompt elsewhere
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
+
+    def check(self, *, ctx: int, vocab_size: int | None = None) -> None:
+        """Whether it can run in a context of ``ctx`` tokens; a session knows its ``vocab_size``.
+
+        Raises:
+            ContextOverflowError: the prompt leaves no room for one token.
+            OptionError: it is empty, or has an id outside the vocabulary.
+        """
+        if not self.prompt:
+            raise OptionError("the prompt is empty: there is nothing to continue")
+        if vocab_size is not None:
+            check_ids(self.prompt, vocab_size)
+        if len(self.prompt) >= ctx:
+            raise ContextOverflowError(
+                f"the prompt has {len(self.prompt)} tokens and the context holds {ctx}: "
+                "shorten it, raise --ctx, or use overflow='drop_oldest'"
+            )

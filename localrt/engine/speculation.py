@@ -10,6 +10,8 @@ It knows no text, and no source beyond its protocol.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -23,7 +25,7 @@ from localrt.speculative.source import DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
 
-__all__ = ["Guesser", "MakeSource", "Speculation", "Stepper", "TreePass"]
+__all__ = ["Guesser", "Guessing", "MakeSource", "Speculation", "Stepper", "TreePass"]
 
 # The share of plain decoding that looking for guesses may take where there are none, and the most
 # steps to leave it out.
@@ -137,8 +139,41 @@ class Speculation:
         return {name: held[name] for name in names}
 
 
-class Stepper:
-    """One generation. ``passes`` counts target passes, ``emitted`` the tokens they brought."""
+class Guessing(ABC):
+    """One generation that guesses ahead on ``session``: what is common to both ways.
+
+    ``passes`` counts target passes, ``emitted`` the tokens that they brought.
+    """
+
+    def __init__(
+        self, session: EngineSession, prompt: Sequence[int], archive: Archive | None
+    ) -> None:
+        self.session = session
+        self.passes = 0
+        self.emitted = 0
+        self._history = list(prompt)
+        self._prompt_size = len(prompt)
+        self._archive = archive
+        self._guessed_right: Counter[str] = Counter()
+
+    @property
+    @abstractmethod
+    def reason(self) -> str:
+        """How it went, in one sentence."""
+
+    def acceptance(self) -> dict[str, float]:
+        """The share of the passes' tokens that each source guessed right."""
+        emitted = max(1, self.emitted)
+        return {name: right / emitted for name, right in sorted(self._guessed_right.items())}
+
+    def finish(self) -> None:
+        """The generation has ended, or goes on in the other way."""
+        if self._archive is not None:
+            self._archive.add(self._history[self._prompt_size :])
+
+
+class Stepper(Guessing):
+    """A generation whose passes are its own."""
 
     def __init__(
         self,
@@ -151,31 +186,25 @@ class Stepper:
         archive: Archive | None = None,
         note: str = "",
     ) -> None:
-        self._session = session
-        self._history = list(prompt)
-        self._prompt_size = len(prompt)
+        super().__init__(session, prompt, archive)
         self._sources = sources
         self._run = run
         self._tuner = tuner
-        self._archive = archive
         self._note = note
         self._plan: Plan | None = None
         self._computed: TreePass | None = None  # and not yet kept
         self._seconds = 0.0
-        self._prefill = self._session.now()
+        self._prefill = self.session.now()
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
         forecast = session.forecast() if self._preparing else None
         self._simulated = forecast is not None and forecast.simulated
         self._cramped = False  # guesses need more memory than there is
         self._rest = 0  # steps before guesses are looked for again
         self._looking_s = 0.0  # what looking for them takes where there are none, in the mean
-        self.passes = 0
-        self.emitted = 0
-        self.guessed_right: dict[str, int] = {}
 
     def prefilled(self, rows: int) -> None:
         """A prompt of ``rows`` has just been computed."""
-        self._tuner.prompt(rows, self._session.now() - self._prefill)
+        self._tuner.prompt(rows, self.session.now() - self._prefill)
 
     def advance(self, token: int, left: int, check: Check) -> Logits:
         """Logits (vocab,) after ``token``, which was chosen; ``left`` more may be."""
@@ -190,20 +219,12 @@ class Stepper:
     def finish(self) -> None:
         """The generation has ended: the session keeps what was accepted."""
         self._close()
-        if self._archive is not None:
-            self._archive.add(self._history[self._prompt_size :])
+        super().finish()
 
     @property
     def reason(self) -> str:
         """How it went, in one sentence."""
         return f"{self._run.reason}; {self._note}" if self._note else self._run.reason
-
-    def acceptance(self) -> dict[str, float]:
-        """The share of the passes' tokens that each source guessed right."""
-        return {
-            name: right / self.emitted if self.emitted else 0.0
-            for name, right in sorted(self.guessed_right.items())
-        }
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -211,8 +232,7 @@ class Stepper:
         computed = self._computed
         logits = None if computed is None else computed.after(token)
         if computed is not None and logits is not None:
-            for name in computed.tree.proposed_by(computed.path[-1]):
-                self.guessed_right[name] = self.guessed_right.get(name, 0) + 1
+            self._guessed_right.update(computed.tree.proposed_by(computed.path[-1]))
         return logits
 
     def _close(self) -> None:
@@ -225,7 +245,7 @@ class Stepper:
         self._run.verified(self._plan, computed.tree, computed.path, self._seconds)
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
-        session = self._session
+        session = self.session
         # A tree's rows, and what each of its tokens is worth: no more than may still be emitted.
         room = session.capacity - len(session.tokens) - 1
         rows = session.tree_rows
@@ -235,7 +255,7 @@ class Stepper:
         tree = self._draft(room, left - 1, check) if guess else TokenTree.empty()
         order = self._run.ahead(self._plan, tree)
         work = None if order is None or left <= 1 else self._work(order)
-        started = self._session.now()
+        started = self.session.now()
         with GapWork(check, work) as gap_work:
             if len(tree):
                 try:
@@ -247,7 +267,7 @@ class Stepper:
                     self._note = "no more guesses: they need memory that the budget does not have"
             if not len(tree):
                 logits = session.extend([token], check=gap_work)[None]
-            seconds = self._session.now() - started
+            seconds = self.session.now() - started
             self._seconds = seconds
             if work is not None:
                 gap_work.ended(_likely(tree, logits))
@@ -267,7 +287,7 @@ class Stepper:
         if source is None:
             return None
         # A card's passes wait for the card, simulated ones not as long as they say.
-        counts = self._session.counts()
+        counts = self.session.counts()
         if self._simulated or (counts and counts.link_bytes):
             return None
         history = list(self._history)
@@ -288,17 +308,17 @@ class Stepper:
         if self._rest > 0:
             self._rest -= 1
             return TokenTree.empty()
-        began, charged, preparing = self._session.now(), 0.0, self._preparing
+        began, charged, preparing = self.session.now(), 0.0, self._preparing
         ready = {name: source.ready(self._history) for name, source in preparing.items()}
         missing = {name: source.missing(self._history) for name, source in preparing.items()}
         while (plan := self._run.plan(room, ready, missing)) is not None:
             self._plan = plan
-            started = self._session.now()
+            started = self.session.now()
             try:
                 if tokens := missing.get(plan.source):
                     preparing[plan.source].catch_up(self._history, check=check)
                     missing[plan.source] = 0
-                    now = self._session.now()
+                    now = self.session.now()
                     self._run.caught_up(plan.source, tokens, now - started)
                     charged += now - started
                     started = now
@@ -310,14 +330,14 @@ class Stepper:
             except LocalrtError as error:  # the answer is the same without it
                 self._run.failed(plan.source, str(error))
                 continue
-            now = self._session.now()
+            now = self.session.now()
             charged += now - started
             worth = self._run.drafted(plan, tree, now - started)
             if worth is not None:
                 break
         else:
             worth = TokenTree.empty()
-        seconds = self._session.now() - began
+        seconds = self.session.now() - began
         self._run.thought(max(0.0, seconds - charged))
         self._rest_after(worth, seconds)
         return worth
@@ -332,12 +352,11 @@ class Stepper:
             self._rest = min(int(self._looking_s / (_LOOKING * plain)), _LONGEST_REST)
 
 
-class Guesser:
+class Guesser(Guessing):
     """What guesses for a generation on ``session`` while others share its passes.
 
     Only cheap sources: a draft model's own passes would be made for each sequence in turn. It
     proposes and learns; which guesses are computed is decided for all sequences together.
-    ``passes`` and ``emitted`` count since it began.
     """
 
     def __init__(
@@ -349,16 +368,11 @@ class Guesser:
         *,
         archive: Archive | None = None,
     ) -> None:
-        self.session = session
+        super().__init__(session, prompt, archive)
         self.tuner = tuner
-        self._history = list(prompt)
-        self._prompt_size = self._computed = len(prompt)
+        self._computed = len(prompt)
         self._sources = dict(sources)
-        self._archive = archive
         self._mixed = MixedTree()
-        self.passes = 0
-        self.emitted = 0
-        self._guessed_right: dict[str, int] = {}
 
     def chosen(self, token: int) -> None:
         """``token`` is what the next pass computes first."""
@@ -393,16 +407,10 @@ class Guesser:
         self._history += tree.tokens[path].tolist()
         self._computed = len(self._history)
         for node in path:
-            for name in tree.proposed_by(node):
-                self._guessed_right[name] = self._guessed_right.get(name, 0) + 1
+            self._guessed_right.update(tree.proposed_by(node))
         if len(tree):
             with self.tuner.lock:
                 self._mixed.learn(tree, tuple(path))
-
-    def finish(self) -> None:
-        """The generation has ended, or goes on alone."""
-        if self._archive is not None:
-            self._archive.add(self._history[self._prompt_size :])
 
     @property
     def reason(self) -> str:
@@ -410,10 +418,6 @@ class Guesser:
         each = self.emitted / self.passes if self.passes else 1.0
         names = " and ".join(self._sources) or "nothing to guess from"
         return f"speculation: {names}, {each:.1f} tokens a pass that other answers share"
-
-    def acceptance(self) -> dict[str, float]:
-        """The share of the passes' tokens that each source guessed right."""
-        return {name: right / self.emitted for name, right in sorted(self._guessed_right.items())}
 
 
 def _likely(tree: TokenTree, logits: Logits) -> list[int]:

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.engine.batch.batch import (
-    BatchLimits,
-    check_request,
     generate_batch,
     kv_room,
 )
@@ -101,7 +99,9 @@ def run(
         engine,
         None,
         list(enumerate(requests)),
-        BatchLimits(ctx=CTX, room=room, size=size),
+        ctx=CTX,
+        room=room,
+        size=size,
         cancel=cancel or threading.Event(),
         on_progress=on_progress,
     )
@@ -273,10 +273,10 @@ def test_an_engine_that_cannot_join_sequences_runs_one_after_another() -> None:
 def test_prompts_are_checked_before_any_work() -> None:
     for prompt, error in (([], OptionError), ([VOCAB], OptionError), ([-1], OptionError)):
         with pytest.raises(error):
-            check_request(request(prompt), ctx=CTX, vocab_size=VOCAB)
+            request(prompt).check(ctx=CTX, vocab_size=VOCAB)
     with pytest.raises(ContextOverflowError, match=r"600 tokens.*holds 600"):
-        check_request(request([1] * CTX), ctx=CTX, vocab_size=VOCAB)
-    check_request(request([1] * (CTX - 1)), ctx=CTX, vocab_size=VOCAB)
+        request([1] * CTX).check(ctx=CTX, vocab_size=VOCAB)
+    request([1] * (CTX - 1)).check(ctx=CTX, vocab_size=VOCAB)
 
 
 def test_room_for_caches_keeps_to_the_budgets() -> None:

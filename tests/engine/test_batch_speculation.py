@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.engine.batch.batch import BatchLimits, generate_batch
+from localrt.engine.batch.batch import generate_batch
 from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
@@ -75,13 +75,13 @@ def requests(
 
 
 def batch(engine: NativeEngine, asked: list[tuple[int, Request]]) -> list[list[Chunk]]:
-    limits = BatchLimits(ctx=CAPACITY, room=1 << 30)
     found: list[list[Chunk]] = [[] for _ in asked]
     stream = generate_batch(
         engine,
         ByteTokenizer(),  # type: ignore[arg-type]
         asked,
-        limits,
+        ctx=CAPACITY,
+        room=1 << 30,
         cancel=threading.Event(),
     )
     for index, item in stream:
@@ -272,13 +272,14 @@ def test_prompts_are_read_beside_guesses(
         (index, Request(**{**_fields(request), "max_tokens": 5 + 8 * index}))
         for index, request in requests(oracle)
     ]
-    limits = BatchLimits(ctx=CAPACITY, room=1 << 30, size=min(3, rows))
     found: list[list[int]] = [[] for _ in asked]
     for index, item in generate_batch(
         engine,
         None,
         asked,
-        limits,
+        ctx=CAPACITY,
+        room=1 << 30,
+        size=min(3, rows),
         cancel=threading.Event(),
     ):
         assert isinstance(item, Chunk)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from localrt.engine.batch.batch import BatchLimits, generate_batch
+from localrt.engine.batch.batch import generate_batch
 from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.loop import generate
 from localrt.engine.native.engine import NativeEngine
@@ -80,8 +80,9 @@ def requests(count: int) -> list[Request]:
 
 def together(engine: NativeEngine, work: list[Request], room: int) -> list[list[int]]:
     said: list[list[int]] = [[] for _ in work]
-    limits = BatchLimits(ctx=CTX, room=room)
-    stream = generate_batch(engine, None, list(enumerate(work)), limits, cancel=threading.Event())
+    stream = generate_batch(
+        engine, None, list(enumerate(work)), ctx=CTX, room=room, cancel=threading.Event()
+    )
     for index, item in stream:
         assert not isinstance(item, Exception)
         said[index] += item.token_ids

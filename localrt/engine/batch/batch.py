@@ -10,50 +10,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence
-from localrt.engine.protocol import Check, Engine, check_ids
+from localrt.engine.protocol import Check, Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
-from localrt.errors import (
-    CancelledError,
-    ContextOverflowError,
-    MemoryBudgetError,
-    OptionError,
-)
+from localrt.errors import CancelledError, MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["BatchLimits", "check_request", "generate_batch", "kv_room"]
+__all__ = ["generate_batch", "kv_room"]
 
 # The rest is for activations, and for what else the machine does meanwhile.
 _KV_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """How many sequences may be on their way at the same time.
-
-    ``ctx`` is the longest sequence, ``room`` the bytes that their KV caches may take. ``size`` is
-    the caller's own number of sequences; None takes up to 64, as many as ``room`` holds. A single
-    sequence always runs.
-    """
-
-    ctx: int
-    room: int
-    size: int | None = None
-
-    def __post_init__(self) -> None:
-        size = self.size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise OptionError(f"batch_size must be an integer of at least 1, is {size!r}")
 
 
 def kv_room(engine: Engine, *, ram: int | None, gpu_memory: int | None) -> int:
@@ -70,58 +45,49 @@ def kv_room(engine: Engine, *, ram: int | None, gpu_memory: int | None) -> int:
     return max(0, int(room * _KV_SHARE))
 
 
-def check_request(request: Request, *, ctx: int, vocab_size: int) -> None:
-    """What a prompt must be, checked before any work.
-
-    Raises:
-        ContextOverflowError: it leaves no room for one token.
-        OptionError: it is empty, or has an id outside the vocabulary.
-    """
-    prompt = request.prompt
-    if not prompt:
-        raise OptionError("the prompt is empty: there is nothing to continue")
-    check_ids(prompt, vocab_size)
-    if len(prompt) >= ctx:
-        raise ContextOverflowError(
-            f"the prompt has {len(prompt)} tokens and the context holds {ctx}: shorten it, or "
-            "raise --ctx"
-        )
-
-
 def generate_batch(
     engine: Engine,
     tokenizer: Tokenizer | None,
     requests: Sequence[tuple[int, Request]],
-    limits: BatchLimits,
     *,
+    ctx: int,
+    room: int,
+    size: int | None = None,
     cancel: threading.Event,
     on_progress: ProgressCallback | None = None,
 ) -> Generator[tuple[int, Chunk], None, None]:
     """The chunks of every request, each with its request's number, as they come.
 
-    ``requests`` have passed ``check_request``. Those waiting start in order, as soon as one on its
-    way has finished. What fails one sequence is in its last chunk; what fails a pass is raised. An
-    engine that cannot join sequences runs one after another. ``on_progress`` counts finished
-    prompts, with the tokens so far in ``detail``, after every pass.
+    ``ctx`` is the longest sequence in tokens. The KV caches of those on their way take ``room``
+    bytes at most; a single one always runs. They are ``size`` sequences, or with None up to 64, as
+    many as ``room`` holds.
+
+    The prompts have been checked. Those waiting start in order, as soon as one on its way has
+    finished. What fails one sequence is in its last chunk; what fails a pass is raised. An engine
+    that cannot join sequences runs one after another. ``on_progress`` counts finished prompts, with
+    the tokens so far in ``detail``, after every pass.
 
     Raises:
-        MemoryBudgetError: the caches of ``limits.size`` sequences do not fit.
+        MemoryBudgetError: the caches of ``size`` sequences do not fit.
+        OptionError: ``size`` is not a number of sequences.
     """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise OptionError(f"batch_size must be an integer of at least 1, is {size!r}")
     waiting: FairQueue[BatchSequence[int]] = FairQueue()
     for request in requests:
-        waiting.push(None, BatchSequence(*request, limits.ctx))
+        waiting.push(None, BatchSequence(*request, ctx))
 
     def check() -> None:
         if cancel.is_set():
             raise CancelledError("the generation was cancelled")
 
     terms = Terms(
-        most=limits.size or MOST_SEQUENCES,
-        capacity=None if engine.shares_passes else limits.ctx,
+        most=size or MOST_SEQUENCES,
+        capacity=None if engine.shares_passes else ctx,
     )
-    schedule = Schedule(engine, tokenizer, waiting, terms, room=lambda: limits.room, check=check)
-    if limits.size is not None and engine.shares_passes:
-        _check_size(limits.size, engine.pass_rows, map(schedule.cost, waiting.items()), limits.room)
+    schedule = Schedule(engine, tokenizer, waiting, terms, room=lambda: room, check=check)
+    if size is not None and engine.shares_passes:
+        _check_size(size, engine.pass_rows, map(schedule.cost, waiting.items()), room)
     return _run(schedule, waiting, check, on_progress)
 
 

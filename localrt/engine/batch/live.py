@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from localrt.engine.batch.batch import check_request
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.live_answer import LiveAnswer
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
@@ -129,7 +128,7 @@ class Live:
             LocalrtError: the batch is closed.
         """
         limits = self._limits
-        check_request(request, ctx=limits.ctx, vocab_size=self._engine.info.vocab_size)
+        request.check(ctx=limits.ctx, vocab_size=self._engine.info.vocab_size)
         answer = LiveAnswer(request, limits.buffer, wake=self._wake, notify=notify)
         with self._changed:
             if self._closing:

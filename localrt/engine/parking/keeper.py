@@ -13,8 +13,9 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal, Protocol, TypeAlias
 
 __all__ = ["PERSON", "KvKeeper", "Parkable", "Tier", "hold_seconds"]
@@ -60,8 +61,8 @@ def hold_seconds(
     for held in sorted(set(durations)):
         if held > most:
             break
-        away = sum(min(d, held) for d in durations) / len(durations)
-        late = sum(d > held for d in durations) / len(durations)
+        away = fmean(min(d, held) for d in durations)
+        late = fmean(d > held for d in durations)
         cost = away * price + late * restore_s
         if cost < least:
             best, least = held, cost
@@ -121,7 +122,7 @@ class KvKeeper:
                 )
                 self._thread.start()
             self._lock.notify()
-        self.make_room(0)
+        self.make_room()
 
     def returns(self, chat: Parkable) -> None:
         """``chat`` goes on."""
@@ -135,13 +136,13 @@ class KvKeeper:
         if nbytes and seconds > 0:
             self._restore_bytes_s = nbytes / seconds
 
-    def make_room(self, nbytes: int) -> int:
-        """Park those expected last until there is room for ``nbytes`` more; the bytes freed."""
+    def make_room(self) -> int:
+        """Where there is no room left, park those expected last; the bytes freed."""
         with self._lock:
             waiting = dict(self._waits)
             now = self._clock()
             order = sorted(waiting, key=lambda chat: -self._expected(waiting[chat], now))
-        freed, missing = 0, max(1, nbytes) - self._room()
+        freed, missing = 0, 1 - self._room()
         for chat in order:
             if freed >= missing:
                 break
@@ -161,7 +162,7 @@ class KvKeeper:
         """Seconds until the owner is expected back: the mean of the durations that are left."""
         gone = now - wait.since
         left = [d - gone for d in self._durations[wait.tool] if d > gone]
-        return _mean(left) if left else gone
+        return fmean(left) if left else gone
 
     def _park(self, chat: Parkable) -> int:
         nbytes = chat.kv_nbytes
@@ -194,8 +195,3 @@ class KvKeeper:
                 self._park(chat)
                 del chat
             del due  # the thread keeps nobody alive
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)

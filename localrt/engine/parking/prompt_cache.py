@@ -160,10 +160,7 @@ class PromptCache:
 
     def _look(self) -> None:
         """Read the descriptions that came, forget those that went."""
-        try:
-            found = {Path(entry.path) for entry in os.scandir(self.folder) if entry.is_dir()}
-        except OSError:
-            found = set()
+        found = set(_folders(self.folder))
         for path in self._files.keys() - found:
             del self._files[path]
         for path in found - self._files.keys():
@@ -173,18 +170,19 @@ class PromptCache:
 
     def _make_room(self, nbytes: int, *, spare: BlockFile) -> None:
         """Delete those used longest ago, of any model, until ``nbytes`` more are within limits."""
-        kept: list[_Kept] = []
-        for folder in _folders(self.folder.parent):
-            for path in _folders(folder):
-                if path != spare.folder:
-                    kept.append(_Kept(path, *_size_and_time(path)))
-        free = self.limit - spare.nbytes - sum(one.nbytes for one in kept)
-        for one in sorted(kept, key=lambda one: one.used):
+        kept = [
+            (*_time_and_size(path), path)
+            for folder in _folders(self.folder.parent)
+            for path in _folders(folder)
+            if path != spare.folder
+        ]
+        free = self.limit - spare.nbytes - sum(size for _, size, _ in kept)
+        for _, size, path in sorted(kept):
             if free >= nbytes:
                 return
-            BlockFile(one.path).delete()
-            self._files.pop(one.path, None)
-            free += one.nbytes
+            BlockFile(path).delete()
+            self._files.pop(path, None)
+            free += size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,13 +199,6 @@ class _RamCopy:
     def read(self, length: int, put: PutBlocks) -> int:
         put(0, self.blocks[: -(-length // BLOCK_TOKENS)])
         return length
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    path: Path
-    nbytes: int
-    used: float
 
 
 def model_key(path: Path, *facts: object) -> str:
@@ -234,10 +225,11 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def _size_and_time(path: Path) -> tuple[int, float]:
-    size, used = 0, 0.0
+def _time_and_size(path: Path) -> tuple[float, int]:
+    """When it was used last, in seconds since the epoch, and its bytes."""
+    used, size = 0.0, 0
     with suppress(OSError):
         for entry in os.scandir(path):
             status = entry.stat()
-            size, used = size + status.st_size, max(used, status.st_mtime)
-    return size, used
+            used, size = max(used, status.st_mtime), size + status.st_size
+    return used, size
