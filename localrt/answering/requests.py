@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localrt.drafts.choice import Drafts
 from localrt.engine.options import Options
@@ -16,12 +16,13 @@ from localrt.engine.request import MakeConstraint, MakeParser, Request
 from localrt.engine.types import Message
 from localrt.errors import ContextOverflowError, OptionError, TemplateError, TokenizerError
 from localrt.loading.parts import LoadedModel
+from localrt.models.templates.chat_template import encode_messages
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.progress import ProgressCallback
-from localrt.text.tools import TURN_ENDS
-
-if TYPE_CHECKING:
-    from localrt.text.structured import Grammars
+from localrt.text.harmony import HarmonyParser, harmony_messages, is_harmony
+from localrt.text.structured import Grammars
+from localrt.text.thinking import CLOSE, OPEN
+from localrt.text.tools import TURN_ENDS, TextParser, for_template, tool_form
 
 __all__ = ["RequestBuilder"]
 
@@ -80,10 +81,6 @@ class RequestBuilder:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """The conversation's ids, as the chat template writes it before an answer."""
-        from localrt.models.templates.chat_template import encode_messages
-        from localrt.text.harmony import harmony_messages, is_harmony
-        from localrt.text.tools import for_template
-
         template = self._template
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
@@ -148,8 +145,6 @@ class RequestBuilder:
         """What binds an answer to the schema or expression that the options give."""
         if options.json_schema is None and options.regex is None:
             return None
-        from localrt.text.structured import Grammars
-
         if self._grammars is None:
             engine = self._engine
             take_ram = engine.take_ram if engine.info.streamed else None
@@ -163,10 +158,6 @@ class RequestBuilder:
         source = self._template.tool_source
         if not source:
             return None
-        from localrt.text.harmony import HarmonyParser, is_harmony
-        from localrt.text.thinking import CLOSE, OPEN
-        from localrt.text.tools import TextParser, tool_form
-
         if is_harmony(source):
             return HarmonyParser
         end = self.tokenizer.decode(ids[-8:], skip_special=False) if OPEN in source else ""

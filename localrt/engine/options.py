@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from localrt.engine.sampling import Sampling
+from localrt.engine.sampling import Sampling, check_integer
 from localrt.errors import OptionError
 
 __all__ = ["OPTION_NAMES", "Options", "Overflow", "read_options"]
 
 Overflow = Literal["error", "drop_oldest"]
+
+_BOUNDS = (
+    ("max_tokens", 1, 1 << 31),
+    ("logprobs", 0, 100),
+    ("tree_budget", 1, 2048),
+    ("tree_depth", 1, 64),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +54,15 @@ class Options:
     regex: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and not _is_integer(self.max_tokens, 1, 1 << 31):
-            raise OptionError(f"max_tokens must be at least 1, is {self.max_tokens!r}")
-        if self.logprobs is not None and not _is_integer(self.logprobs, 0, 100):
-            raise OptionError(f"logprobs must be an integer from 0 to 100, is {self.logprobs!r}")
+        for name, low, high in _BOUNDS:
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, low, high)
         if self.overflow not in ("error", "drop_oldest"):
             raise OptionError(f"overflow must be 'error' or 'drop_oldest', is {self.overflow!r}")
         if not isinstance(self.draft, str) or not self.draft:
             raise OptionError(
                 f"draft must be 'auto', 'off', 'ngram' or the name of a model, is {self.draft!r}"
             )
-        if self.tree_budget is not None and not _is_integer(self.tree_budget, 1, 2048):
-            raise OptionError(
-                f"tree_budget must be an integer from 1 to 2048, is {self.tree_budget!r}"
-            )
-        if self.tree_depth is not None and not _is_integer(self.tree_depth, 1, 64):
-            raise OptionError(f"tree_depth must be an integer from 1 to 64, is {self.tree_depth!r}")
         if not isinstance(self.ignore_eos, bool):
             raise OptionError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
         if self.regex is not None and not (isinstance(self.regex, str) and self.regex):
@@ -98,10 +98,6 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
     if "json_schema" in rest:
         rest["json_schema"] = _schema_text(rest["json_schema"])
     return Options(sampling=sampling, **rest)
-
-
-def _is_integer(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ __all__ = [
     "Distribution",
     "Sampling",
     "adjust_logits",
+    "check_integer",
     "constrained",
     "distribution",
     "draw",
@@ -59,7 +60,7 @@ class Sampling:
         _check_number("temperature", self.temperature, 0.0, 100.0)
         if self.temperature < _GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
-        _check_integer("top_k", self.top_k, 0, 1 << 31)
+        check_integer("top_k", self.top_k, 0, 1 << 31)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("typical_p", self.typical_p, 0.0, 1.0)
@@ -67,11 +68,11 @@ class Sampling:
         _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         if self.seed is not None:
-            _check_integer("seed", self.seed, 0, (1 << 64) - 1)
+            check_integer("seed", self.seed, 0, (1 << 64) - 1)
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError(f"logit_bias must map token ids to numbers, is {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            _check_integer("logit_bias token", token, 0, 1 << 31)
+            check_integer("logit_bias token", token, 0, 1 << 31)
             if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
                 raise OptionError(f"logit_bias of token {token} must be a number, is {bias!r}")
 
@@ -86,7 +87,8 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
         raise OptionError(f"{name} must be a number from {low:g} to {high:g}, is {value!r}")
 
 
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Raise ``OptionError`` where ``value`` is not an integer within these bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise OptionError(f"{name} must be an integer from {low} to {high}, is {value!r}")
 

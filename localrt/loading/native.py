@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from math import prod
 
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import Engine, EngineInfo
-from localrt.errors import CancelledError, OptionError
-from localrt.loading.options import LoadOptions
+from localrt.errors import OptionError
+from localrt.loading.options import LoadOptions, byte_counter
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import load_decoder, read_config
@@ -22,14 +21,13 @@ from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.account import (
     check_fits,
     longest_context,
-    placed_forecast,
     resident_account,
     resident_forecast,
     weight_nbytes,
 )
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
-from localrt.progress import Progress, ProgressCallback
+from localrt.progress import ProgressCallback
 from localrt.quant.ops.choose import make_ops
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Ops
@@ -66,7 +64,7 @@ def load_native(
     )
     infos = checkpoint.tensors.values()
 
-    def engine_info(config: DecoderConfig, *, streamed: bool = False) -> EngineInfo:
+    def describe(config: DecoderConfig, streamed: bool) -> EngineInfo:
         return EngineInfo(
             engine="native",
             architecture=config.architecture,
@@ -85,29 +83,18 @@ def load_native(
         raise OptionError(f"device {options.device} computes on the compiled CPU kernels only")
     if virtual or _must_stream(checkpoint, config, ops, options):
         # Brings the planner, which a model in memory does without.
-        from localrt.loading.placing import open_placed
+        from localrt.loading.placing import load_placed
 
-        placed = open_placed(
+        return load_placed(
             checkpoint,
             ops,
             options,
             settings=settings,
             notes=notes,
+            describe=describe,
             progress=progress,
             cancel=cancel,
-            count_bytes=lambda total: _byte_counter(total, progress, cancel),
         )
-        plan = placed.plan
-        engine = NativeEngine(
-            placed.decoder,
-            engine_info(placed.decoder.config, streamed=True),
-            pass_rows=plan.placement.prefill_rows,
-            forecaster=placed.forecaster,
-            ssd_bytes_s=placed.ssd_bytes_s,
-            plan=plan,
-            ram=placed_forecast(plan.memory, plan.request.shape, plan.request.budgets.ram),
-        )
-        return engine, placed.ctx
     ctx = _fit_context(checkpoint, config, ops, options, notes)
     if options.ctx != ctx:
         config = read_config(checkpoint, context=ctx)
@@ -115,9 +102,9 @@ def load_native(
     forecast = resident_forecast(
         checkpoint, config, ops, rss=current_rss(), budget=ram_budget(options.ram)
     )
-    decoder = load_decoder(checkpoint, ops, config, on_bytes=_byte_counter(total, progress, cancel))
+    decoder = load_decoder(checkpoint, ops, config, on_bytes=byte_counter(total, progress, cancel))
     return_free_memory()  # of what was read
-    return NativeEngine(decoder, engine_info(config), ram=forecast), ctx
+    return NativeEngine(decoder, describe(config, streamed=False), ram=forecast), ctx
 
 
 def _must_stream(
@@ -184,19 +171,3 @@ def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:
         if len(info.shape) == 2 and "embed_tokens" not in info.name:
             bytes_of[info.format.name] += info.nbytes
     return bytes_of.most_common(1)[0][0] if bytes_of else "packed"
-
-
-def _byte_counter(
-    total: int, progress: ProgressCallback | None, cancel: threading.Event | None
-) -> Callable[[int], None]:
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if cancel is not None and cancel.is_set():
-            raise CancelledError("loading was cancelled")
-        if progress is not None:
-            progress(Progress("load", done, total, "bytes"))
-
-    return count

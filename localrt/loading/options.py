@@ -1,12 +1,15 @@
-"""The options that a model is loaded with, checked."""
+"""What loading is given: checked options, and whom to tell how far it is."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from localrt.errors import OptionError
+from localrt.errors import CancelledError, OptionError
+from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["LoadOptions"]
+__all__ = ["LoadOptions", "byte_counter"]
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
@@ -55,3 +58,20 @@ class LoadOptions:
                 raise OptionError(f"{name} must be an integer, is {value!r}")
             if value is not None and value < 1:
                 raise OptionError(f"{name} must be at least 1, is {value}")
+
+
+def byte_counter(
+    total: int, progress: ProgressCallback | None, cancel: threading.Event | None
+) -> Callable[[int], None]:
+    """What reports ``total`` bytes to load as they come, and raises where ``cancel`` is set."""
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("loading was cancelled")
+        if progress is not None:
+            progress(Progress("load", done, total, "bytes"))
+
+    return count

@@ -1,4 +1,4 @@
-"""From a model that is larger than its memory budget to a decoder that streams what does not fit.
+"""From a model that is larger than its memory budget to an engine that streams what does not fit.
 
 It packs the model once, measures the machine once, asks the planner, and opens the pipeline. It
 knows neither kernels nor schedules.
@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from localrt.engine.protocol import Forecast, Forecaster, Rates
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.errors import StorageError
 from localrt.loading.cards import open_card
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
-from localrt.loading.options import LoadOptions
+from localrt.loading.options import LoadOptions, byte_counter
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
 from localrt.models.checkpoints.unit_memory import StoreDiscardedError
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
-from localrt.offload.account import GROWTH_NBYTES, LOADING_NBYTES, MARGIN_NBYTES, SOLVER_NBYTES
+from localrt.offload.account import (
+    GROWTH_NBYTES,
+    LOADING_NBYTES,
+    MARGIN_NBYTES,
+    SOLVER_NBYTES,
+    placed_forecast,
+)
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.memory.process import current_rss, ram_budget
@@ -42,43 +49,28 @@ from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
 from localrt.settings import Settings
 
-__all__ = ["PlacedModel", "open_placed"]
+__all__ = ["load_placed"]
 
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedModel:
-    """A streaming decoder, the plan that it follows, and its context length.
-
-    ``forecaster`` predicts for a rate of the disk; ``ssd_bytes_s`` is what it had on loading.
-    """
-
-    decoder: Decoder
-    plan: Plan
-    forecaster: Forecaster
-    ssd_bytes_s: float
-    ctx: int
-
-
-def open_placed(
+def load_placed(
     checkpoint: Checkpoint,
     ops: Ops,
     options: LoadOptions,
     *,
     settings: Settings,
     notes: list[str],
+    describe: Callable[[DecoderConfig, bool], EngineInfo],
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
-    count_bytes: Callable[[int], Callable[[int], None]],
-) -> PlacedModel:
-    """Open ``checkpoint`` within a budget for the whole process.
+) -> tuple[NativeEngine, int]:
+    """The engine of ``checkpoint`` within a budget for the whole process, and its context length.
 
     The device of ``options`` is a card for the part of the work that it is better at: the one that
     ``ops`` computes on, or ``virtual:CARD``. Without a ``ctx`` the context is the model's own, or
-    what fits with all weights streamed. ``count_bytes`` makes a counter for a number of bytes to
-    load.
+    what fits with all weights streamed. ``describe`` is told whether they are.
 
     Raises:
         MemoryBudgetError: the budget is too small even so; says the least that would do.
@@ -153,7 +145,7 @@ def open_placed(
             budget=plan.for_weights_and_caches(),
             shortage=MemoryPressure(free_vram=card.free_memory),
             kv_tier=kv_tier,
-            on_bytes=count_bytes(resident),
+            on_bytes=byte_counter(resident, progress, cancel),
         )
 
     try:
@@ -162,7 +154,16 @@ def open_placed(
         notes.append("the packed copy was damaged and has been made again")
         streamed = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
     rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
-    return PlacedModel(Decoder(streamed), plan, _forecaster(plan, streamed), rate, choice.ctx)
+    engine = NativeEngine(
+        Decoder(streamed),
+        describe(config, True),
+        pass_rows=plan.placement.prefill_rows,
+        forecaster=_forecaster(plan, streamed),
+        ssd_bytes_s=rate,
+        plan=plan,
+        ram=placed_forecast(plan.memory, plan.request.shape, plan.request.budgets.ram),
+    )
+    return engine, choice.ctx
 
 
 def _kv_tier(

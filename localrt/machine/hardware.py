@@ -7,13 +7,19 @@ knows no model, and imports neither torch nor, outside the memory measurement, n
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from localrt.offload.memory.state import MemoryState, memory_state
 
@@ -89,7 +95,7 @@ class Machine:
     memory: MemoryState
     gpus: tuple[Gpu, ...] = ()
     memory_read_bytes_s: float | None = None
-    disk: DiskSpeed | None = field(default=None)
+    disk: DiskSpeed | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same names as a plain dictionary."""
@@ -127,10 +133,6 @@ def measure_disk_read(folder: Path, size: int = _SAMPLE_BYTES) -> DiskSpeed:
     Raises:
         OSError: ``folder`` cannot be written, or its disk is full.
     """
-    import mmap
-    import tempfile
-    import time
-
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".localrt-speed-") as file:
         block = os.urandom(_BLOCK)  # not compressible: some disks would cheat
         for _ in range(max(1, size // _BLOCK)):
@@ -154,10 +156,7 @@ def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float
 
     It is the floor of decoding: a token cannot take less time than its weights take to be read.
     """
-    import time
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
+    import numpy as np  # for those who measure
 
     data = np.ones(size // 4, np.float32)
     parts = np.array_split(data, threads)
@@ -177,8 +176,6 @@ def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float
 
 
 def _cpu(root: Path) -> Cpu:
-    import psutil
-
     logical = psutil.cpu_count() or 1
     # Only some systems can restrict a process to some cores.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
@@ -267,7 +264,7 @@ def _open_uncached(path: Path, written: int) -> tuple[int, str]:
         os.posix_fadvise(written, 0, 0, os.POSIX_FADV_DONTNEED)
         return descriptor, "dropped from cache"
     if sys.platform == "darwin":
-        import fcntl
+        import fcntl  # Windows has none
 
         fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
         return descriptor, "uncached"

@@ -24,10 +24,11 @@ from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["machine_profile", "main"]
+__all__ = ["fingerprint", "machine_profile", "main"]
 
 _TIMEOUT_S = 120.0
 _LEAST_WORKING_SET = 8 << 20
+_DISKS = "disks.json"
 
 
 def machine_profile(
@@ -47,16 +48,21 @@ def machine_profile(
         MissingExtraError: the kernels are not compiled.
         OSError: the disk cannot be read.
     """
-    wanted = sorted(set(formats))
+    cache, wanted = settings.cache_dir, sorted(set(formats))
     memory = WORKING_SET if room is None else min(room - MEASURING_NBYTES, WORKING_SET)
-    if remeasure or not _is_known(folder, settings, wanted, memory):
+    if remeasure or not _is_known(folder, cache, wanted, memory):
         if memory < _LEAST_WORKING_SET:
-            known = known_machine(settings.cache_dir, folder)
-            disk = _known_disk(folder, settings.cache_dir) or DiskProfile.assumed()
-            return disk, known or typical_machine()
-        done = _measure_aside(folder, settings, wanted, remeasure, memory)
+            disk = _known_disk(folder, cache) or DiskProfile.assumed()
+            return disk, known_machine(cache, folder) or typical_machine()
+        done = _measure_aside(folder, cache, wanted, remeasure, memory)
         remeasure = remeasure and not done
-    return _measured(folder, settings, wanted, remeasure=remeasure, working_set=memory)
+    return _measured(folder, cache, wanted, remeasure=remeasure, working_set=memory)
+
+
+def fingerprint() -> list[str]:
+    """What rates depend on, beside the kernels: another processor or version measures again."""
+    cpu = hardware.probe().cpu
+    return [cpu.name, *cpu.features, str(cpu.usable_cores), __version__]
 
 
 def main(arguments: list[str]) -> None:
@@ -66,20 +72,13 @@ def main(arguments: list[str]) -> None:
 
 
 def _measured(
-    folder: Path,
-    where: Settings | Path,
-    formats: list[str],
-    *,
-    remeasure: bool = False,
-    working_set: int = WORKING_SET,
+    folder: Path, cache: Path, formats: list[str], *, remeasure: bool, working_set: int
 ) -> tuple[DiskProfile, MachineProfile]:
-    cache = where if isinstance(where, Path) else where.cache_dir
-    cpu = hardware.probe().cpu
     machine = measure_machine(
         folder,
         cache=cache,
         disk_speed=lambda path: _disk(path, cache, remeasure=remeasure),
-        identity=[cpu.name, *cpu.features, str(cpu.usable_cores), __version__],
+        identity=fingerprint(),
         formats=formats,
         remeasure=remeasure,
         working_set=working_set,
@@ -87,9 +86,9 @@ def _measured(
     return _disk(folder, cache), machine
 
 
-def _is_known(folder: Path, settings: Settings, formats: list[str], memory: int) -> bool:
+def _is_known(folder: Path, cache: Path, formats: list[str], memory: int) -> bool:
     """Whether nothing would be measured; a guess, for the measuring itself decides."""
-    known, disks = _read(settings.cache_dir / "machine.json"), _read(_disk_path(settings.cache_dir))
+    known, disks = _read(cache / "machine.json"), _read(cache / _DISKS)
     device = str(folder.stat().st_dev)
     return (
         device in disks
@@ -100,7 +99,7 @@ def _is_known(folder: Path, settings: Settings, formats: list[str], memory: int)
 
 
 def _measure_aside(
-    folder: Path, settings: Settings, formats: list[str], remeasure: bool, memory: int
+    folder: Path, cache: Path, formats: list[str], remeasure: bool, memory: int
 ) -> bool:
     """Whether it was done."""
     if getattr(sys, "frozen", False):
@@ -110,7 +109,7 @@ def _measure_aside(
         "import sys; sys.path.insert(0, sys.argv[1]); "
         "from localrt.machine.measuring import main; main(sys.argv[2:])"
     )
-    job = json.dumps([str(folder), str(settings.cache_dir), formats, remeasure, memory])
+    job = json.dumps([str(folder), str(cache), formats, remeasure, memory])
     try:
         done = subprocess.run(
             [sys.executable, "-c", start, root, job],
@@ -129,7 +128,7 @@ def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
     """How the disk of ``folder`` is read best, by the files that lie in it."""
     if not remeasure and (found := _known_disk(folder, cache)) is not None:
         return found
-    path, device = _disk_path(cache), str(folder.stat().st_dev)
+    path, device = cache / _DISKS, str(folder.stat().st_dev)
     profile, known = measure_disk(_large_files(folder)), _read(path)
     with suppress(OSError):  # a cache that cannot be written is measured again
         cache.mkdir(parents=True, exist_ok=True)
@@ -139,7 +138,7 @@ def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
 
 def _known_disk(folder: Path, cache: Path) -> DiskProfile | None:
     """As it was measured before."""
-    known = _read(_disk_path(cache))
+    known = _read(cache / _DISKS)
     with suppress(KeyError, TypeError, ValueError):
         return DiskProfile.from_dict(known[str(folder.stat().st_dev)])
     return None
@@ -153,10 +152,6 @@ def _large_files(folder: Path) -> list[Path]:
         (path for path in folder.iterdir() if path.is_file() and path.stat().st_size >= 1 << 20),
         key=lambda path: path.name,
     )
-
-
-def _disk_path(cache: Path) -> Path:
-    return cache / "disks.json"
 
 
 def _read(path: Path) -> dict[str, Any]:

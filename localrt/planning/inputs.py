@@ -23,7 +23,7 @@ from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.machine import hardware
-from localrt.machine.measuring import machine_profile
+from localrt.machine.measuring import fingerprint, machine_profile
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.memory.state import memory_state
 from localrt.offload.planner import Budgets, MachineProfile, ModelShape
@@ -43,7 +43,6 @@ from localrt.offload.shapes import shape_from_checkpoint
 from localrt.quant.formats import FORMATS
 from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
-from localrt.version import __version__
 
 __all__ = [
     "Hardware",
@@ -224,12 +223,11 @@ def _large_enough(path: Path) -> bool:
 
 def _kernels(settings: Settings, formats: set[str], remeasure: bool) -> MachineProfile:
     settings.cache_dir.mkdir(parents=True, exist_ok=True)
-    cpu = hardware.probe().cpu
     return measure_machine(
         settings.cache_dir,
         cache=settings.cache_dir,
         disk_speed=None,
-        identity=[cpu.name, *cpu.features, str(cpu.usable_cores), __version__],
+        identity=fingerprint(),
         formats=formats,
         remeasure=remeasure,
     )

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import psutil
+
 from localrt.engine.llamacpp.library import Library, load_library
 from localrt.engine.protocol import EngineInfo
 from localrt.errors import (
@@ -121,8 +123,9 @@ class LlamaCppModel:
             api.llama_model_free(handle)
             raise UnsupportedModelError(f"{path.name} is not a model that continues text")
 
+        cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         info = _describe(api, handle, "cuda" if on_gpu else "cpu")
-        model = cls(library, handle, info, threads=threads or _physical_cores(), settings=settings)
+        model = cls(library, handle, info, threads=threads or cores, settings=settings)
         try:
             if ctx is not None:
                 model.check_cache_fits(ctx)
@@ -222,12 +225,6 @@ def _use_gpu(api: Any, device: str) -> bool:
             " CUDA build of it"
         )
     return can and device != "cpu"
-
-
-def _physical_cores() -> int:
-    import psutil
-
-    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 def _metadata(api: Any, model: Any, key: str) -> str | None:
