@@ -44,25 +44,21 @@ def parse_size(size: str | int) -> int:
 
 def format_bytes(count: float) -> str:
     """A size for people, in decimal units with two or three digits: ``"98 MB"``, ``"1.1 GB"``."""
-    value, sign = abs(count), "-" if count < 0 else ""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    digits = 1 if value < 9.95 and unit != "B" else 0
-    text = f"{value:.{digits}f}".removesuffix(".0")
-    return f"{sign}{text} {unit}"
+    text, unit = _scaled(abs(count), ("B", "kB", "MB", "GB", "TB"))
+    return f"{'-' if count < 0 else ''}{text.removesuffix('.0')} {unit}"
 
 
 def format_count(count: int) -> str:
     """A large count for people: ``"135 M"`` parameters, ``"49 k"`` tokens."""
-    value = float(count)
-    for unit in ("", "k", "M", "B"):
-        if value < 999.5 or unit == "B":
-            break
-        value /= 1000
-    digits = 1 if value < 9.95 and unit else 0
-    return f"{value:.{digits}f} {unit}".rstrip()
+    return " ".join(_scaled(count, ("", "k", "M", "B"))).rstrip()
+
+
+def _scaled(value: float, units: Sequence[str]) -> tuple[str, str]:
+    """Two or three digits of ``value`` in the unit, of steps of 1000, that suits it."""
+    step = 0
+    while value >= 999.5 and step < len(units) - 1:
+        value, step = value / 1000, step + 1
+    return f"{value:.{1 if value < 9.95 and step else 0}f}", units[step]
 
 
 def format_rate(rate: float | None) -> str:

@@ -24,7 +24,7 @@ from localrt.models.timing import Clock, PipelineCounts
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
     from localrt.offload.planner import Plan
-    from localrt.quant.ops.kv import Bytes
+    from localrt.quant.ops.kv import BlockCache, Bytes
     from localrt.speculative.tree import TokenTree
 
 __all__ = [
@@ -193,18 +193,14 @@ class EngineSession(ABC):
     # -- saving the cache ------------------------------------------------------------------------
 
     @property
-    def kv_layout(self) -> str:
-        """What the bytes of ``take_blocks`` mean; empty: the cache cannot be taken out."""
-        return ""
+    def blocks(self) -> BlockCache | None:
+        """The cache, to be read before the next pass; None: it cannot be taken out."""
+        return None
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of 256 tokens."""
-        raise NotImplementedError
-
-    def take_blocks(self, first: int, count: int) -> Bytes:
-        """Blocks as (count, block_bytes), to be used before the next pass."""
-        raise NotImplementedError
+    def kv_layout(self) -> str:
+        """What the bytes of ``blocks`` mean."""
+        return ""
 
     def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
         """Hold ``tokens`` instead of what is held: ``read(put)`` gives the blocks, and returns how

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -33,18 +32,16 @@ from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
+from localrt.offload.account import PREFILL_ROWS, RamForecast
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:
-    from localrt.offload.account import RamForecast
     from localrt.offload.planner import Plan
 
 __all__ = ["NativeEngine"]
 
-# Rows of one prefill pass: enough for the matrix units, few enough for progress and small scratch.
-_PREFILL_ROWS = 512
 # Rows whose logits are made at once where all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
 
@@ -64,7 +61,7 @@ class NativeEngine(Engine):
         decoder: Decoder,
         info: EngineInfo,
         *,
-        pass_rows: int = _PREFILL_ROWS,
+        pass_rows: int = PREFILL_ROWS,
         forecaster: Forecaster | None = None,
         ssd_bytes_s: float = 0.0,
         plan: Plan | None = None,
@@ -137,32 +134,34 @@ class NativeEngine(Engine):
         self, texts: Sequence[Sequence[int]], *, check: Check | None = None
     ) -> Generator[tuple[int, Logits], None, None]:
         """See ``Engine``. Texts share passes; long ones go on from pass to pass."""
-        weights, eps = self.final_norm()
-        waiting = deque(range(len(texts)))
-        unfinished: tuple[int, KVCache] | None = None
-        while waiting or unfinished is not None:
-            room = self.pass_rows
-            parts: list[tuple[int, KVCache, Sequence[int]]] = []
-            while room and (waiting or unfinished is not None):
-                if unfinished is None:
-                    index = waiting.popleft()
-                    unfinished = index, self.cache(len(texts[index]))
-                index, cache = unfinished
-                piece = texts[index][cache.length : cache.length + room]
+        parts: list[tuple[int, KVCache, Sequence[int]]] = []
+        room = self.pass_rows
+        for index, ids in enumerate(texts):
+            cache, done = self.cache(len(ids)), 0
+            while done < len(ids):
+                piece = ids[done : done + room]
                 parts.append((index, cache, piece))
-                room -= len(piece)
-                if cache.length + len(piece) < len(texts[index]):
-                    break
-                unfinished = None
-            rows = np.empty((sum(len(piece) for _, _, piece in parts), len(weights)), np.float32)
-            batch = Batch.extend([(cache, piece) for _, cache, piece in parts])
-            self.run(batch, rows=[], check=check, features=rows)
-            scale = np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
-            rows = rows / scale * weights
-            at = 0
-            for index, _, piece in parts:
-                yield index, rows[at : at + len(piece)]
-                at += len(piece)
+                done, room = done + len(piece), room - len(piece)
+                if not room:
+                    yield from self._normed_states(parts, check)
+                    parts, room = [], self.pass_rows
+        if parts:
+            yield from self._normed_states(parts, check)
+
+    def _normed_states(
+        self, parts: Sequence[tuple[int, KVCache, Sequence[int]]], check: Check | None
+    ) -> Iterator[tuple[int, Logits]]:
+        """One pass; what belongs to each of its parts, after the final norm."""
+        weights, eps = self.final_norm()
+        rows = np.empty((sum(len(piece) for _, _, piece in parts), len(weights)), np.float32)
+        batch = Batch.extend([(cache, piece) for _, cache, piece in parts])
+        self.run(batch, rows=[], check=check, features=rows)
+        scale = np.sqrt(np.square(rows).mean(axis=1, keepdims=True) + eps)
+        rows = rows / scale * weights
+        at = 0
+        for index, _, piece in parts:
+            yield index, rows[at : at + len(piece)]
+            at += len(piece)
 
     @contextmanager
     def alone(self) -> Iterator[Ops]:

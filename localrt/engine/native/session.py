@@ -12,7 +12,7 @@ from localrt.engine.native.ram_meter import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits, PutBlocks
 from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts
-from localrt.quant.ops.kv import BlockCache, Bytes
+from localrt.quant.ops.kv import BlockCache
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.tree import TokenTree
 
@@ -149,26 +149,20 @@ class NativeSession(EngineSession):
         del self._tokens[length:]
 
     @property
-    def kv_layout(self) -> str:
+    def blocks(self) -> BlockCache | None:
         """See ``EngineSession``."""
-        blocks = self._blocks
-        layout = "" if blocks is None else blocks.kv_layout
-        return f"{layout} {self._attention_key}" if layout else ""
+        cache: object = self._cache
+        return cache if isinstance(cache, BlockCache) and cache.kv_layout else None
 
     @property
-    def block_bytes(self) -> int:
+    def kv_layout(self) -> str:
         """See ``EngineSession``."""
-        assert self._blocks is not None, "who has a layout has blocks"
-        return self._blocks.block_bytes
-
-    def take_blocks(self, first: int, count: int) -> Bytes:
-        """See ``EngineSession``."""
-        assert self._blocks is not None, "who has a layout has blocks"
-        return self._blocks.take_blocks(first, count)
+        blocks = self.blocks
+        return "" if blocks is None else f"{blocks.kv_layout} {self._attention_key}"
 
     def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
         """See ``EngineSession``."""
-        blocks = self._blocks
+        blocks = self.blocks
         if blocks is None:
             return 0
         self.trim(0)
@@ -178,11 +172,6 @@ class NativeSession(EngineSession):
         blocks.advance(held)
         self._tokens = list(tokens[:held])
         return held
-
-    @property
-    def _blocks(self) -> BlockCache | None:
-        cache: object = self._cache
-        return cache if isinstance(cache, BlockCache) else None
 
     def close(self) -> None:
         """Free the cache."""

@@ -49,11 +49,12 @@ class PromptCache:
         Raises:
             StorageError: the disk is full or fails; the session is as it was.
         """
-        if not session.kv_layout:
+        blocks = session.blocks
+        if blocks is None:
             return 0
         with self._lock:
             return self._write(
-                session.tokens, session.kv_layout, session.block_bytes, session.take_blocks
+                session.tokens, session.kv_layout, blocks.block_bytes, blocks.take_blocks
             )
 
     def hold(self, session: EngineSession) -> int:
@@ -61,12 +62,10 @@ class PromptCache:
 
         It stays until it is restored, or until ``settle``.
         """
-        if not session.kv_layout:
+        tokens, cache = np.array(session.tokens, np.int64), session.blocks
+        if cache is None or len(tokens) < _LEAST_TOKENS:
             return 0
-        tokens = np.array(session.tokens, np.int64)
-        if len(tokens) < _LEAST_TOKENS:
-            return 0
-        blocks = session.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
+        blocks = cache.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
         with self._lock:
             self._in_ram.append(_RamCopy(tokens, session.kv_layout, blocks))
         return blocks.nbytes
@@ -90,7 +89,7 @@ class PromptCache:
 
         Returns the tokens that it got; 0 where it stays as it was.
         """
-        if not session.kv_layout:
+        if session.blocks is None:
             return 0
         wanted = np.asarray(prompt, np.int64)
         held = common_prefix(session.tokens, wanted)
