@@ -14,6 +14,7 @@ import localrt
 from localrt.answering.budgets import Budgets
 from localrt.answering.status import LaneUse, MemoryUse, Status
 from localrt.answering.watching import last_pass
+from localrt.models.residency import Residency
 from localrt.models.timing import Task
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
@@ -204,12 +205,13 @@ def test_recording_follows_the_wish(tmp_path: Path) -> None:
 
     asked: list[int | None] = []
 
-    class Tracing(ScriptedEngine):
-        def trace(self, keep: int | None = None) -> list[Task]:
+    class Tracing(Residency):
+        def tasks(self, keep: int | None = None) -> list[Task]:
             asked.append(keep)
             return a_pass(0.0)
 
-    engine = Tracing()
+    engine = ScriptedEngine()
+    engine.residency = Tracing()
     watch = Watch(engine, Budgets(engine, ram=None, gpu_memory=None), ctx=1)
     assert watch.status().last_pass is None
     assert asked == []

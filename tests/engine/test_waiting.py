@@ -103,7 +103,7 @@ def test_short_of_memory_those_expected_last_go_first() -> None:
     kept.waits(quick, "quick")
     kept.waits(slow, "slow")
     kept._room = lambda: 0
-    assert kept.make_room(50) == 100
+    assert kept.make_room() == 100
     assert slow.parked.is_set()
     assert not quick.parked.is_set()
     kept.close()
@@ -113,7 +113,7 @@ def test_what_cannot_be_parked_stays() -> None:
     kept = keeper(room=0)
     waiter = Waiter(parks=False)
     kept.waits(waiter)
-    assert kept.make_room(10) == 0
+    assert kept.make_room() == 0
     kept.returns(waiter)
 
 
