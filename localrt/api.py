@@ -153,7 +153,7 @@ class Model(Closing):
             TokenizerError: the model has no tokenizer, and not only ``token_ids`` are given.
             LocalrtError: what else goes wrong, when it does.
         """
-        request = self._core.request(
+        request = self._core.requests.make(
             prompt,
             options,
             token_ids=token_ids,

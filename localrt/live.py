@@ -59,7 +59,7 @@ class LiveModel(Closing):
         Raises:
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
         """
-        request = self._core.request(
+        request = self._core.requests.make(
             prompt, options, token_ids=token_ids, raw=raw, tools=tools, cancel=cancel
         )
         return self._live.submit(request, client=client, notify=notify)

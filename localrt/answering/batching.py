@@ -55,7 +55,7 @@ def stream_batch(
     unusable: list[tuple[int, Chunk]] = []
     for index, (prompt, ids) in enumerate(_prompts(prompts, token_ids)):
         try:
-            request = core.request(
+            request = core.requests.make(
                 prompt, options, token_ids=ids, raw=raw, tools=tools, cancel=cancel
             )
             request.check(ctx=core.ctx, vocab_size=core.info.vocab_size)

@@ -122,39 +122,11 @@ class Core:
         )
         self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
         self.parking = Parking(parts.engine, prompts, self.budgets)
-        self.requests = RequestBuilder(parts, drafts)
+        self.requests = RequestBuilder(parts, self.defaults, drafts)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
         self.watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
         self._chats: WeakSet[KvChatCache] = WeakSet()
-
-    # -- requests --------------------------------------------------------------------------------
-
-    def request(
-        self,
-        prompt: str | Sequence[Message] | None,
-        options: Mapping[str, Any],
-        *,
-        token_ids: Sequence[int] | None = None,
-        raw: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        cancel: threading.Event | None = None,
-        on_progress: ProgressCallback | None = None,
-    ) -> Request:
-        """What ``Model.stream`` takes, checked and in tokens.
-
-        Raises:
-            LocalrtError: the prompt or an option cannot be used.
-        """
-        return self.requests.make(
-            prompt,
-            read_options(self.defaults, options),
-            token_ids=token_ids,
-            raw=raw,
-            tools=tools,
-            cancel=cancel,
-            on_progress=on_progress,
-        )
 
     def stream(self, request: Request) -> Iterator[Chunk]:
         """Its chunks, on a session of the pool."""
@@ -212,7 +184,7 @@ class Core:
         self.close()
         gone = "the model is closed: load it again"
         self.parts = replace(self.parts, tokenizer=None, tokenizer_problem=gone)
-        self.drafts, self.requests = None, RequestBuilder(self.parts)
+        self.drafts, self.requests = None, RequestBuilder(self.parts, self.defaults)
         gc.collect()
         return_free_memory()
 
@@ -262,7 +234,7 @@ class KvChatCache:
         try:
             if self._session is None:
                 self._session = core.new_session()
-            request = core.request(
+            request = core.requests.make(
                 messages, options, tools=tools, cancel=cancel, on_progress=on_progress
             )
             request = replace(request, restore=parking.restore)

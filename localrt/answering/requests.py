@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from localrt.drafts.choice import Drafts
-from localrt.engine.options import Options
+from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, MakeParser, Request
 from localrt.engine.types import Message
 from localrt.errors import ContextOverflowError, OptionError, TemplateError, TokenizerError
@@ -31,16 +30,20 @@ _ANSWER_SHARE = 4
 
 
 class RequestBuilder:
-    """Of the model with ``parts``, for which ``drafts`` guess. Thread-safe."""
+    """Of the model with ``parts``, for which ``drafts`` guess. Thread-safe.
 
-    def __init__(self, parts: LoadedModel, drafts: Drafts | None = None) -> None:
+    ``defaults`` are the options of requests that say nothing else.
+    """
+
+    def __init__(
+        self, parts: LoadedModel, defaults: Mapping[str, Any], drafts: Drafts | None = None
+    ) -> None:
+        self._parts = parts
+        self._defaults = defaults
         self._drafts = drafts
         self._engine = parts.engine
         self._tokenizer = parts.tokenizer
-        self._problem = parts.tokenizer_problem
         self._template = parts.template
-        self._eos_ids = parts.eos_ids
-        self._ctx = parts.ctx
         self._grammars: Grammars | None = None
         self._chat_ends: frozenset[int] | None = None
 
@@ -52,13 +55,13 @@ class RequestBuilder:
             TokenizerError: it has none.
         """
         if self._tokenizer is None:
-            raise TokenizerError(self._problem)
+            raise TokenizerError(self._parts.tokenizer_problem)
         return self._tokenizer
 
     def make(
         self,
         prompt: str | Sequence[Message] | None,
-        options: Options,
+        options: Mapping[str, Any],
         *,
         token_ids: Sequence[int] | None = None,
         raw: bool = False,
@@ -66,16 +69,33 @@ class RequestBuilder:
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> Request:
-        """See ``Model.stream``.
+        """What ``Model.stream`` takes, checked and in tokens.
 
         Raises:
             LocalrtError: the prompt or an option cannot be used.
         """
-        ids = self._prompt_ids(prompt, token_ids, raw, tools, options)
+        chosen = read_options(self._defaults, options)
+        ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen)
         chat = not raw and token_ids is None
-        if chat:
-            options = self._with_template_stops(options)
-        return self._request(ids, options, cancel, on_progress, tools=tools, chat=chat)
+        # A plain chat format ends an answer by what begins the next turn.
+        stops = (*chosen.stop, *self._template.stop_strings) if chat else chosen.stop
+        if stops and self._tokenizer is None:
+            raise TokenizerError("stop strings need a tokenizer, and the model has none")
+        constraint = self._constraint(chosen)
+        return Request(
+            prompt=ids,
+            sampling=chosen.sampling,
+            max_tokens=chosen.max_tokens,
+            stop=stops,
+            eos_ids=frozenset() if chosen.ignore_eos else self._ends(chat),
+            logprobs=chosen.logprobs,
+            exactness=self._engine.info.exactness,
+            speculation=None if self._drafts is None else self._drafts.speculation(chosen),
+            constraint=constraint,
+            parser=self._parser(ids, tools, constraint is None) if chat else None,
+            cancel=cancel or threading.Event(),
+            on_progress=on_progress,
+        )
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -97,48 +117,14 @@ class RequestBuilder:
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _with_template_stops(self, options: Options) -> Options:
-        """A plain chat format ends an answer by what begins the next turn."""
-        stops = self._template.stop_strings
-        return replace(options, stop=(*options.stop, *stops)) if stops else options
-
-    def _request(
-        self,
-        ids: Sequence[int],
-        options: Options,
-        cancel: threading.Event | None,
-        on_progress: ProgressCallback | None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat: bool = False,
-    ) -> Request:
-        """A request with the prompt ``ids``; ``chat`` says that the chat template wrote them."""
-        stops = options.stop
-        if stops and self._tokenizer is None:
-            raise TokenizerError("stop strings need a tokenizer, and the model has none")
-        return Request(
-            prompt=ids,
-            sampling=options.sampling,
-            max_tokens=options.max_tokens,
-            stop=stops,
-            eos_ids=frozenset() if options.ignore_eos else self._ends(chat),
-            logprobs=options.logprobs,
-            exactness=self._engine.info.exactness,
-            speculation=None if self._drafts is None else self._drafts.speculation(options),
-            constraint=(constraint := self._constraint(options)),
-            parser=self._parser(ids, tools, constraint is None) if chat else None,
-            cancel=cancel or threading.Event(),
-            on_progress=on_progress,
-        )
-
     def _ends(self, chat: bool) -> frozenset[int]:
         """The ids that end an answer; those that hand over to a tool are not always declared."""
         tokenizer = self._tokenizer
         if not chat or tokenizer is None or not self._template.tool_source:
-            return self._eos_ids
+            return self._parts.eos_ids
         if self._chat_ends is None:
             found = {tokenizer.token_id(name) for name in TURN_ENDS}
-            self._chat_ends = self._eos_ids | (tokenizer.special_ids & found)
+            self._chat_ends = self._parts.eos_ids | (tokenizer.special_ids & found)
         return self._chat_ends
 
     def _constraint(self, options: Options) -> MakeConstraint | None:
@@ -207,7 +193,7 @@ class RequestBuilder:
         ids = self.render(messages, tools)
         if options.overflow == "error":
             return ids
-        ctx = self._ctx
+        ctx = self._parts.ctx
         room = ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
         start = head

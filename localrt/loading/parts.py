@@ -170,7 +170,7 @@ def _pooling(checkpoint: Checkpoint) -> str:
         kinds = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
         named = checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type")
         return kinds.get(named, "") if isinstance(named, int) else ""
-    from localrt.models.tokenizers.hf import read_json
+    from localrt.models.tokenizers.hf import read_json  # a tokenizer that GGUF files do not need
 
     config = read_json(checkpoint.path / "1_Pooling" / "config.json")
     modes = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}

@@ -7,7 +7,7 @@ judged by its size or its config. No weight is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localrt.errors import MemoryBudgetError, UnsupportedModelError
@@ -98,15 +98,10 @@ def preview(
         return _whole(_size(path), budget)
     machine, vram = _on_device(unmeasured_machine(path, settings), device, gpu_memory)
     budgets = budgets_of(machine, budget, vram)
-    kept = parse_kv_format(kv_format or "bf16")
-
-    def has_plan(tokens: int) -> bool:
-        return fits(
-            PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=tokens, kv_format=kept)
-        )
-
-    # Loading takes the context that fits.
-    held = ctx or longest_context(min(_CTX, shape.context_length), has_plan)
+    kept, held = parse_kv_format(kv_format or "bf16"), ctx or min(_CTX, shape.context_length)
+    asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=held, kv_format=kept)
+    if ctx is None:  # loading takes the context that fits
+        held = longest_context(held, lambda tokens: fits(replace(asked, ctx=tokens)))
     try:
         plan = make_plan(shape, machine, budgets, ctx=held, kv_format=kept, solver="greedy")
     except MemoryBudgetError as error:
