@@ -89,7 +89,7 @@ from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.formats import unpack
 from localrt.engine.sampling import Sampling, distribution, draw
-from localrt.engine.loop import common_prefix
+from localrt.models.prefix import common_prefix
 from localrt.quant.ops.native.abi import find_library
 import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory.state
 import localrt.chat, localrt.api

@@ -17,7 +17,7 @@ from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.progress import Progress
 
-__all__ = ["common_prefix", "generate"]
+__all__ = ["generate"]
 
 
 def generate(

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from localrt.engine.loop import common_prefix, generate
+from localrt.engine.loop import generate
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
 from localrt.errors import ContextOverflowError, OptionError
+from localrt.models.prefix import common_prefix
 from localrt.progress import Progress
 from tests.engine.fake_session import ByteTokenizer, ScriptedSession
 
