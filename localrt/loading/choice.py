@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from localrt.offload.account import FIRST_CONTEXT, longest_context, unstreamable_nbytes
+from localrt.loading.options import pick_context
+from localrt.offload.account import FIRST_CONTEXT, unstreamable_nbytes
 from localrt.offload.planner import (
     Budgets,
     MachineProfile,
@@ -47,25 +48,13 @@ def choose_context(
     Raises:
         MemoryBudgetError: it does not fit, not even so.
     """
-    if ctx is not None and ctx > shape.context_length:
-        notes.append(
-            f"the context of {ctx} tokens is longer than the {shape.context_length} that the model "
-            "was trained for: answers may degrade"
-        )
-
-    wanted = ctx or shape.context_length
+    trained = shape.context_length
     request = PlanRequest(
-        shape=shape, machine=machine, budgets=budgets, ctx=wanted, kv_format=kv_format
+        shape=shape, machine=machine, budgets=budgets, ctx=ctx or trained, kv_format=kv_format
     )
-    if ctx is None:
-        wanted = longest_context(wanted, lambda tokens: fits(replace(request, ctx=tokens)))
-        request = replace(request, ctx=wanted)
+    wanted = pick_context(ctx, trained, lambda tokens: fits(replace(request, ctx=tokens)), notes)
+    request = replace(request, ctx=wanted)
     if fits(request):
-        if wanted < (ctx or shape.context_length):
-            notes.append(
-                f"the context is {wanted} tokens, not the model's {shape.context_length}, to fit "
-                "in memory"
-            )
         return ContextChoice(wanted)
     if ctx is not None and machine.gpu is None and fits(replace(request, kv_on_ssd=True)):
         return ContextChoice(wanted, kv_on_ssd=True)

@@ -13,14 +13,13 @@ from math import prod
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.errors import OptionError
-from localrt.loading.options import LoadOptions, byte_counter
+from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import load_decoder, read_config
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.account import (
     check_fits,
-    longest_context,
     resident_account,
     resident_forecast,
     weight_nbytes,
@@ -130,21 +129,13 @@ def _fit_context(
     Raises:
         MemoryBudgetError: the weights, or an explicitly asked context, do not fit.
     """
-    trained = config.context_length
-    if options.ctx is not None and options.ctx > trained:
-        notes.append(
-            f"the context of {options.ctx} tokens is longer than the {trained} that the model was "
-            "trained for: answers may degrade"
-        )
     budget, tier = memory_left(ops, options)
     account = resident_account(checkpoint, config, ops, 0)
 
     def fits(tokens: int) -> bool:
         return account.total() + ops.kv_nbytes(config.attention, tokens) <= budget
 
-    ctx = options.ctx or longest_context(trained, fits)
-    if options.ctx is None and ctx < trained:
-        notes.append(f"the context is {ctx} tokens, not the model's {trained}, to fit in memory")
+    ctx = pick_context(options.ctx, config.context_length, fits, notes)
     account = resident_account(checkpoint, config, ops, ctx)
     check_fits(account, budget, checkpoint.path.name, ctx=ctx, tier=tier)
     return ctx

@@ -1,4 +1,4 @@
-"""What loading is given: checked options, and whom to tell how far it is."""
+"""What every way of loading shares: checked options, the choice of a context, progress."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localrt.errors import CancelledError, OptionError
+from localrt.offload.account import longest_context
 from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["LoadOptions", "byte_counter"]
+__all__ = ["LoadOptions", "byte_counter", "pick_context"]
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
@@ -58,6 +59,26 @@ class LoadOptions:
                 raise OptionError(f"{name} must be an integer, is {value!r}")
             if value is not None and value < 1:
                 raise OptionError(f"{name} must be at least 1, is {value}")
+
+
+def pick_context(
+    ctx: int | None, trained: int, fits: Callable[[int], bool], notes: list[str]
+) -> int:
+    """``ctx``, or with None the longest context up to ``trained`` that fits; ``notes`` gets what a
+    user should know of it.
+    """
+    if ctx is None:
+        ctx = longest_context(trained, fits)
+        if ctx < trained:
+            notes.append(
+                f"the context is {ctx} tokens, not the model's {trained}, to fit in memory"
+            )
+    elif ctx > trained:
+        notes.append(
+            f"the context of {ctx} tokens is longer than the {trained} that the model was trained "
+            "for: answers may degrade"
+        )
+    return ctx
 
 
 def byte_counter(

@@ -106,15 +106,24 @@ class LlamaCppModel:
         params = api.llama_model_default_params()
         params.n_gpu_layers = -1 if on_gpu else 0
         params.use_extra_bufts = settings.repack
-        report = _LoadProgress(path.stat().st_size, progress)
+        total, stopped = path.stat().st_size, list[BaseException]()
+
+        def report(fraction: float, _data: object) -> bool:
+            try:
+                if progress is not None:
+                    progress(Progress("load", int(fraction * total), total, "bytes"))
+            except BaseException as error:  # noqa: BLE001 - raised again when the load has returned
+                stopped.append(error)
+            return not stopped
+
         params.progress_callback = callback = api.llama_progress_callback(report)
         library.errors.clear()
         handle = api.llama_model_load_from_file(str(path).encode(), params)
         del callback
-        if report.error is not None:
+        if stopped:
             if handle:
                 api.llama_model_free(handle)
-            raise report.error
+            raise stopped[0]
         if not handle:
             raise CheckpointError(
                 f"llama.cpp cannot load {path.name}: {library.reason('it gave no reason')}"
@@ -195,24 +204,6 @@ class LlamaCppModel:
             needed = Account.of([("ram", "keys and values", capacity * self.kv_bytes_per_token)])
             what = f"a context of {capacity} tokens"
             check_fits(needed, memory_state().available, what, ctx=capacity)
-
-
-class _LoadProgress:
-    """llama.cpp's load progress as ours; an exception raised by the listener stops the load."""
-
-    def __init__(self, total: int, listener: ProgressCallback | None) -> None:
-        self._total = total
-        self._listener = listener
-        self.error: BaseException | None = None
-
-    def __call__(self, fraction: float, _data: object) -> bool:
-        if self._listener is not None:
-            try:
-                self._listener(Progress("load", int(fraction * self._total), self._total, "bytes"))
-            except BaseException as error:  # noqa: BLE001 - raised again when the load has returned
-                self.error = error
-                return False
-        return True
 
 
 def _use_gpu(api: Any, device: str) -> bool:
