@@ -311,7 +311,7 @@ def test_a_chat_goes_on_with_results(model: localrt.Model) -> None:
         "tool",
         "assistant",
     ]
-    ids = core_of(model).render(chat.messages, [WEATHER])
+    ids = core_of(model).requests.render(chat.messages, [WEATHER])
     rendered = model.detokenize(ids, skip_special=False)
     assert "<tool_call>weather city=X</tool_call>" in rendered
     assert '{"t": 20} from weather' in rendered
@@ -342,7 +342,7 @@ def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     with localrt.load(folder) as model:
-        assert model.detokenize(core_of(model).render(messages, None)) == 'xcall {"a": 1}'
+        assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xcall {"a": 1}'
 
 
 def test_a_template_that_opens_thinking(tmp_path: Path) -> None:
