@@ -10,18 +10,17 @@ trees: ``TreeSource`` grows them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.source import Check
 
-__all__ = ["Drafter", "Forward", "ModelDrafter", "Rows"]
+__all__ = ["Drafter", "Rows"]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -83,51 +82,3 @@ class Drafter(ABC):
         Behind the last known token, (depths, V): of the next token, and of those after it where
         they are guessed at once.
         """
-
-
-class Forward(Protocol):
-    """A decoder's pass; those of several threads take turns."""
-
-    def __call__(
-        self,
-        batch: Batch,
-        *,
-        rows: Sequence[int] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> Floats:
-        """Logits of the chosen rows, (rows, vocab)."""
-
-
-class ModelDrafter(Drafter):
-    """A small model that shares its target's vocabulary, which is the caller's to check.
-
-    ``make_cache`` and ``forward`` are its decoder's. ``vocab_size`` bounds the tokens, where the
-    target's logits have fewer columns than the draft's.
-    """
-
-    name = "model"
-
-    def __init__(
-        self,
-        make_cache: Callable[[int], KVCache],
-        forward: Forward,
-        vocab_size: int,
-        *,
-        held_rows: bool = True,
-    ) -> None:
-        self._make_cache = make_cache
-        self._forward = forward
-        self._vocab = vocab_size
-        self.held_rows = held_rows
-
-    def cache(self, capacity: int) -> KVCache:
-        """See ``Drafter``."""
-        return self._make_cache(capacity)
-
-    def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
-        """See ``Drafter``."""
-        count = len(rows.tokens)
-        tokens = np.array(rows.tokens, np.int64)
-        batch = Batch(tokens, rows.positions, (Span(cache, count, rows.mask),))
-        logits = self._forward(batch, rows=range(count - rows.wanted, count), check=check)
-        return logits[:, : self._vocab]

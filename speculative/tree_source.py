@@ -9,7 +9,6 @@ what was asked for. Where rows of guesses do not last, each tree begins anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -25,7 +24,7 @@ from localrt.speculative.plan import MOST_NODES
 from localrt.speculative.source import Check, DraftFailedError, DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["TreeLimits", "TreeSource"]
+__all__ = ["TreeSource"]
 
 _PREFILL_ROWS = 512
 # Nodes of a round of drafting ahead: a decoder's pass over a few costs about what one does.
@@ -36,32 +35,32 @@ _NO_CHILDREN = Children(np.empty(0, np.int64), np.empty(0, np.float64))
 _Nodes = Sequence[tuple[int, int, int]]  # (node, its token, its parent)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeLimits:
+class TreeSource(DraftSource):
     """``capacity`` is the longest history with its tree, in tokens, ``nodes`` the largest tree.
 
     ``temperature`` is the target's: a draft guesses best what is sampled as it would sample itself;
-    a greedy target is guessed with 1. ``round_nodes`` are computed at once.
+    a greedy target is guessed with 1. ``round_nodes`` are computed at once. ``choices`` counts what
+    comes true of the first choices.
     """
 
-    capacity: int
-    nodes: int = MOST_NODES
-    temperature: float = 1.0
-    round_nodes: int = 128
-
-
-class TreeSource(DraftSource):
-    """``choices`` counts what comes true of the first choices."""
-
     def __init__(
-        self, drafter: Drafter, limits: TreeLimits, *, choices: FirstChoices | None = None
+        self,
+        drafter: Drafter,
+        *,
+        capacity: int,
+        nodes: int = MOST_NODES,
+        temperature: float = 1.0,
+        round_nodes: int = 128,
+        choices: FirstChoices | None = None,
     ) -> None:
         self.name = drafter.name
         self.prepares = drafter.lasting and drafter.prepares
         self._drafter = drafter
-        self._limits = limits
+        self._most_nodes = nodes
+        self._temperature = temperature or 1.0
+        self._round_nodes = round_nodes
         self._choices = choices
-        self._cache: KVCache | None = drafter.cache(limits.capacity)
+        self._cache: KVCache | None = drafter.cache(capacity)
         self._start = 0  # the token of the cache's first row
         self._known: list[int] = []  # the tokens whose rows come first in the cache
         self._first: npt.NDArray[np.float32] | None = None  # logits (depths, V) after them
@@ -83,7 +82,7 @@ class TreeSource(DraftSource):
         if self._choices is not None:
             self._choices.came(history)
         depth = min(depth, cache.capacity - len(history))
-        budget = min(budget, self._limits.nodes)
+        budget = min(budget, self._most_nodes)
         tree = TokenTree.empty()
         if budget > 0 and depth > 0:
             with self._drafter.drafting():
@@ -93,7 +92,7 @@ class TreeSource(DraftSource):
                             self._expander(cache, check),
                             budget=budget,
                             depth=depth,
-                            round_nodes=self._limits.round_nodes,
+                            round_nodes=self._round_nodes,
                         )
                 finally:
                     if not self._drafter.lasting:
@@ -181,7 +180,7 @@ class TreeSource(DraftSource):
 
     def _children(self, logits: npt.NDArray[np.float32], least: float) -> Children:
         try:
-            found = likeliest(logits, least, temperature=self._limits.temperature or 1.0)
+            found = likeliest(logits, least, temperature=self._temperature)
         except ValueError as error:
             raise DraftFailedError(f"the draft computes no numbers: {error}") from error
         tokens = self._drafter.tokens

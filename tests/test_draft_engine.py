@@ -19,7 +19,7 @@ from localrt.quant.ops.protocol import Batch
 from localrt.speculative import tree_source
 from localrt.speculative.drafter import Rows
 from localrt.speculative.source import DraftFailedError
-from localrt.speculative.tree_source import TreeLimits, TreeSource
+from localrt.speculative.tree_source import TreeSource
 from tests.planner.models import machine, shape
 
 VOCAB = 4000
@@ -152,7 +152,7 @@ def test_what_drafting_takes_beside_its_passes_is_the_cpus(
     trace = Trace(keep=10)
     clock = VirtualClock(trace)
     drafter, _ = made(0.05, time=DraftTime(clock, COSTS))  # which is not the card's time
-    source = TreeSource(drafter, TreeLimits(capacity=100))
+    source = TreeSource(drafter, capacity=100)
     likeliest = tree_source.likeliest
 
     def slow(*args: Any, **options: Any) -> Any:
@@ -166,7 +166,7 @@ def test_what_drafting_takes_beside_its_passes_is_the_cpus(
     assert {task.resource for task in trace.tasks()} == {"cpu", "gpu"}
     # It drafts between passes only: two threads would share one virtual clock.
     assert not source.prepares
-    assert TreeSource(made()[0], TreeLimits(capacity=100)).prepares
+    assert TreeSource(made()[0], capacity=100).prepares
 
 
 def test_caches_stay_within_their_room() -> None:

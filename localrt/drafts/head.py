@@ -26,7 +26,7 @@ from localrt.speculative.draft_head_file import (
     is_head_folder,
     read_head,
 )
-from localrt.speculative.tree_source import TreeLimits, TreeSource
+from localrt.speculative.tree_source import TreeSource
 
 if TYPE_CHECKING:
     from localrt.engine.options import Options
@@ -172,14 +172,13 @@ class HeadDraft:
         """Guesses for a session, whose hidden states are recorded from now on."""
         assert isinstance(session, NativeSession), "the engine is native"
         nodes = min(options.tree_budget or _MOST_NODES, _MOST_NODES)
-        limits = TreeLimits(
+        return TreeSource(
+            HeadDrafter(self._head, session.record_features(), self._engine.alone),
             capacity=session.capacity + nodes,
             nodes=nodes,
             temperature=options.sampling.temperature,
             round_nodes=_ROUND_NODES,
         )
-        drafter = HeadDrafter(self._head, session.record_features(), self._engine.alone)
-        return TreeSource(drafter, limits)
 
     def close(self) -> None:
         """Close the target's files."""

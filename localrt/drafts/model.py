@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -25,12 +24,12 @@ from localrt.errors import OptionError
 from localrt.formatting import format_bytes
 from localrt.loading.parts import LoadedModel
 from localrt.models.timing import Clock
-from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.speculative.calibration import FirstChoices
-from localrt.speculative.drafter import ModelDrafter
+from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.plan import MOST_NODES
-from localrt.speculative.source import DraftFailedError
-from localrt.speculative.tree_source import TreeLimits, TreeSource
+from localrt.speculative.source import Check, DraftFailedError
+from localrt.speculative.tree_source import TreeSource
 
 if TYPE_CHECKING:
     from localrt.engine.options import Options
@@ -58,14 +57,11 @@ class CacheRoom:
         with self._lock:
             self._caches.add(cache)
 
-    def check(self, batch: Batch) -> None:
-        """Raises DraftFailedError: with this pass the caches would outgrow their room."""
-        growing = {id(span.cache): span.rows for span in batch.spans}
+    def check(self, growing: KVCache, rows: int) -> None:
+        """Raises DraftFailedError: with so many more rows the caches would outgrow their room."""
         with self._lock:
-            need = sum(
-                max(cache.nbytes, self._kv_nbytes(cache.length + growing.get(id(cache), 0)))
-                for cache in self._caches
-            )
+            lengths = {each: each.length + rows * (each is growing) for each in self._caches}
+            need = sum(max(each.nbytes, self._kv_nbytes(n)) for each, n in lengths.items())
         if need > self._room:
             raise DraftFailedError(
                 f"the draft's keys and values need {format_bytes(need)} of the card's memory, and "
@@ -73,45 +69,56 @@ class CacheRoom:
             )
 
 
-@dataclass(frozen=True, slots=True)
 class DraftTime:
     """A draft's time on a virtual card's ``clock``. ``costs`` are those of a draft on the card."""
 
-    clock: Clock
-    costs: DraftCosts | None = None
+    def __init__(self, clock: Clock, costs: DraftCosts | None = None) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._pass_s = 0.0  # real time
 
     @contextmanager
-    def of_pass(self, batch: Batch, wanted: int) -> Iterator[None]:
-        """Around a pass that gives ``wanted`` rows of logits."""
-        clock, costs = self.clock, self.costs
-        if costs is None:
-            after, started = clock.now(), clock.begin("cpu")
-            try:
-                yield
-            finally:
-                clock.end("cpu", "draft", started, after=after)
-            return
-        count = len(batch.tokens)
-        held = max(span.cache.length for span in batch.spans)
-        there, started = clock.now() + costs.there(count), clock.begin("gpu")
+    def of_tree(self) -> Iterator[None]:
+        """Around all passes of a tree: what the CPU does beside them takes its time."""
+        passes, began = self._pass_s, time.perf_counter()
         try:
             yield
         finally:
-            cost = costs.computing(count, wanted, held)
-            ended = clock.end("gpu", "draft", started, after=there, cost_s=cost)
-            # Who waits for the logits is the CPU, which goes on once they are there.
-            if wanted:
-                waited = clock.begin("cpu")
-                clock.end("cpu", "logits", waited, after=ended + costs.back(wanted), cost_s=0.0)
+            beside = time.perf_counter() - began - (self._pass_s - passes)
+            started = self._clock.begin("cpu")
+            now = self._clock.now()
+            self._clock.end("cpu", "drafting", started, after=now, cost_s=max(0.0, beside))
 
-    def add(self, seconds: float) -> None:
-        """The CPU has worked for so long beside passes."""
-        started = self.clock.begin("cpu")
-        self.clock.end("cpu", "drafting", started, after=self.clock.now(), cost_s=seconds)
+    @contextmanager
+    def of_pass(self, count: int, wanted: int, held: int) -> Iterator[None]:
+        """Around a pass of ``count`` rows behind ``held`` that gives ``wanted`` rows of logits."""
+        clock, costs, began = self._clock, self._costs, time.perf_counter()
+        after = clock.now() + (costs.there(count) if costs is not None else 0.0)
+        where: Literal["cpu", "gpu"] = "cpu" if costs is None else "gpu"
+        started = clock.begin(where)
+        try:
+            yield
+        finally:
+            self._pass_s += time.perf_counter() - began
+            if costs is None:
+                clock.end(where, "draft", started, after=after)
+            else:
+                cost = costs.computing(count, wanted, held)
+                ended = clock.end(where, "draft", started, after=after, cost_s=cost)
+                # Who waits for the logits is the CPU, which goes on once they are there.
+                if wanted:
+                    waited, there = clock.begin("cpu"), ended + costs.back(wanted)
+                    clock.end("cpu", "logits", waited, after=there, cost_s=0.0)
 
 
-class EngineDrafter(ModelDrafter):
-    """A draft model's engine, within its ``room`` and on its target's ``time``."""
+class EngineDrafter(Drafter):
+    """A small model that shares its target's vocabulary, which is the caller's to check.
+
+    ``vocab_size`` bounds the tokens, where the target's logits have fewer columns than the draft's.
+    It stays within its ``room`` and is on its target's ``time``.
+    """
+
+    name = "model"
 
     def __init__(
         self,
@@ -121,12 +128,11 @@ class EngineDrafter(ModelDrafter):
         room: CacheRoom | None = None,
         time: DraftTime | None = None,
     ) -> None:
-        held_rows = engine.ops_name in ("torch", "native")
-        super().__init__(engine.cache, self._run, vocab_size, held_rows=held_rows)
         self._engine = engine
+        self._vocab = vocab_size
         self._room = room
         self._time = time
-        self._pass_s = 0.0  # real time
+        self.held_rows = engine.ops_name in ("torch", "native")
         self.prepares = time is None  # two threads would share one virtual clock
 
     def cache(self, capacity: int) -> KVCache:
@@ -136,36 +142,24 @@ class EngineDrafter(ModelDrafter):
             self._room.add(cache)
         return cache
 
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
+    def drafting(self) -> AbstractContextManager[object]:
         """See ``Drafter``."""
-        if self._time is None:
-            yield
-            return
-        passes, began = self._pass_s, time.perf_counter()
-        try:
-            yield
-        finally:
-            beside = time.perf_counter() - began - (self._pass_s - passes)
-            self._time.add(max(0.0, beside))
+        return nullcontext() if self._time is None else self._time.of_tree()
 
-    def _run(
-        self,
-        batch: Batch,
-        *,
-        rows: Sequence[int] | None = None,
-        check: Callable[[], None] | None = None,
+    def compute(
+        self, cache: KVCache, rows: Rows, *, check: Check | None
     ) -> npt.NDArray[np.float32]:
+        """See ``Drafter``."""
+        count, time = len(rows.tokens), self._time
         if self._room is not None:
-            self._room.check(batch)
-        if self._time is None:
-            return self._engine.run(batch, rows=rows, check=check)
-        with self._time.of_pass(batch, len(batch.tokens) if rows is None else len(rows)):
-            began = time.perf_counter()
-            try:
-                return self._engine.run(batch, rows=rows, check=check)
-            finally:
-                self._pass_s += time.perf_counter() - began
+            self._room.check(cache, count)
+        span = Span(cache, count, rows.mask)
+        batch = Batch(np.array(rows.tokens, np.int64), rows.positions, (span,))
+        wanted = range(count - rows.wanted, count)
+        charged = nullcontext() if time is None else time.of_pass(count, rows.wanted, cache.length)
+        with charged:
+            logits = self._engine.run(batch, rows=wanted, check=check)
+        return logits[:, : self._vocab]
 
 
 class ModelDraft:
@@ -189,16 +183,13 @@ class ModelDraft:
             raise OptionError(f"draft {name} {problem}")
         self._engine = engine = _native(parts)
         self._room = None
-        if place is not None and place.cache_room is not None:
-            self._room = CacheRoom(engine.kv_nbytes, place.cache_room)
-
-    @property
-    def level_share(self) -> float:
-        """What a level is taken to cost of a target's step: as planned, or by the weights."""
-        if self._place is not None and self._place.level_share is not None:
-            return min(1.0, self._place.level_share)
-        ours, theirs = (p.engine.info.weight_bytes for p in (self._target, self._parts))
-        return min(1.0, 1.5 * theirs / max(ours, 1))
+        ours, theirs = target.engine.info.weight_bytes, engine.info.weight_bytes
+        share = 1.5 * theirs / max(ours, 1)  # by the weights, where it was not planned
+        if place is not None:
+            share = place.level_share or share
+            if place.cache_room is not None:
+                self._room = CacheRoom(engine.kv_nbytes, place.cache_room)
+        self.level_share = min(1.0, share)
 
     def source(self, session: EngineSession, options: Options) -> TreeSource:
         """Guesses for a session."""
@@ -213,13 +204,13 @@ class ModelDraft:
         round_nodes = _ROUND_NODES
         if info.streamed:  # memory is tight
             round_nodes = max(8, _ROUND_LOGITS // (4 * info.vocab_size))
-        limits = TreeLimits(
+        return TreeSource(
+            drafter,
             capacity=min(session.capacity + (options.tree_budget or MOST_NODES), self._parts.ctx),
             temperature=options.sampling.temperature,
             round_nodes=round_nodes,
+            choices=FirstChoices(place.remember) if place and place.remember else None,
         )
-        remember = place.remember if place else None
-        return TreeSource(drafter, limits, choices=FirstChoices(remember) if remember else None)
 
     def close(self) -> None:
         """Free the model."""
@@ -249,22 +240,17 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
         if target is draft:
             return ""
         return "one of the two models has no tokenizer to compare"
-    differ = []
-    for token in range(min(target.vocab_size, draft.vocab_size)):
-        ours, theirs = target.token_text(token), draft.token_text(token)
-        if ours != theirs:
-            differ.append((token, theirs, ours))
+    ours, theirs = target.token_text, draft.token_text
+    common = min(target.vocab_size, draft.vocab_size)
+    differ = [token for token in range(common) if ours(token) != theirs(token)]
     if differ:
-        token, theirs, ours = differ[0]
+        first = differ[0]
         more = f" (and {len(differ) - 1} more differ)" if len(differ) > 1 else ""
-        return f"token {token} is {theirs!r}, in the model {ours!r}{more}"
+        return f"token {first} is {theirs(first)!r}, in the model {ours(first)!r}{more}"
     if target.vocab_size != draft.vocab_size:
-        longer, who = (
-            (target, "the model") if target.vocab_size > draft.vocab_size else (draft, "it")
-        )
-        first = min(target.vocab_size, draft.vocab_size)
+        longer, who = (ours, "the model") if target.vocab_size > common else (theirs, "it")
         return (
             f"it has {draft.vocab_size} tokens and the model {target.vocab_size}: only {who} has "
-            f"token {first}, {longer.token_text(first)!r}"
+            f"token {common}, {longer(common)!r}"
         )
     return ""

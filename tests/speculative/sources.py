@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-from localrt.speculative.drafter import ModelDrafter
-from localrt.speculative.tree_source import TreeLimits, TreeSource
+from localrt.drafts.model import EngineDrafter
+from localrt.speculative.tree_source import TreeSource
 from tests.models.tiny import SIZES
 
 
 def model_source(decoder: Any, *, held_rows: bool = True, **limits: Any) -> TreeSource:
     """Guesses of a tiny model: ``decoder`` has ``cache`` and ``forward``."""
-    vocab = SIZES["vocab_size"]
-    drafter = ModelDrafter(decoder.cache, decoder.forward, vocab, held_rows=held_rows)
-    return TreeSource(drafter, TreeLimits(**{"capacity": 400, **limits}))
+    name = "native" if held_rows else "triton"
+    engine: Any = SimpleNamespace(cache=decoder.cache, run=decoder.forward, ops_name=name)
+    return TreeSource(EngineDrafter(engine, SIZES["vocab_size"]), **{"capacity": 400, **limits})

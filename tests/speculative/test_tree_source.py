@@ -17,7 +17,7 @@ from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
 from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.source import DraftFailedError
-from localrt.speculative.tree_source import TreeLimits, TreeSource
+from localrt.speculative.tree_source import TreeSource
 from tests.models.tiny import load_ours, save_tiny, tokens
 from tests.speculative.sources import model_source
 from tests.speculative.test_tree import words
@@ -319,7 +319,7 @@ class AtOnce(Drafter):
 
 def test_all_depths_at_once_need_no_rows_of_guesses(decoder: Any) -> None:
     drafter = AtOnce(decoder)
-    draft = TreeSource(drafter, TreeLimits(capacity=200))
+    draft = TreeSource(drafter, capacity=200)
     assert not draft.prepares
     assert len(draft.propose([4], 30, 8)) == 0, "nothing to begin from"
     history = tokens(20)
