@@ -2,26 +2,24 @@
 
 A guess is tested when the target has confirmed its parent. Guesses of about the same stated
 probability are counted together, per source: how many were tested, how many came true. Old counts
-fade, so that a source that has become better or worse is noticed. ``FirstChoices`` counts how often
-a draft's likeliest guess comes true, to plan the next run by.
+fade, so that a source that has become better or worse is noticed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["Calibration", "FirstChoices"]
+__all__ = ["Calibration"]
 
 _BINS = 12
 _PRIOR = 4.0  # tests that the stated probability counts for
 _FADE = 0.98  # of a bin's counts, per test in it
-_TESTS = 64  # of first choices that make a measurement
 
 
 def _bin(conditional: float) -> int:
@@ -77,44 +75,3 @@ def _conditionals(tree: TokenTree) -> list[float]:
     """The stated probability of each node given its parent."""
     above = np.where(tree.parents == ROOT, 0.0, tree.scores[tree.parents])
     return [float(p) for p in np.exp(np.minimum(tree.scores - above, 0.0))]
-
-
-class FirstChoices:
-    """Counts how often a draft's likeliest child is the token that came; ``report`` gets the share.
-
-    A tree is compared with the history that the next one is asked for: all that came is known then,
-    whether it was guessed or not.
-    """
-
-    def __init__(self, report: Callable[[float], None]) -> None:
-        self._report = report
-        self._tree = TokenTree.empty()
-        self._length = 0  # of the history that it was drafted behind
-        self.tested = self.true = 0
-
-    def begin(self) -> None:
-        """Another text begins."""
-        self._tree = TokenTree.empty()
-
-    def drafted(self, history: Sequence[int], tree: TokenTree) -> None:
-        """``tree`` was drafted behind ``history``."""
-        self._tree, self._length = tree, len(history)
-
-    def came(self, history: Sequence[int]) -> None:
-        """``history`` is what has come since, if it goes on from the last tree's."""
-        tree, self._tree = self._tree, TokenTree.empty()
-        node = ROOT
-        for token in history[self._length :] if len(tree) else ():
-            children = tree.children(node)
-            if not len(children):
-                break
-            self.tested += 1
-            best = children[int(np.argmax(tree.scores[children]))]
-            self.true += int(tree.tokens[best]) == token
-            same = children[tree.tokens[children] == token]
-            if not len(same):
-                break
-            node = int(same[0])
-        if self.tested >= _TESTS:
-            self._report(self.true / self.tested)
-            self.tested = self.true = 0

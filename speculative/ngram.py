@@ -204,7 +204,3 @@ class NgramSource(DraftSource):
         if self._archive is None:
             return tree
         return merge([tree, self._archive.tree(history, budget, depth)], budget)
-
-    def close(self) -> None:
-        """See ``DraftSource``."""
-        self._index = NgramIndex()

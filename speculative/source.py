@@ -48,9 +48,6 @@ class DraftSource(ABC):
             DraftFailedError: the source is of no use any more; it must not be called again.
         """
 
-    def close(self) -> None:  # noqa: B027
-        """Free what it holds."""
-
     def ahead(  # noqa: B027
         self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome
     ) -> None:

@@ -8,16 +8,14 @@ what was asked for. Where rows of guesses do not last, each tree begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CancelledError
-from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.best_first import Children, Expand, Growth, likeliest
-from localrt.speculative.calibration import FirstChoices
 from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.ngram import common_length
 from localrt.speculative.plan import MOST_NODES
@@ -30,6 +28,7 @@ _PREFILL_ROWS = 512
 # Nodes of a round of drafting ahead: a decoder's pass over a few costs about what one does.
 _AHEAD_NODES = 4
 _AHEAD_ROWS = 32  # of a prompt, at once, in the gaps of a pass
+_TESTS = 64  # of likeliest guesses that make a measurement
 _NO_CHILDREN = Children(np.empty(0, np.int64), np.empty(0, np.float64))
 
 _Nodes = Sequence[tuple[int, int, int]]  # (node, its token, its parent)
@@ -39,8 +38,8 @@ class TreeSource(DraftSource):
     """``capacity`` is the longest history with its tree, in tokens, ``nodes`` the largest tree.
 
     ``temperature`` is the target's: a draft guesses best what is sampled as it would sample itself;
-    a greedy target is guessed with 1. ``round_nodes`` are computed at once. ``choices`` counts what
-    comes true of the first choices.
+    a greedy target is guessed with 1. ``round_nodes`` are computed at once. ``report`` gets the
+    share of likeliest guesses that came true, now and then.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class TreeSource(DraftSource):
         nodes: int = MOST_NODES,
         temperature: float = 1.0,
         round_nodes: int = 128,
-        choices: FirstChoices | None = None,
+        report: Callable[[float], None] | None = None,
     ) -> None:
         self.name = drafter.name
         self.prepares = drafter.lasting and drafter.prepares
@@ -59,8 +58,9 @@ class TreeSource(DraftSource):
         self._most_nodes = nodes
         self._temperature = temperature or 1.0
         self._round_nodes = round_nodes
-        self._choices = choices
-        self._cache: KVCache | None = drafter.cache(capacity)
+        self._report = report
+        self._tested = self._true = 0  # likeliest guesses, and those that came true
+        self._cache = drafter.cache(capacity)
         self._start = 0  # the token of the cache's first row
         self._known: list[int] = []  # the tokens whose rows come first in the cache
         self._first: npt.NDArray[np.float32] | None = None  # logits (depths, V) after them
@@ -69,38 +69,27 @@ class TreeSource(DraftSource):
         self._rows: dict[int, int] = {}
         self.passes = 0  # of the drafter, for whoever measures
 
-    def begin(self, history: Sequence[int]) -> None:
-        """See ``DraftSource``: what is the same of it stays in the cache."""
-        if self._choices is not None:
-            self._choices.begin()
-
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
         """See ``DraftSource``."""
-        cache = self._open()
-        if self._choices is not None:
-            self._choices.came(history)
-        depth = min(depth, cache.capacity - len(history))
+        if self._report is not None:
+            self._judge(history, self._report)
+        depth = min(depth, self._cache.capacity - len(history))
         budget = min(budget, self._most_nodes)
-        tree = TokenTree.empty()
-        if budget > 0 and depth > 0:
-            with self._drafter.drafting():
-                try:
-                    if self._follow(cache, history, check):
-                        tree = self._growth.grow(
-                            self._expander(cache, check),
-                            budget=budget,
-                            depth=depth,
-                            round_nodes=self._round_nodes,
-                        )
-                finally:
-                    if not self._drafter.lasting:
-                        self._forget()
-                        cache.trim(len(self._known) - self._start)
-        if self._choices is not None:
-            self._choices.drafted(history, tree)
-        return tree
+        if budget <= 0 or depth <= 0:
+            return TokenTree.empty()
+        with self._drafter.drafting():
+            try:
+                if not self._follow(history, check):
+                    return TokenTree.empty()
+                expand = self._expander(check)
+                rounds = self._round_nodes
+                return self._growth.grow(expand, budget=budget, depth=depth, round_nodes=rounds)
+            finally:
+                if not self._drafter.lasting:
+                    self._forget()
+                    self._cache.trim(len(self._known) - self._start)
 
     def missing(self, history: Sequence[int]) -> int:
         """See ``DraftSource``."""
@@ -110,9 +99,8 @@ class TreeSource(DraftSource):
 
     def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
         """See ``DraftSource``."""
-        cache = self._open()
-        if len(history) < cache.capacity:
-            self._follow(cache, history, check)
+        if len(history) < self._cache.capacity:
+            self._follow(history, check)
 
     def ready(self, history: Sequence[int]) -> int:
         """See ``DraftSource``."""
@@ -123,11 +111,8 @@ class TreeSource(DraftSource):
 
     def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
         """See ``DraftSource``: best-first, whatever the depth."""
-        cache = self._open()
-        depth = cache.capacity - len(history)
-        if depth <= 0:
-            return
-        if not self._follow(cache, history, check, rows=_AHEAD_ROWS, outcome=outcome):
+        depth = self._cache.capacity - len(history)
+        if depth <= 0 or not self._follow(history, check, rows=_AHEAD_ROWS, outcome=outcome):
             return
 
         def expand(batch: _Nodes, least: Sequence[float]) -> Sequence[Children]:
@@ -137,7 +122,7 @@ class TreeSource(DraftSource):
                 if true is not None and not self._below(true, batch):
                     raise CancelledError("the pass came to something else")
 
-            return self._expander(cache, between)(batch, least)
+            return self._expander(between)(batch, least)
 
         while nodes > 0 and outcome() is None:
             done = self._growth.reach(expand, nodes=min(nodes, _AHEAD_NODES), depth=depth)
@@ -145,20 +130,9 @@ class TreeSource(DraftSource):
                 return
             nodes -= done
 
-    def close(self) -> None:
-        """Free the cache."""
-        self._cache = None
-        self._known = []
-        self._forget()
-
     # -- the tree --------------------------------------------------------------------------------
 
-    def _open(self) -> KVCache:
-        if self._cache is None:
-            raise DraftFailedError("the draft is closed")
-        return self._cache
-
-    def _expander(self, cache: KVCache, check: Check | None) -> Expand:
+    def _expander(self, check: Check | None) -> Expand:
         def expand(nodes: _Nodes, least: Sequence[float]) -> Sequence[Children]:
             first = self._first
             if first is not None:  # the tree begins, or all of its depths are there at once
@@ -169,10 +143,10 @@ class TreeSource(DraftSource):
                     self._children(first[depth], low) if depth < len(first) else _NO_CHILDREN
                     for depth, low in zip(depths, least, strict=True)
                 ]
-            run = nodes[: max(cache.capacity - cache.length, 0)]
+            run = nodes[: max(self._cache.capacity - self._cache.length, 0)]
             if not run:
                 return [_NO_CHILDREN] * len(nodes)
-            logits = self._compute(cache, run, check)
+            logits = self._compute(run, check)
             found = [self._children(row, low) for row, low in zip(logits, least, strict=False)]
             return [*found, *[_NO_CHILDREN] * (len(nodes) - len(run))]
 
@@ -193,6 +167,16 @@ class TreeSource(DraftSource):
             return False
         return any(nodes[-1] in self._growth.path(node) for node, _, _ in batch)
 
+    def _judge(self, history: Sequence[int], report: Callable[[float], None]) -> None:
+        """Count the likeliest guesses that came true, where ``history`` goes on from the tree."""
+        known = len(self._known)
+        if common_length(self._known, history) == known:
+            right = self._growth.first_choices(history[known:])
+            self._tested, self._true = self._tested + len(right), self._true + sum(right)
+        if self._tested >= _TESTS:
+            report(self._true / self._tested)
+            self._tested = self._true = 0
+
     def _forget(self) -> None:
         """No tree any more."""
         self._growth, self._rows, self._first = Growth(self.name), {}, None
@@ -211,7 +195,6 @@ class TreeSource(DraftSource):
 
     def _follow(
         self,
-        cache: KVCache,
         history: Sequence[int],
         check: Check | None,
         *,
@@ -223,7 +206,7 @@ class TreeSource(DraftSource):
         What is missing is computed ``rows`` tokens at a time. False if there was an ``outcome``
         before all of it had been, or there is nothing to begin from.
         """
-        nodes = self._nodes_of(history)
+        cache, nodes = self._cache, self._nodes_of(history)
         if nodes is not None:
             if nodes:
                 self._growth, number = self._growth.below(nodes[-1])
@@ -261,11 +244,9 @@ class TreeSource(DraftSource):
         self._first = logits
         return True
 
-    def _compute(
-        self, cache: KVCache, nodes: _Nodes, check: Check | None
-    ) -> npt.NDArray[np.float32]:
+    def _compute(self, nodes: _Nodes, check: Check | None) -> npt.NDArray[np.float32]:
         """Logits (nodes, V) of new nodes, which get rows."""
-        rows, held_rows = self._rows, self._drafter.held_rows
+        cache, rows, held_rows = self._cache, self._rows, self._drafter.held_rows
         held = len(rows) if held_rows else 0
         if not held_rows:
             cache.trim(len(self._known) - self._start)

@@ -19,8 +19,6 @@ from localrt.offload.planner import pair
 from localrt.offload.planner.pair import PairPlan, PairRequest
 from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
-from localrt.speculative.calibration import FirstChoices
-from localrt.speculative.tree import TokenTree
 from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.real_models import real_model
@@ -227,24 +225,6 @@ def test_a_draft_named_later_lies_on_the_cpu_and_takes_its_time(
 
 
 # -- what is measured ------------------------------------------------------------------------------
-
-
-def test_first_choices_are_counted_against_what_came() -> None:
-    said: list[float] = []
-    choices = FirstChoices(said.append)
-    tree = TokenTree.of([5, 6, 7, 8], [-1, -1, 0, 0], [-0.1, -2.0, -0.2, -3.0], "model")
-    for tail in ([5, 7, 9], [6, 1], [4]):
-        choices.drafted([1, 2], tree)
-        choices.came([1, 2, *tail])
-    # 5 and 7 were first choices; 6 was a second one; 4 was none.
-    assert (choices.tested, choices.true) == (4, 2)
-    choices.drafted([1, 2], tree)
-    choices.came([1, 2])
-    assert choices.tested == 4
-    for _ in range(30):
-        choices.drafted([1, 2], tree)
-        choices.came([1, 2, 5, 7])
-    assert said == [pytest.approx(62 / 64)]
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written(

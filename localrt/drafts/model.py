@@ -25,7 +25,6 @@ from localrt.formatting import format_bytes
 from localrt.loading.parts import LoadedModel
 from localrt.models.timing import Clock
 from localrt.quant.ops.protocol import Batch, KVCache, Span
-from localrt.speculative.calibration import FirstChoices
 from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.plan import MOST_NODES
 from localrt.speculative.source import Check, DraftFailedError
@@ -209,7 +208,7 @@ class ModelDraft:
             capacity=min(session.capacity + (options.tree_budget or MOST_NODES), self._parts.ctx),
             temperature=options.sampling.temperature,
             round_nodes=round_nodes,
-            choices=FirstChoices(place.remember) if place and place.remember else None,
+            report=place.remember if place else None,
         )
 
     def close(self) -> None:
