@@ -192,7 +192,7 @@ def test_the_command_refuses_in_one_line(
 
 
 def test_beginnings_follow_from_number_and_seed() -> None:
-    prompts = Prompts(range(100, 400), [0, 50, 120], ((1, 2), (9, 3)), seed=4)
+    prompts = Prompts(range(100, 400), ((1, 2), (9, 3)), seed=4)
     kinds = set()
     for number in range(8):
         one, two = (prompts.parts(number) for _ in range(2))
@@ -205,23 +205,18 @@ def test_beginnings_follow_from_number_and_seed() -> None:
     assert [next(chat) for _ in range(3)] == [(1, 2), (9, 3), (1, 2)]
     piece = list(next(prompts.parts(1)))
     assert piece == list(range(piece[0], piece[0] + len(piece)))
-    assert piece[0] in (100, 150, 220)
     with pytest.raises(OptionError, match="give it a --text"):
-        Prompts([], [], None, seed=0)
+        Prompts([], None, seed=0)
 
 
 @needs_kernels
-def test_frames_and_lines_of_a_real_template(tiny_folder: Path) -> None:
+def test_the_frame_of_a_real_template(tiny_folder: Path) -> None:
     with localrt.load(tiny_folder) as model:
-        tokenizer = model.tokenizer
-        text = "ab\n  cd\n\nef\n"
-        ids = tokenizer.encode(text, add_special=False)
-        prompts = Prompts.of(core_of(model).parts, ids, 0)
-        assert prompts.frame is not None
-        before, after = (tokenizer.decode(part, skip_special=False) for part in prompts.frame)
+        frame = Prompts.of(core_of(model).parts, [], 0).frame
+        assert frame is not None
+        before, after = (model.tokenizer.decode(part, skip_special=False) for part in frame)
         assert before == "<|im_start|>user\n"
         assert after == "<|im_end|>\n<|im_start|>assistant\n"
-        assert [tokenizer.decode(ids[s : s + 2]) for s in prompts.starts] == ["ab", "ef"]
 
 
 def test_sequences_are_kept_in_a_file(tmp_path: Path) -> None:

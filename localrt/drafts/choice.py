@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 
 from localrt.drafts.family import find_family_draft
@@ -37,12 +36,7 @@ PLUS_NGRAM = "+ngram"
 _LOOKUP = "ngram"
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A draft that was loaded, or why it is not used."""
-
-    draft: Draft | None
-    note: str = ""
+_Loaded = tuple[Draft | None, str]  # a draft, or why it is not used
 
 
 class Drafts:
@@ -103,16 +97,16 @@ class Drafts:
         """
         draft = None if parts is None else ModelDraft(name, parts, self._target, place)
         with self._lock:
-            self._drafts[name] = _Loaded(draft, note)
+            self._drafts[name] = draft, note
 
     def close(self) -> None:
         """Free all of them."""
         with self._lock:
             drafts, self._drafts = self._drafts, {}
             self._made.clear()
-        for loaded in drafts.values():
-            if loaded.draft is not None:
-                loaded.draft.close()
+        for draft, _ in drafts.values():
+            if draft is not None:
+                draft.close()
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -123,8 +117,8 @@ class Drafts:
 
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
         guesser = name.removesuffix(PLUS_NGRAM)
-        loaded = _Loaded(None) if guesser == _LOOKUP else self._draft(guesser, engine, options)
-        draft = loaded.draft
+        lookups = guesser == _LOOKUP
+        draft, note = (None, "") if lookups else self._draft(guesser, engine, options)
         explicit = options.draft != "auto" and options.tree_budget is not None
         makers: dict[str, MakeSource] = {}
         levels = {_LOOKUP: 0.0}
@@ -143,13 +137,13 @@ class Drafts:
             assert options.tree_budget is not None
             size = TreeSize(options.tree_budget, options.tree_depth or DEPTH)
         archive = self.archive if lookup else None
-        return Speculation(makers, tuner, fixed=size, archive=archive, note=loaded.note)
+        return Speculation(makers, tuner, fixed=size, archive=archive, note=note)
 
     def _draft(self, name: str, engine: NativeEngine, options: Options) -> _Loaded:
         known = self._drafts.get(name)
         if known is None:
             if is_draft_head(name):
-                known = _Loaded(HeadDraft(name, self._target, engine))
+                known = HeadDraft(name, self._target, engine), ""
             else:
                 known = self._load_model(name, asked=options.draft != "auto")
             self._drafts[name] = known
@@ -161,13 +155,13 @@ class Drafts:
             draft = ModelDraft(name, self._load(name), self._target)
         except MemoryBudgetError as error:
             hint = "" if asked else "; named as the draft when loading, it would be given room"
-            return _Loaded(None, f"draft {name} is not used: {error}{hint}")
+            return None, f"draft {name} is not used: {error}{hint}"
         except LocalrtError as error:
             if asked:
                 raise
             told = isinstance(error, OptionError)  # with the draft's name
-            return _Loaded(None, str(error) if told else f"draft {name} is not used: {error}")
-        return _Loaded(draft, "" if asked else f"draft {name} was found on this machine")
+            return None, str(error) if told else f"draft {name} is not used: {error}"
+        return draft, "" if asked else f"draft {name} was found on this machine"
 
 
 def family_draft(target: LoadedModel) -> str | None:

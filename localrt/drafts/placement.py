@@ -170,47 +170,40 @@ def _decision(
 
     best, request = plan.best, plan.request
     assert best.plan is not None, "the best way is one that fits"
-    alone = options
     if best.way == "no draft":
-        why = f"draft {name} is not used: {plan.against()}"
-        return DraftPlace(alone=alone, note=why)
+        return DraftPlace(alone=options, note=f"draft {name} is not used: {plan.against()}")
     virtual = options.device.startswith("virtual:")
     own = replace(options, engine="native", kv_format=None, gpu_memory=None, pass_rows=1)
-    share = best.level_s * best.plain_tok_s
     target = replace(options, pass_rows=best.plan.request.rows)
+    place = DraftPlace(
+        alone=options,
+        target=target,
+        draft=replace(own, device="cpu"),
+        line=plan.line(),
+        level_share=best.level_s * best.plain_tok_s,
+    )
     if best.way == "draft on CPU":
-        return DraftPlace(
-            alone=alone,
-            target=target,
-            draft=replace(own, device="cpu"),
-            line=plan.line(),
-            level_share=share,
-        )
-    left = card.capacity - best.draft_vram if best.way == "both on card" else 0
+        return place
+    on_card = best.way == "both on card"
+    left = card.capacity - best.draft_vram if on_card else 0
     if virtual:
         # The card's memory is this process's, beside what the target may take.
         if best.draft_vram + _new_nbytes(best.plan) > machine_ram:
             why = f"draft {name} is not used: there is no memory to stand for the virtual card's"
-            return DraftPlace(alone=alone, note=why)
+            return DraftPlace(alone=options, note=why)
         target = replace(target, gpu_memory=left)
         own = replace(own, device="cpu", ram=None, ctx=request.draft_ctx)
     else:
-        on_card = best.way == "both on card"
-        target = replace(
-            target,
-            device=options.device if on_card else "cpu",
-            gpu_memory=left + CUDA_CONTEXT_NBYTES if on_card else None,
-        )
+        vram = left + CUDA_CONTEXT_NBYTES if on_card else None
+        target = replace(target, device=options.device if on_card else "cpu", gpu_memory=vram)
         own = replace(own, gpu_memory=best.draft_vram, ctx=request.draft_ctx)
-    return DraftPlace(
-        alone=alone,
+    return replace(
+        place,
         target=target,
         draft=own,
-        line=plan.line(),
         after=virtual,
         costs=DraftCosts(request.draft, request.target.machine, True) if virtual else None,
         cache_room=sum(request.draft.kv_nbytes("bf16", request.draft_ctx)),
-        level_share=share,
     )
 
 

@@ -165,13 +165,8 @@ def train_draft(
     ]
     scores = [trainer.score(*sequences.read(batch)) for batch in batches]
     loss, agreed = np.mean(scores, axis=0).round(4).tolist()
-    about: dict[str, Any] = {
-        "steps": total,
-        "tokens": total * size,
-        "text_tokens": text_tokens,
-        "agreed": tuple(agreed),
-        "loss": tuple(loss),
-    }
+    about: dict[str, Any] = {"steps": total, "tokens": total * size, "text_tokens": text_tokens}
+    about |= {"agreed": tuple(agreed), "loss": tuple(loss)}
     nbytes = write_head(out, config, draft_tokens, trainer.weights(), about=about)
     if not keep:
         shutil.rmtree(work, ignore_errors=True)

@@ -98,7 +98,7 @@ class SequenceFile:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Beginnings of sequences: pieces of ``text`` from ``starts`` on, and conversations.
+    """Beginnings of sequences: pieces of ``text``, and conversations.
 
     ``frame`` are the token ids around a user's message, up to it, and from its end to the answer's
     beginning; None without a template.
@@ -108,25 +108,18 @@ class Prompts:
     """
 
     text: Sequence[int]
-    starts: Sequence[int]
     frame: tuple[Sequence[int], Sequence[int]] | None
     seed: int
 
     def __post_init__(self) -> None:
-        if not self.starts and self.frame is None:
+        if not self.text and self.frame is None:
             raise OptionError("the model has no chat template to write from: give it a --text")
 
     @classmethod
     def of(cls, parts: LoadedModel, text: Sequence[int], seed: int) -> Prompts:
-        """For a model, with the token ids of a text, pieces of which begin with a line of it."""
+        """For a model, with the token ids of a text."""
         if parts.tokenizer is None:
-            return cls(text, [], None, seed)
-        words = {token: parts.tokenizer.token_bytes(token) for token in set(text)}
-        starts = [
-            at
-            for at, token in enumerate(text)
-            if not at or (words[text[at - 1]].endswith(b"\n") and words[token][:1].strip())
-        ]
+            return cls(text, None, seed)
         first, second = (
             encode_messages(parts.tokenizer, parts.template, [{"role": "user", "content": content}])
             for content in ("0", "x")
@@ -135,15 +128,15 @@ class Prompts:
         after = common_length(first[::-1], second[::-1])
         told_apart = before + after < min(len(first), len(second))
         frame = (first[:before], first[len(first) - after :]) if told_apart else None
-        return cls(text, starts, frame, seed)
+        return cls(text, frame, seed)
 
     def parts(self, number: int) -> Iterator[Sequence[int]]:
         """See ``Parts``."""
-        if self.frame is not None and (number % 2 == 0 or not self.starts):
+        if self.frame is not None and (number % 2 == 0 or not self.text):
             yield from cycle(self.frame)
         random = np.random.default_rng((self.seed, number))
         while True:
-            start = self.starts[int(random.integers(len(self.starts)))]
+            start = int(random.integers(len(self.text)))
             yield self.text[start : start + int(random.integers(*_PIECE))]
 
 
@@ -158,7 +151,7 @@ def write_text(
     """Let the target write what is missing, many sequences at a time, and record its features."""
     length, count = sequences.length, sequences.count
     room = kv_room(engine, ram=None, gpu_memory=None) // engine.kv_nbytes(length)
-    together = max(1, min(_TOGETHER, room))
+    together = max(1, min(_TOGETHER, engine.pass_rows, room))
     while (done := sequences.written) < count:
         with ExitStack() as opened:
             live = [
@@ -206,20 +199,14 @@ class _Live:
 
 
 def _advance(engine: NativeEngine, live: Sequence[_Live], eos_ids: frozenset[int]) -> None:
-    """One pass: a piece of what each sequence wants computed, as far as rows go."""
-    room = engine.pass_rows
-    pieces: list[tuple[_Live, list[int]]] = []
-    for each in live:
+    """One pass: a piece of what each sequence wants computed."""
+    room = engine.pass_rows // len(live)
+    passed, ends = [], []
+    for number, each in enumerate(live):
         piece = each.pending[: min(room, each.left)]
         each.pending = each.pending[len(piece) :]
-        room -= len(piece)
-        if piece:
-            pieces.append((each, piece))
-    ends = [
-        number
-        for number, (each, piece) in enumerate(pieces)
-        if not each.pending and each.left > len(piece)
-    ]
-    passed = [(each.session, piece) for each, piece in pieces]
-    for end, logits in zip(ends, engine.extend_batch(passed, wanted=ends), strict=True):
-        pieces[end][0].choose(logits, eos_ids)
+        passed.append((each.session, piece))
+        if not each.pending and each.left > len(piece):
+            ends.append(number)
+    for number, logits in zip(ends, engine.extend_batch(passed, wanted=ends), strict=True):
+        live[number].choose(logits, eos_ids)
