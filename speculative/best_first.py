@@ -251,11 +251,10 @@ def likeliest(
     if not math.isfinite(top):
         raise ValueError("the logits are not numbers")
     scale = 1.0 / temperature
-    if temperature == 1.0:
-        total = float(np.exp(logits - np.float32(top)).sum(dtype=np.float64))
-    else:
-        total = float(np.exp((logits - np.float32(top)) * np.float32(scale)).sum(dtype=np.float64))
-    norm = math.log(total)
+    spread = logits - np.float32(top)
+    if temperature != 1.0:
+        spread *= np.float32(scale)
+    norm = math.log(float(np.exp(spread).sum(dtype=np.float64)))
     # The best ``most`` cannot be below 1 / V times the best; start high, where few are.
     cut = max(least, -9.0)
     ids = np.flatnonzero(logits > top + (cut + norm) / scale)

@@ -30,19 +30,16 @@ def _bin(conditional: float) -> int:
 
 
 class Calibration:
-    """Of one source. ``trust`` multiplies stated probabilities before anything was tested."""
+    """Of one source."""
 
-    def __init__(self, trust: float = 1.0) -> None:
-        self._trust = trust
+    def __init__(self) -> None:
         self._tests = [0.0] * _BINS
         self._hits = [0.0] * _BINS
-        self.tested = 0  # passes so far
 
     def believed(self, conditional: float) -> float:
         """The probability that a guess comes true once its parent has."""
         key = _bin(conditional)
-        stated = self._trust * conditional
-        return (self._hits[key] + _PRIOR * stated) / (self._tests[key] + _PRIOR)
+        return (self._hits[key] + _PRIOR * conditional) / (self._tests[key] + _PRIOR)
 
     def probabilities(self, tree: TokenTree) -> npt.NDArray[np.float64]:
         """(n,) that each node will be accepted. Children's sum to at most their parent's."""
@@ -60,7 +57,6 @@ class Calibration:
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """``path`` was accepted of ``tree`` (whose nodes were all verified)."""
-        self.tested += 1
         accepted = set(path)
         tested_under = {ROOT, *path}
         stated = _conditionals(tree)

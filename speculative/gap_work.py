@@ -43,7 +43,6 @@ class GapWork:
         self._gap = threading.Event()  # the pass waits, or has ended
         self._over = False
         self._true: Sequence[int] | None = None
-        self._began = 0.0  # the gap
         self._closed: float | None = None  # when the gap ended during which a layer began
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0  # the pass did, for weights
@@ -59,7 +58,7 @@ class GapWork:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The pass waits, and nothing of it computes."""
-        self._began = began = self._clock()
+        began = self._clock()
         self._gap.set()
         try:
             yield

@@ -59,18 +59,14 @@ class NgramIndex:
                     self._latest[order][gram] = end
                 self._before[order].append(before)
 
-    def places(self, context: Sequence[int], order: int, below: int | None = None) -> list[int]:
-        """Where what follows the last ``order`` tokens of ``context`` begins, latest first.
-
-        Places at ``below`` or behind, where nothing follows yet, are left out.
-        """
+    def places(self, context: Sequence[int], order: int) -> list[int]:
+        """Where what follows the last ``order`` tokens of ``context`` begins, latest first."""
         if len(context) < order:
             return []
-        below = len(self.tokens) if below is None else below
         place = self._latest[order].get(tuple(context[-order:]), -1)
         found: list[int] = []
         while place >= 0 and len(found) < _PLACES:
-            if place < below:
+            if place < len(self.tokens):  # something follows
                 found.append(place)
             place = self._before[order][place - 1]
         return found
