@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from localrt.formatting import format_bytes
+from localrt.formatting import format_bytes, format_rate
 from localrt.offload.account import Tier
 from localrt.offload.placement import Where
 from localrt.offload.planner.plan import Plan, PlanRequest
@@ -31,9 +31,9 @@ _KINDS = ("embedding", "attention", "mlp", "expert", "head")
 def one_line(plan: Plan) -> str:
     """Rate, ceiling and bottleneck."""
     prediction = plan.prediction
-    ceiling = _rate(prediction.ceiling_tok_s)
+    ceiling = format_rate(prediction.ceiling_tok_s)
     return (
-        f"{_rate(prediction.tok_s)} tok/s predicted, {ceiling} at most with this placement; "
+        f"{format_rate(prediction.tok_s)} tok/s predicted, {ceiling} at most with this placement; "
         f"the {_RESOURCES[prediction.bottleneck]} is the bottleneck"
     )
 
@@ -72,7 +72,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield "What would help most"
         for change in plan.changes:
-            yield f"  {_rate(change.tok_s):>6} tok/s ({change.gain:.2g}x)  {change.what}"
+            yield f"  {format_rate(change.tok_s):>6} tok/s ({change.gain:.2g}x)  {change.what}"
     if plan.notes:
         yield ""
         yield "Notes"
@@ -169,17 +169,13 @@ def _prediction(plan: Plan) -> Iterator[str]:
     if waits:
         yield f"computing waits {', '.join(waits)}"
     yield (
-        f"prompts at {_rate(prediction.prefill_tok_s)} tok/s, "
+        f"prompts at {format_rate(prediction.prefill_tok_s)} tok/s, "
         f"{plan.placement.prefill_rows} tokens a pass"
     )
     yield (
         f"with {prediction.held} tokens held; with all {request.ctx}: "
-        f"{_rate(prediction.full_context_tok_s)} tok/s"
+        f"{format_rate(prediction.full_context_tok_s)} tok/s"
     )
-
-
-def _rate(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -8,13 +8,14 @@ guesses are verified in. It knows numbers, not models: what is loaded is ``local
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, Literal
 
 from localrt.errors import OptionError
-from localrt.formatting import format_bytes
+from localrt.formatting import format_bytes, format_rate, table
 from localrt.offload.account import draft_nbytes
 from localrt.offload.planner.draft_costs import DraftCosts
 from localrt.offload.planner.guessing import (
@@ -70,16 +71,15 @@ _HOPED = 0.95
 class PairRequest:
     """``target`` is planned for with the budgets of both.
 
-    ``draft_ctx`` is the longest history in tokens that the draft sees; ``draft_vram`` and
-    ``draft_ram`` the bytes that it takes where it lies (None: by its shape). ``acceptance`` is the
-    share of first choices that come true; one that is assumed leaves no draft out that may pay.
+    ``draft_ctx`` is the longest history in tokens that the draft sees; ``draft_vram`` the bytes
+    that it takes on the card (None: by its shape). ``acceptance`` is the share of first choices
+    that come true; one that is assumed leaves no draft out that may pay.
     """
 
     target: PlanRequest
     draft: ModelShape
     draft_ctx: int = 2048
     draft_vram: int | None = None
-    draft_ram: int | None = None
     acceptance: float = PRIOR_ACCEPTANCE
     source: AcceptanceSource = AcceptanceSource.ASSUMED
 
@@ -90,9 +90,9 @@ class PairRequest:
 
     def taken(self, *, on_card: bool) -> int:
         """Bytes of the draft, on the card or in RAM."""
-        given = self.draft_vram if on_card else self.draft_ram
-        kv = self.target.kv_format
-        return draft_nbytes(self.draft, self.draft_ctx, kv) if given is None else given
+        if on_card and self.draft_vram is not None:
+            return self.draft_vram
+        return draft_nbytes(self.draft, self.draft_ctx, self.target.kv_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,10 @@ class PairCandidate:
         alone = self.plan is not None and not self.plan.request.uses_gpu
         return _CPU_WORDS if self.way == "draft on CPU" and alone else _WORDS[self.way]
 
+    def outcome(self) -> str:
+        """The way in words, and why it does not work."""
+        return self.words() if self.plan is not None else f"{self.words()}: {self.problem}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
@@ -150,13 +154,11 @@ class PairPlan:
     def line(self) -> str:
         """The choice and its reason, in one line."""
         best = self.best
-        text = f"{best.words()}: {_rate(best.tok_s)} tok/s forecast"
+        text = f"{best.words()}: {format_rate(best.tok_s)} tok/s forecast"
         if best.guesses:
             text += f" with {best.guesses} guesses a pass"
         others = [
-            f"{each.words()} {_rate(each.tok_s)}"
-            if each.plan is not None
-            else f"{each.words()}: {each.problem}"
+            each.outcome() + ("" if each.plan is None else f" {formatformat_rate(each.tok_s)}")
             for each in self.candidates
             if each is not best
         ]
@@ -170,29 +172,23 @@ class PairPlan:
             return "; ".join(problems)
         best = max(fitting, key=lambda each: each.tok_s)
         return (
-            f"{_rate(self.best.tok_s)} tok/s are forecast without it, {_rate(best.tok_s)} with "
+            f"{format_rate(self.best.tok_s)} tok/s are forecast without it, {format_rate(best.tok_s)} with "
             f"{best.words()}"
         )
 
     def table(self) -> list[str]:
         """A line for each way, the best marked, with what a pass takes."""
         request = self.request
+        headers = ("tok/s", "pass", "drafting", "guesses", "tokens/pass", "")
         rows = [
-            f"With {request.draft.name} as its draft, of whose first choices "
-            f"{100 * request.acceptance:.0f} % come true "
-            f"({request.source})"
+            (*_cells(each), each.outcome() + ("  (best)" if each is self.best else ""))
+            for each in self.candidates
         ]
-        header = ("tok/s", "pass", "drafting", "guesses", "tokens/pass")
-        cells = [header, *(_cells(each) for each in self.candidates)]
-        widths = [max(len(row[n]) for row in cells) for n in range(len(header))]
-        for cell, each in zip(cells, [None, *self.candidates], strict=True):
-            row = "  ".join(text.rjust(width) for text, width in zip(cell, widths, strict=True))
-            where = ""
-            if each is not None:
-                where = each.words() if each.plan is not None else _why_not(each)
-                where += "  (best)" if each is self.best else ""
-            rows.append(f"  {row}  {where}".rstrip())
-        return rows
+        return [
+            f"With {request.draft.name} as its draft, of whose first choices "
+            f"{100 * request.acceptance:.0f} % come true ({request.source})",
+            *(f"  {line}".rstrip() for line in table(rows, headers, "rrrrr").splitlines()),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -282,7 +278,13 @@ def _best_tree(
     request: PairRequest, placed: PairCandidate, plan: Plan, drafting: DraftCosts | None
 ) -> PairCandidate:
     """The tree that makes most of a placement."""
-    verify = _verify_seconds(plan)
+
+    @cache
+    def verify(rows: int) -> float:
+        """Seconds of a pass of so many rows under the plan's placement."""
+        costs = plan.request.costs(rows=rows)
+        return simulate(costs, plan.placement, passes=2, warm_up=2).seconds
+
     plain = replace(placed, verify_s=verify(1), plain_tok_s=1 / verify(1))
     if drafting is None:
         return plain
@@ -315,34 +317,17 @@ def _trees(acceptance: float) -> Iterator[GuessedTree]:
             yield tree
 
 
-def _verify_seconds(plan: Plan) -> Callable[[int], float]:
-    """Of a pass of so many rows under the plan's placement."""
-    known: dict[int, float] = {}
-
-    def seconds(rows: int) -> float:
-        if rows not in known:
-            costs = plan.request.costs(rows=rows)
-            known[rows] = simulate(costs, plan.placement, passes=2, warm_up=2).seconds
-        return known[rows]
-
-    return seconds
-
-
 def _cells(each: PairCandidate) -> tuple[str, ...]:
     if each.plan is None:
         return ("-",) * 5
     drafted = each.guesses > 0
     return (
-        _rate(each.tok_s),
+        format_rate(each.tok_s),
         f"{1e3 * each.verify_s:.1f} ms",
         f"{1e3 * each.draft_s:.1f} ms" if drafted else "-",
         str(each.guesses) if drafted else "-",
         f"{each.tokens_per_pass:.2f}",
     )
-
-
-def _why_not(each: PairCandidate) -> str:
-    return f"{each.words()}: {each.problem}"
 
 
 def _as_dict(each: PairCandidate) -> dict[str, Any]:
@@ -363,7 +348,3 @@ def _as_dict(each: PairCandidate) -> dict[str, Any]:
         "draft_ram_bytes": each.draft_ram,
         "rows": None if each.plan is None else each.plan.request.rows,
     }
-
-
-def _rate(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

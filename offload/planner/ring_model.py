@@ -35,33 +35,28 @@ class RingModel:
         self._live: deque[Slot] = deque()
         self._next = 0
 
-    def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float, float, float]:
-        """Load a unit through a resource that is free from ``free`` on: slot, start, end, idle.
-
-        ``idle`` is the time that the resource waited for room.
-        """
-        self._forget(free)
+    def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float, float]:
+        """Load a unit through a resource that is free from ``free`` on: slot, start, end."""
+        while self._live and self._live[0].release <= free:
+            self._live.popleft()
         slot, pieces = self._place(nbytes)
+        clock = free
         if self._live and (ready := self._ready(slot, pieces[0])) > free:
             # Whoever waits until the ring is empty begins at its beginning.
             if ready >= self._live[-1].release:
                 self._live.clear()
                 slot, pieces = self._place(nbytes)
-            start = ready
-        else:
-            start = free
-        idle, clock = start - free, start
+            clock = ready
+        start = clock
         if self._live:
             for chunk in pieces:
-                ready = max(clock, self._ready(slot, chunk))
-                idle += ready - clock
-                clock = ready + chunk.nbytes / bytes_s
+                clock = max(clock, self._ready(slot, chunk)) + chunk.nbytes / bytes_s
         else:
             clock += nbytes / bytes_s
         stop = slot.offset + nbytes
         self._next = stop if stop < self.nbytes else 0
         self._live.append(slot)
-        return slot, start, clock, idle
+        return slot, start, clock
 
     def release(self, slot: Slot, time: float) -> None:
         """Give back a slot at ``time``; slots come back in the order in which they were taken."""
@@ -71,10 +66,6 @@ class RingModel:
                 break
             slot.release = max(slot.release, older.release)
 
-    def _forget(self, now: float) -> None:
-        while self._live and self._live[0].release <= now:
-            self._live.popleft()
-
     def _place(self, nbytes: int) -> tuple[Slot, list[Chunk]]:
         if nbytes > self.nbytes:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
@@ -82,7 +73,7 @@ class RingModel:
             self._next = 0
         offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest)
         slot = Slot(offset, nbytes)
-        if not self._live or not self._touches(offset, offset + nbytes):
+        if not self._newest(offset, offset + nbytes):
             return slot, [Chunk(0, nbytes)]
         return slot, chunks(nbytes, self._chunk, first=first)
 
@@ -92,9 +83,6 @@ class RingModel:
             (count for count, slot in enumerate(self._live, 1) if slot.overlaps(start, stop)),
             default=0,
         )
-
-    def _touches(self, start: int, stop: int) -> bool:
-        return any(slot.overlaps(start, stop) for slot in self._live)
 
     def _ready(self, slot: Slot, chunk: Chunk) -> float:
         """When the bytes of a piece are free."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal
 
 from localrt.offload.experts.assignment import Assignment, Ready, split_misses
 from localrt.offload.experts.scheduler import schedule
@@ -26,6 +26,7 @@ __all__ = ["RESOURCES", "Resource", "SimulatedTask", "Simulation", "simulate"]
 
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
+TaskKind = UnitKind | Literal["pass", "crossing", "kv"]
 
 READ_CHUNK = 2 << 20
 COPY_CHUNK = 8 << 20
@@ -37,7 +38,7 @@ class SimulatedTask:
     """One stretch of work in seconds from the first token's beginning; ``token`` counts from 0."""
 
     name: str
-    kind: UnitKind | Literal["pass", "crossing", "kv"]
+    kind: TaskKind
     resource: Resource
     start: float
     end: float
@@ -51,7 +52,7 @@ class Simulation:
 
     ``busy`` is each resource's work per pass, ``chain`` the computing and crossing that can only
     follow one another. ``waits`` is the time per pass that computing stood still, by what it waited
-    for; ``full`` the time that disk or link waited for room. ``tasks`` are of the last passes.
+    for. ``tasks`` are of the last passes.
     """
 
     seconds: float
@@ -59,7 +60,6 @@ class Simulation:
     chain: float
     nbytes: Mapping[str, float]
     waits: Mapping[str, float]
-    full: Mapping[str, float]
     tasks: tuple[SimulatedTask, ...] = ()
     total_seconds: float = 0.0
 
@@ -75,17 +75,6 @@ class Simulation:
 
 
 @dataclass(slots=True)
-class _State:
-    ram: RingModel
-    vram: RingModel
-    disk_free: float = 0.0
-    link_free: float = 0.0
-    clock: float = 0.0  # the end of the latest computing
-    on_gpu: bool = False
-    router: float = 0.0  # the end of the latest unit that is no expert
-
-
-@dataclass(slots=True)
 class _Sums:
     busy: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     chain: float = 0.0
@@ -95,7 +84,6 @@ class _Sums:
     waits: dict[str, float] = field(
         default_factory=lambda: {"ssd": 0.0, "link": 0.0, "crossing": 0.0}
     )
-    full: dict[str, float] = field(default_factory=lambda: {"ssd": 0.0, "link": 0.0})
 
 
 def simulate(
@@ -105,38 +93,34 @@ def simulate(
     passes: int | None = None,
     warm_up: int = 3,
     keep_tasks: int = 0,
-    seed: int = 0,
 ) -> Simulation:
     """Replay ``warm_up`` + ``passes`` passes; figures are means over the latter.
 
-    ``keep_tasks`` is how many of the last passes to keep the tasks of. Experts are chosen at random
-    with ``seed``, all equally often.
+    ``keep_tasks`` is how many of the last passes to keep the tasks of. Experts are chosen at
+    random, the same in each replay, all equally often.
     """
     if passes is None:
         passes = 8 if costs.shape.experts else 4
-    walk = _Walk(costs, placement, seed)
-    state = _State(
-        RingModel(placement.ram_ring, READ_CHUNK), RingModel(placement.vram_ring, COPY_CHUNK)
-    )
-    sums, before, tasks = _Sums(), 0.0, list[SimulatedTask]()
+    replay, before = _Replay(costs, placement), 0.0
     total = warm_up + passes
     for token in range(total):
         if token == warm_up:
-            sums, before = _Sums(), state.clock
-        walk.one_pass(state, sums, token, tasks if token >= total - keep_tasks else None)
+            replay.sums, before = _Sums(), replay.clock
+        replay.token, replay.keeps = token, token >= total - keep_tasks
+        replay.one_pass()
+    sums = replay.sums
     busy = {name: value / passes for name, value in sums.busy.items()}
     chain = sums.chain / passes
     # Over a few passes a ring that was full at first looks like speed: no schedule beats the bound.
-    seconds = max((state.clock - before) / passes, chain, *busy.values())
+    seconds = max((replay.clock - before) / passes, chain, *busy.values())
     return Simulation(
         seconds=seconds,
         busy=busy,
         chain=chain,
         nbytes={name: value / passes for name, value in sums.nbytes.items()},
         waits={name: value / passes for name, value in sums.waits.items()},
-        full={name: value / passes for name, value in sums.full.items()},
-        tasks=tuple(tasks),
-        total_seconds=state.clock,
+        tasks=tuple(replay.tasks),
+        total_seconds=replay.clock,
     )
 
 
@@ -150,14 +134,14 @@ def _reached(room: int) -> float:
     return 1.0 - 0.13 * max(0.0, 1.0 - room / wanted)
 
 
-class _Walk:
-    """One placement's units in order, and what each costs."""
+class _Replay:
+    """Passes under one placement. All times are seconds from the first token's beginning."""
 
-    def __init__(self, costs: Costs, placement: Placement, seed: int) -> None:
+    def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs = costs
         self.where = placement.where
         self.kv = placement.kv
-        self.random = random.Random(seed)
+        self.random = random.Random(0)
         self.bytes_s = costs.machine.ssd_bytes_s
         # What streams from the SSD, and how fast with the room that the ring leaves beside it.
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
@@ -178,28 +162,47 @@ class _Walk:
                 self.steps[-1].append(unit)
             else:
                 self.steps.append([unit])
+        self.ram = RingModel(placement.ram_ring, READ_CHUNK)
+        self.vram = RingModel(placement.vram_ring, COPY_CHUNK)
+        self.disk_free = self.link_free = 0.0
+        self.clock = 0.0  # the end of the latest computing
+        self.on_gpu = False
+        self.router = 0.0  # the end of the latest unit that is no expert
+        self.sums = _Sums()
+        self.token = 0
+        self.keeps = False
+        self.tasks: list[SimulatedTask] = []
 
-    def one_pass(
-        self, state: _State, sums: _Sums, token: int, tasks: list[SimulatedTask] | None
-    ) -> None:
-        """Advance ``state`` by one pass and add it to ``sums``."""
-        begin = state.clock
-        if state.on_gpu:
-            begin = self._cross(state, sums, False, token, tasks)
-        extra = self.costs.per_pass()
-        state.clock = begin + extra
-        sums.busy["cpu"] += extra
-        sums.chain += extra
-        _keep(tasks, SimulatedTask("sampling", "pass", "cpu", begin, state.clock, token))
+    def one_pass(self) -> None:
+        """Go through all units."""
+        if self.on_gpu:
+            self._cross(to_gpu=False)
+        begin, extra = self.clock, self.costs.per_pass()
+        self.clock += extra
+        self.sums.busy["cpu"] += extra
+        self.sums.chain += extra
+        self._keep("sampling", "pass", "cpu", begin, self.clock)
         for step in self.steps:
-            if step[0].kind == "expert" and state.on_gpu:
-                self._shared(step, state, sums, token, tasks)
+            if step[0].kind == "expert" and self.on_gpu:
+                self._shared(step)
             elif step[0].kind == "expert":
                 for unit, rows, where in self._chosen(step):
-                    self._unit(unit, where, rows, state, sums, token, tasks)
+                    self._unit(unit, where, rows)
             else:
-                self._unit(step[0], self.where[step[0].name], None, state, sums, token, tasks)
-                state.router = state.clock
+                self._unit(step[0], self.where[step[0].name])
+                self.router = self.clock
+
+    def _keep(
+        self,
+        name: str,
+        kind: TaskKind,
+        resource: Resource,
+        start: float,
+        end: float,
+        nbytes: int = 0,
+    ) -> None:
+        if self.keeps:
+            self.tasks.append(SimulatedTask(name, kind, resource, start, end, self.token, nbytes))
 
     def _chosen(self, experts: list[PlacedUnit]) -> list[tuple[PlacedUnit, int, Where]]:
         """The experts that a pass touches, with the rows that each sees and where each is.
@@ -217,28 +220,21 @@ class _Walk:
         found = [(unit, each, place) for unit, place in zip(chosen, places, strict=True)]
         return sorted(found, key=lambda item: item[2].read)
 
-    def _shared(
-        self,
-        experts: list[PlacedUnit],
-        state: _State,
-        sums: _Sums,
-        token: int,
-        tasks: list[SimulatedTask] | None,
-    ) -> None:
+    def _shared(self, experts: list[PlacedUnit]) -> None:
         """A layer's experts on the card and the CPU at once, as the scheduler divides them.
 
         What is on the card and in RAM is the caches' business: any expert, as often as there is
         room for it. What is in neither is read before the CPU computes it.
         """
-        assert self.expert_costs is not None, "there is a card, and there are experts"
+        cost, sums = self.expert_costs, self.sums
+        assert cost is not None, "there is a card, and there are experts"
         chosen = self._chosen(experts)
         hits = self.costs.expert_hits
         on_card = [self.random.random() < (self.in_vram if hits is None else hits) for _ in chosen]
         way = self.costs.crossing()
-        ready = Ready(cpu=way, cpu_back=way, link=max(0.0, state.link_free - state.clock))
-        cost = self.expert_costs
+        ready = Ready(cpu=way, cpu_back=way, link=max(0.0, self.link_free - self.clock))
         plan = schedule([rows for _, rows, _ in chosen], on_card, cost, ready)
-        nbytes, begin = experts[0].nbytes, state.clock
+        nbytes, begin = experts[0].nbytes, self.clock
         absent = [
             i
             for i in (*plan.cpu, *plan.fetch)
@@ -246,25 +242,25 @@ class _Walk:
         ]
         if absent:  # only what is in RAM can be copied: the CPU computes what is read
             plan, end = self._with_absent(chosen, plan, set(absent), ready)
-            start = max(state.disk_free, begin)
+            start = max(self.disk_free, begin)
             cpu = begin + end - ready.cpu_back
             for i in absent:
                 start += nbytes / self.read_bytes_s
                 cpu = max(cpu, start) + cost.cpu.at(chosen[i][1])
-            state.disk_free = start
+            self.disk_free = start
             sums.busy["ssd"] += len(absent) * nbytes / self.bytes_s
             sums.nbytes["ssd"] += len(absent) * nbytes
             computing = sum(cost.cpu.at(chosen[i][1]) for i in absent)
             sums.waits["ssd"] += max(0.0, cpu - (begin + end - ready.cpu_back) - computing)
             sums.chain += end + computing
-            state.clock = max(begin + plan.gpu_end, cpu + ready.cpu_back)
+            self.clock = max(begin + plan.gpu_end, cpu + ready.cpu_back)
         else:
             sums.chain += plan.end
-            state.clock = begin + plan.end
+            self.clock = begin + plan.end
         by_cpu = [i for i in plan.cpu if i not in absent] + absent
         cpu_s = sum(cost.cpu.at(chosen[i][1]) for i in by_cpu)
         gpu_s = sum(cost.gpu.at(chosen[i][1]) for i in plan.gpu)
-        state.link_free = begin + plan.link_end if plan.fetch else state.link_free
+        self.link_free = begin + plan.link_end if plan.fetch else self.link_free
         sums.busy["cpu"] += cpu_s
         sums.busy["gpu"] += gpu_s
         sums.busy["link"] += len(plan.fetch) * cost.fetch
@@ -272,12 +268,10 @@ class _Walk:
         sums.nbytes["vram"] += len(plan.gpu) * nbytes
         sums.nbytes["link"] += len(plan.fetch) * nbytes
         name = f"layers.{experts[0].layer}.experts"
-        for resource, seconds in (("cpu", cpu_s), ("gpu", gpu_s)):
-            if seconds:
-                task = SimulatedTask(
-                    name, "expert", cast(Resource, resource), begin, begin + seconds, token, nbytes
-                )
-                _keep(tasks, task)
+        if cpu_s:
+            self._keep(name, "expert", "cpu", begin, begin + cpu_s, nbytes)
+        if gpu_s:
+            self._keep(name, "expert", "gpu", begin, begin + gpu_s, nbytes)
 
     def _with_absent(
         self,
@@ -290,10 +284,9 @@ class _Walk:
         assert self.expert_costs is not None, "see _shared"
         there = [i for i in range(len(chosen)) if i not in absent]
         held = [i in plan.gpu and i not in plan.fetch for i in there]
-        fetched = [i for i in there if i in plan.fetch]
-        work = split_misses(
-            len(fetched), [chosen[i][1] for i in there], held, self.expert_costs, ready
-        )
+        fetched = sum(i in plan.fetch for i in there)
+        rows = [chosen[i][1] for i in there]
+        work = split_misses(fetched, rows, held, self.expert_costs, ready)
         end = work.cpu_end + ready.cpu_back if work.cpu else 2 * ready.cpu_back
         renumbered = replace(
             work,
@@ -303,140 +296,89 @@ class _Walk:
         )
         return renumbered, end
 
-    def _unit(
-        self,
-        unit: PlacedUnit,
-        where: Where,
-        rows: int | None,
-        state: _State,
-        sums: _Sums,
-        token: int,
-        tasks: list[SimulatedTask] | None,
-    ) -> None:
-        ready, slots = 0.0, list[tuple[RingModel, Slot]]()
-        asked = state.router if unit.kind == "expert" else 0.0
-        nbytes = unit.nbytes
-        kv = 0
-        attends = unit.layer if unit.kind == "attention" else None
-        if attends is not None and self.kv[attends] == "ssd":
-            kv = self.costs.kv_held(attends)
-        if where.read or kv:
-            ready = self._read(unit, where, kv, asked, state, sums, slots, token, tasks)
+    def _unit(self, unit: PlacedUnit, where: Where, rows: int | None = None) -> None:
+        """Read, copy and compute; ``rows`` where an expert sees fewer than the pass has."""
+        sums, ready = self.sums, 0.0
+        slot: tuple[RingModel, Slot] | None = None  # the latest that holds it
+        asked = self.router if unit.kind == "expert" else 0.0
+        if where.read:
+            slot, ready = self._read(unit, where, asked)
+        if unit.kind == "attention" and unit.layer is not None and self.kv[unit.layer] == "ssd":
+            ready = self._read_kv(unit, self.costs.kv_held(unit.layer), ready)
         if where.copied:
-            ready = self._copy(unit, max(ready, asked), state, sums, slots, token, tasks)
-        if unit.macs == 0:
-            compute = 0.0
-        else:
-            compute = self.costs.compute(unit, on_gpu=where.on_gpu, rows=rows)
-        crossed = state.clock
-        if unit.macs and where.on_gpu != state.on_gpu:
-            crossed = self._cross(state, sums, where.on_gpu, token, tasks)
-        if slots:
+            slot, ready = self._copy(unit, max(ready, asked), slot)
+        if unit.macs and where.on_gpu != self.on_gpu:
+            self._cross(to_gpu=where.on_gpu)
+        if slot is not None:
             ready += _WAKE_S
-        start = max(crossed, ready)
-        if start > crossed:
-            sums.waits["link" if where.copied else "ssd"] += start - crossed
+        start = max(self.clock, ready)
+        if start > self.clock:
+            sums.waits["link" if where.copied else "ssd"] += start - self.clock
+        compute = self.costs.compute(unit, on_gpu=where.on_gpu, rows=rows) if unit.macs else 0.0
         if where.read and not where.on_gpu:
-            compute += self.costs.reading_load(nbytes)
-        end = start + compute
+            compute += self.costs.reading_load(unit.nbytes)
+        self.clock = start + compute
         resource: Resource = "gpu" if where.on_gpu else "cpu"
         sums.busy[resource] += compute
         sums.chain += compute
         if unit.macs:
-            sums.nbytes["vram" if where.on_gpu else "ram"] += nbytes
-            _keep(tasks, SimulatedTask(unit.name, unit.kind, resource, start, end, token, nbytes))
-        state.clock = end
-        for ring, slot in slots:
-            ring.release(slot, end)
+            sums.nbytes["vram" if where.on_gpu else "ram"] += unit.nbytes
+            self._keep(unit.name, unit.kind, resource, start, self.clock, unit.nbytes)
+        if slot is not None:
+            slot[0].release(slot[1], self.clock)
 
     def _read(
-        self,
-        unit: PlacedUnit,
-        where: Where,
-        kv: int,
-        asked: float,
-        state: _State,
-        sums: _Sums,
-        slots: list[tuple[RingModel, Slot]],
-        token: int,
-        tasks: list[SimulatedTask] | None,
-    ) -> float:
-        """Read a unit, and a layer's keys and values where they live on the SSD.
+        self, unit: PlacedUnit, where: Where, asked: float
+    ) -> tuple[tuple[RingModel, Slot] | None, float]:
+        """Read a unit: its place in the ring, and when it is there."""
+        slot = None
+        start, seconds = max(self.disk_free, asked), unit.nbytes / self.read_bytes_s
+        end = start + seconds
+        if unit.kind != "expert" or where.copied:  # experts have slots of their own
+            placed, start, end = self.ram.load(unit.nbytes, start, self.read_bytes_s)
+            slot = self.ram, placed
+            # Where it waits for room in its middle, the wait is shown before it.
+            start = max(start, end - seconds)
+        self._read_done(unit.name, unit.kind, start, end, unit.nbytes)
+        return slot, end
 
-        These go through two small buffers of their own: their reading begins with their turn.
+    def _read_kv(self, unit: PlacedUnit, nbytes: int, ready: float) -> float:
+        """Read a layer's keys and values, through two small buffers of their own: their reading
+        begins with their turn.
         """
-        end = 0.0
-        if where.read:
-            start = max(state.disk_free, asked)
-            end = start + unit.nbytes / self.read_bytes_s
-            if unit.kind != "expert" or where.copied:  # experts have slots of their own
-                slot, start, end, idle = state.ram.load(unit.nbytes, start, self.read_bytes_s)
-                sums.full["ssd"] += idle
-                slots.append((state.ram, slot))
-                # Where it waits for room in its middle, the wait is shown before it.
-                start = max(start, end - unit.nbytes / self.read_bytes_s)
-            task = SimulatedTask(unit.name, unit.kind, "ssd", start, end, token, unit.nbytes)
-            self._read_done(state, sums, task, tasks)
-        if kv:
-            start = max(state.disk_free, state.clock)
-            end = start + kv / self.bytes_s
-            task = SimulatedTask(f"{unit.name} kv", "kv", "ssd", start, end, token, kv)
-            self._read_done(state, sums, task, tasks)
+        if not nbytes:
+            return ready
+        start = max(self.disk_free, self.clock)
+        end = start + nbytes / self.bytes_s
+        self._read_done(f"{unit.name} kv", "kv", start, end, nbytes)
         return end
 
-    def _read_done(
-        self, state: _State, sums: _Sums, task: SimulatedTask, tasks: list[SimulatedTask] | None
-    ) -> None:
-        state.disk_free = task.end
-        sums.busy["ssd"] += task.nbytes / self.bytes_s
-        sums.nbytes["ssd"] += task.nbytes
-        _keep(tasks, task)
+    def _read_done(self, name: str, kind: TaskKind, start: float, end: float, nbytes: int) -> None:
+        self.disk_free = end
+        self.sums.busy["ssd"] += nbytes / self.bytes_s
+        self.sums.nbytes["ssd"] += nbytes
+        self._keep(name, kind, "ssd", start, end, nbytes)
 
     def _copy(
-        self,
-        unit: PlacedUnit,
-        ready: float,
-        state: _State,
-        sums: _Sums,
-        slots: list[tuple[RingModel, Slot]],
-        token: int,
-        tasks: list[SimulatedTask] | None,
-    ) -> float:
-        """Copy a unit to the GPU. Its slot in RAM is free afterwards."""
-        free = max(state.link_free, ready)
-        slot, start, end, idle = state.vram.load(unit.nbytes, free, self.link_bytes_s)
-        sums.full["link"] += idle
-        state.link_free = end
-        if slots:
-            ring, read = slots.pop(0)
-            ring.release(read, end)
-        slots.append((state.vram, slot))
+        self, unit: PlacedUnit, ready: float, read: tuple[RingModel, Slot] | None
+    ) -> tuple[tuple[RingModel, Slot], float]:
+        """Copy a unit to the GPU: as ``_read``. Its slot in RAM is free afterwards."""
+        free = max(self.link_free, ready)
+        slot, start, end = self.vram.load(unit.nbytes, free, self.link_bytes_s)
+        self.link_free = end
+        if read is not None:
+            read[0].release(read[1], end)
         seconds = unit.nbytes / self.link_bytes_s
-        sums.busy["link"] += seconds
-        sums.nbytes["link"] += unit.nbytes
-        begin = max(start, end - seconds)
-        _keep(tasks, SimulatedTask(unit.name, unit.kind, "link", begin, end, token, unit.nbytes))
-        return end
+        self.sums.busy["link"] += seconds
+        self.sums.nbytes["link"] += unit.nbytes
+        self._keep(unit.name, unit.kind, "link", max(start, end - seconds), end, unit.nbytes)
+        return (self.vram, slot), end
 
-    def _cross(
-        self,
-        state: _State,
-        sums: _Sums,
-        to_gpu: bool,
-        token: int,
-        tasks: list[SimulatedTask] | None,
-    ) -> float:
+    def _cross(self, *, to_gpu: bool) -> None:
         """Activations go to the other device."""
-        seconds = self.costs.crossing()
-        sums.waits["crossing"] += seconds
-        sums.chain += seconds
-        start, state.clock = state.clock, state.clock + seconds
-        state.on_gpu = to_gpu
-        resource: Resource = "gpu" if to_gpu else "cpu"
-        _keep(tasks, SimulatedTask("activations", "crossing", resource, start, state.clock, token))
-        return state.clock
-
-
-def _keep(tasks: list[SimulatedTask] | None, task: SimulatedTask) -> None:
-    if tasks is not None:
-        tasks.append(task)
+        start, seconds = self.clock, self.costs.crossing()
+        self.clock += seconds
+        self.on_gpu = to_gpu
+        self.sums.waits["crossing"] += seconds
+        self.sums.chain += seconds
+        self._keep("activations", "crossing", "gpu" if to_gpu else "cpu", start, self.clock)
