@@ -1,47 +1,42 @@
 """A card as the pipeline sees it: memory of a fixed size, copies, kernels, and marks to wait for.
 
-Two implementations: a CUDA card (``cuda.py``) and a virtual one
-(``virtual.py``), which computes on the CPU and takes its time from what a card would
-need. The pipeline above does not know which it drives.
+Two kinds: a CUDA card (``cuda.py``) and a virtual one (``virtual.py``), which computes on the CPU
+and takes its time from what a card would need. The pipeline does not know which it drives.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import threading
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.timing import Mark
+from localrt.errors import MemoryBudgetError
+from localrt.formatting import format_bytes
+from localrt.models.timing import Clock, Mark
+from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "Bytes"]
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Accelerator(Protocol):
-    """One card. ``copy_in`` may be called by several threads, the rest by one at a time."""
+class Accelerator:
+    """One card; ``ops`` computes on its memory. ``copy_in`` may be called by several threads, the
+    rest by one at a time.
 
-    @property
-    def name(self) -> str:
-        """The card's."""
+    ``capacity`` is the bytes that may be allocated in all, ``used`` those that are; ``link_bytes``
+    were copied to it so far.
+    """
 
-    @property
-    def ops(self) -> Ops:
-        """Computes on its memory."""
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that may be allocated in all."""
-
-    @property
-    def used(self) -> int:
-        """Bytes that are allocated."""
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes copied to it so far."""
+    def __init__(self, clock: Clock, ops: Ops, *, name: str, capacity: int) -> None:
+        self.name, self.ops, self.capacity = name, ops, capacity
+        self.used = 0
+        self.link_bytes = 0
+        self._clock = clock
+        self._lock = threading.Lock()
 
     def alloc(self, nbytes: int) -> Any:
         """Uninitialized memory of the card, to be sliced by bytes.
@@ -49,31 +44,59 @@ class Accelerator(Protocol):
         Raises:
             MemoryBudgetError: it would exceed the capacity.
         """
+        with self._lock:
+            if self.used + nbytes > self.capacity:
+                raise MemoryBudgetError(
+                    f"{self.name}: {format_bytes(nbytes)} more do not fit the "
+                    f"{format_bytes(self.capacity)} that may be used, of which "
+                    f"{format_bytes(self.used)} are taken"
+                )
+            self.used += nbytes
+        return self._alloc(nbytes)
 
     def free(self, memory: Any) -> None:
         """Give memory back."""
+        with self._lock:
+            self.used -= memory.nbytes
+
+    def _alloc(self, nbytes: int) -> Any:
+        raise NotImplementedError
 
     def host_buffer(self, nbytes: int) -> Bytes:
         """RAM that copies are fast from: pinned, page-aligned."""
+        return aligned_buffer(nbytes)
 
     def free_host(self, memory: Bytes) -> int:
         """Such RAM is no longer needed; returns its bytes."""
+        return memory.nbytes
 
     def copy_in(
-        self,
-        name: str,
-        source: Bytes,
-        out: Any,
-        after: Mark,
-        there: Mark,
-        *,
-        wait: bool = True,
+        self, name: str, source: Bytes, out: Any, after: Mark, there: Mark, *, wait: bool = True
     ) -> Mark:
         """Copy to the card, not before ``after`` (memory is free) and ``there`` (data is there).
 
         Returns once the source may be changed, with the mark of the copy's end; at once without
         ``wait``, and then the source must stay as it is until that mark is ``settled``.
         """
+        started = self._clock.begin("link")
+        mark = self._copy(source, out, after, there, wait)
+        with self._lock:
+            self.link_bytes += source.nbytes
+        cost = self._link_s(source.nbytes)
+        end = self._clock.end("link", name, started, after=mark, cost_s=cost)
+        return mark if cost is None else end
+
+    def _copy(self, source: Bytes, out: Any, after: Mark, there: Mark, wait: bool) -> Mark:
+        """The mark of the copy's end; on a virtual card of when it could begin."""
+        raise NotImplementedError
+
+    def _link_s(self, nbytes: int) -> float | None:
+        """Seconds that a copy takes on a virtual card; None where they are real."""
+        return None
+
+    def cost_s(self, nbytes: int, macs: int, rows: int) -> float | None:
+        """Seconds that a unit's kernels take on a virtual card; None where they are real."""
+        return None
 
     def settled(self, mark: Mark) -> None:
         """Return when a copy that was not waited for has ended."""
@@ -83,15 +106,15 @@ class Accelerator(Protocol):
 
     def mark(self, ended: Mark) -> Mark:
         """The mark of all kernels started so far; ``ended`` is the clock's of the last."""
-
-    def cost_s(self, nbytes: int, macs: int, rows: int) -> float | None:
-        """Seconds that a unit's kernels take on a virtual card; None where they are real."""
+        return ended
 
     def to_card(self, x: Array, after: Mark) -> tuple[Array, Mark]:
         """Activations of the CPU's ``Ops`` as the card's."""
+        raise NotImplementedError
 
     def to_host(self, x: Array, after: Mark) -> tuple[Array, Mark]:
         """The card's activations as the CPU's."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything that callers do not hold."""

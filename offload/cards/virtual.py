@@ -8,25 +8,18 @@ card; its times are simulated and say so.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from localrt.errors import MemoryBudgetError
-from localrt.formatting import format_bytes
 from localrt.models.timing import Mark
+from localrt.offload.cards.accelerator import Accelerator, Bytes
 from localrt.offload.cards.clock import VirtualClock
 from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["VirtualAccelerator"]
 
-Bytes = npt.NDArray[np.uint8]
 
-
-class VirtualAccelerator:
+class VirtualAccelerator(Accelerator):
     """See ``Accelerator``. Rates are bytes and operations per second.
 
     ``call_s`` is what starting a unit's kernels takes, ``link_latency_s`` what a copy of few bytes.
@@ -45,68 +38,11 @@ class VirtualAccelerator:
         call_s: float = 1e-5,
         link_latency_s: float = 1e-5,
     ) -> None:
-        self.name, self.ops, self.capacity = name, ops, capacity
-        self.used = 0
-        self.link_bytes = 0
-        self._clock = clock
+        super().__init__(clock, ops, name=name, capacity=capacity)
         self._link = link_bytes_s
         self._memory = memory_bytes_s
         self._flops = flops
         self._call_s, self._latency_s = call_s, link_latency_s
-        self._lock = threading.Lock()
-
-    def alloc(self, nbytes: int) -> Bytes:
-        """See ``Accelerator``."""
-        with self._lock:
-            if self.used + nbytes > self.capacity:
-                raise MemoryBudgetError(
-                    f"{self.name}: {format_bytes(nbytes)} more do not fit its "
-                    f"{format_bytes(self.capacity)}, of which {format_bytes(self.used)} are used"
-                )
-            self.used += nbytes
-        return aligned_buffer(nbytes)
-
-    def free(self, memory: Bytes) -> None:
-        """See ``Accelerator``."""
-        with self._lock:
-            self.used -= memory.nbytes
-
-    def host_buffer(self, nbytes: int) -> Bytes:
-        """See ``Accelerator``."""
-        return aligned_buffer(nbytes)
-
-    def free_host(self, memory: Bytes) -> int:
-        """See ``Accelerator``."""
-        return memory.nbytes
-
-    def copy_in(
-        self,
-        name: str,
-        source: Bytes,
-        out: Any,
-        after: Mark,
-        there: Mark,
-        *,
-        wait: bool = True,
-    ) -> Mark:
-        """See ``Accelerator``: it is there at once, whatever the clock says."""
-        started = self._clock.begin("link")
-        out[:] = source
-        with self._lock:
-            self.link_bytes += source.nbytes
-        cost = source.nbytes / self._link
-        both = max(after or 0.0, there or 0.0)
-        return self._clock.end("link", name, started, after=both, cost_s=cost)
-
-    def settled(self, mark: Mark) -> None:
-        """See ``Accelerator``."""
-
-    def wait(self, mark: Mark) -> None:
-        """Marks are times: who computes passes them on."""
-
-    def mark(self, ended: Mark) -> Mark:
-        """See ``Accelerator``."""
-        return ended
 
     def cost_s(self, nbytes: int, macs: int, rows: int) -> float:
         """See ``Accelerator``."""
@@ -120,5 +56,13 @@ class VirtualAccelerator:
         """See ``Accelerator``."""
         return self.to_card(x, after)
 
-    def close(self) -> None:
-        """Nothing is held beside what callers hold."""
+    def _alloc(self, nbytes: int) -> Bytes:
+        return aligned_buffer(nbytes)
+
+    def _copy(self, source: Bytes, out: Any, after: Mark, there: Mark, wait: bool) -> Mark:
+        """It is there at once, whatever the clock says."""
+        out[:] = source
+        return max(after or 0.0, there or 0.0)
+
+    def _link_s(self, nbytes: int) -> float:
+        return nbytes / self._link
