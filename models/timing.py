@@ -24,8 +24,7 @@ class PipelineCounts:
 
     ``clock_s`` is the time now, on the clock that these seconds are of. ``decode_passes`` counts
     the passes of one row, ``decode_cpu_s`` are the CPU's busy seconds in them. Of the experts that
-    layers have asked for (``expert_uses``), ``expert_hits`` were in memory. ``expert_prefetches``
-    were brought on a guess, ``expert_prefetch_hits`` of them were asked for. ``memory_note`` says
+    layers have asked for (``expert_uses``), ``expert_hits`` were in memory. ``memory_note`` says
     which weights are no longer where they were at load, and why.
     """
 
@@ -38,8 +37,6 @@ class PipelineCounts:
     decode_cpu_s: float = 0.0
     expert_uses: int = 0
     expert_hits: int = 0
-    expert_prefetches: int = 0
-    expert_prefetch_hits: int = 0
     memory_note: str = ""
 
 

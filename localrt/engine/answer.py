@@ -273,10 +273,6 @@ class Meter:
         uses = counts.expert_uses - self._decoding.expert_uses
         if uses:
             m.expert_hit_rate = (counts.expert_hits - self._decoding.expert_hits) / uses
-        ahead = counts.expert_prefetches - self._decoding.expert_prefetches
-        if ahead:
-            right = counts.expert_prefetch_hits - self._decoding.expert_prefetch_hits
-            m.expert_prefetches, m.expert_prefetch_useful = ahead, right / ahead
         if self._first is not None and m.completion_tokens > 1:
             busy = (
                 seconds - self._decoding.busy_s.get(resource, 0.0)

@@ -81,8 +81,6 @@ class Metrics:
     accepted_by_source: Mapping[str, float] | None = None
     speculation: str | None = None
     expert_hit_rate: float | None = None
-    expert_prefetches: int | None = None
-    expert_prefetch_useful: float | None = None
     memory: str | None = None
     exactness: str | None = None
     simulated: bool = False

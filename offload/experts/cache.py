@@ -1,17 +1,17 @@
-"""Which experts are held: slots that all layers share, filled and emptied by a policy's word.
+"""Which experts are held, and where: slots that all layers share, filled and emptied by a policy.
 
-The same rules serve VRAM slots over RAM and RAM slots over an SSD. The cache counts slots and knows
-names, (layer, expert), not bytes or addresses: its caller moves what it says, and holds on to what
-is in use. Layers are counted among those with experts. Not thread-safe.
+The same rules serve VRAM slots over RAM and RAM slots over an SSD. All that is known of an expert's
+residency is here: its slot, and its weights in its layer's table once they are there. Experts have
+names, (layer, expert), layers counted among those with experts. What brings bytes to a slot is the
+caller's. Not thread-safe.
 
-For each layer and pass: ``touch`` with the router's choice, ``admit`` for each miss that is brought
-in, ``release`` once the layer has been computed. What is admitted though ``keeps`` says that it is
-not worth it is the next to go, so bringing everything in costs no more than those slots.
+For each layer and pass: ``touch`` with the router's choice, ``admit`` for each miss, ``release``
+once the layer has been computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,14 +20,20 @@ from numpy.typing import NDArray
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
+from localrt.models.timing import Mark
 from localrt.offload.experts.policy import Learned, Policy
+from localrt.offload.reading.demand_reader import Load
+from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 
-__all__ = ["CacheStats", "Demand", "ExpertCache", "Key", "slots_within"]
+__all__ = ["Demand", "ExpertCache", "Key", "Slot", "slots_within"]
 
 Key = tuple[int, int]
 """(layer, expert)."""
 
 _NOTHING = np.empty(0, np.intp)
+# What an expert must be worth, of what it would replace, to be brought in while nothing waits:
+# experts that take turns would keep the link busy, and memory, for nothing.
+_MARGIN = 2.0
 
 
 class Demand(NamedTuple):
@@ -38,45 +44,39 @@ class Demand(NamedTuple):
     resident: NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheStats:
-    """Since the beginning or the last ``reset_stats``; one demand is one expert of one step.
+@dataclass(slots=True, eq=False)
+class Slot:
+    """An expert's place: ``memory``, which ``load`` fills; None: it is there, and in its table.
 
-    ``hits`` and ``demands`` are per layer.
+    ``used`` is the mark by which what was there has been computed with.
     """
 
-    hits: tuple[int, ...]
-    demands: tuple[int, ...]
-    admitted: int
-    evicted: int
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Of all layers; None before any demand."""
-        return sum(self.hits) / sum(self.demands) if sum(self.demands) else None
+    memory: Any
+    load: Load | None = None
+    used: Mark = None
 
 
-def slots_within(nbytes: int, expert_nbytes: int, *, least: int = 1) -> int:
+def slots_within(nbytes: int, expert_nbytes: int) -> int:
     """The slots that a budget of ``nbytes`` has, each for the model's largest expert.
 
     Raises:
-        MemoryBudgetError: not even ``least``.
+        MemoryBudgetError: not even one.
     """
     slots = nbytes // expert_nbytes
-    if slots < least:
+    if slots < 1:
         raise MemoryBudgetError(
-            f"the expert cache needs at least {format_bytes(least * expert_nbytes)} "
-            f"({least} expert{'s' if least > 1 else ''} of {format_bytes(expert_nbytes)}), "
+            f"the expert cache needs at least {format_bytes(expert_nbytes)} "
+            f"(1 expert of {format_bytes(expert_nbytes)}), "
             f"and has {format_bytes(nbytes)}: give it more, or none"
         )
     return slots
 
 
 class ExpertCache:
-    """``capacity`` slots for the experts of all layers; ``pinned`` ones take slots for good.
+    """``capacity`` slots for the experts of all layers, ``used`` of ``count`` in each layer.
 
-    Raises:
-        MemoryBudgetError: the pinned experts alone take more slots.
+    ``tables`` are what the layers' kernels compute with; ``alloc`` gives the memory of a slot.
+    ``hits`` and ``demands`` count the experts that layers found and asked for.
     """
 
     def __init__(
@@ -87,45 +87,49 @@ class ExpertCache:
         capacity: int,
         *,
         policy: Policy | None = None,
-        pinned: Iterable[Key] = (),
+        tables: Sequence[ExpertTable] = (),
+        alloc: Callable[[], Any] = lambda: None,
     ) -> None:
         self.layers, self.count, self.used = layers, count, used
         self.policy = policy or Learned(layers, count, used)
-        self._resident = np.zeros((layers, count), np.bool_)
+        self.tables = tables
+        self.capacity = capacity
+        self.hits = self.demands = 0
+        self._alloc = alloc
+        self._slots: dict[Key, Slot] = {}
+        self._spare: list[Slot] = []
+        self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
         # Reasons not to evict, one of them being absent; what there is none for has its worth.
         self._blocked = np.ones((layers, count), np.int32)
         self._worth = np.full((layers, count), np.inf)
         self._flat = self._worth.reshape(-1)
         self._using = [_NOTHING] * layers
         self._ones = np.ones(used, np.intp)
-        self._held = [0] * layers
         self._victims = self._flat  # what may go: a view
-        self._size = 0
-        self._pinned = frozenset(pinned)
-        self.capacity = self._checked(capacity)
-        self._hits, self._demands = [0] * layers, [0] * layers
-        self._admitted = self._evicted = 0
-        for layer, expert in sorted(self._pinned):
-            self.admit(layer, expert)
-            self._blocked[layer, expert] += 1
-            self._worth[layer, expert] = np.inf
-        self.reset_stats()
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._slots)
 
     def __contains__(self, key: Key) -> bool:
-        return bool(self._resident[key])
+        return key in self._slots
+
+    def slot(self, layer: int, expert: int) -> Slot | None:
+        """Where an expert is, or is on its way to; None: nowhere."""
+        return self._slots.get((layer, expert))
 
     def resident(self, layer: int) -> NDArray[np.bool_]:
-        """(count,): which of a layer's experts are held; a view, not to be written."""
+        """(count,): which of a layer's experts have slots; a view, not to be written."""
         row: NDArray[np.bool_] = self._resident[layer]
         row.flags.writeable = False
         return row
 
     def keys(self) -> list[Key]:
-        """All that is held, in order."""
-        return [(int(layer), int(expert)) for layer, expert in np.argwhere(self._resident)]
+        """All that have slots, in order."""
+        return sorted(self._slots)
+
+    def loading(self) -> list[Key]:
+        """Those whose bytes are on their way."""
+        return [key for key, slot in self._slots.items() if slot.load is not None]
 
     # -- one layer of one pass -----------------------------------------------------------------
 
@@ -155,15 +159,16 @@ class ExpertCache:
             asked = np.isin(chosen, only)
             chosen, rows = chosen[asked], rows[asked]
         resident = self._resident[layer, chosen]
-        self._hits[layer] += int(np.count_nonzero(resident))
-        self._demands[layer] += len(chosen)
+        self.hits += int(np.count_nonzero(resident))
+        self.demands += len(chosen)
         self.policy.touch(layer, chosen, rows, experts, scores)
         self._using[layer] = chosen
         self._blocked[layer, chosen] += 1
         self._refresh(layer)
         # A pass of many rows will need nearly all that later layers hold: it must not evict that
         # for what it is done with. Its own layers so far make room, if they hold enough to do so.
-        behind = len(experts) > 1 and sum(self._held[: layer + 1]) >= self.used
+        held = self._resident[: layer + 1]
+        behind = len(experts) > 1 and np.count_nonzero(held) >= self.used
         self._victims = self._flat[: (layer + 1) * self.count] if behind else self._flat
         return Demand(chosen, rows, resident)
 
@@ -184,55 +189,53 @@ class ExpertCache:
             self._blocked[layer, expert] -= 1
         self._refresh(layer)
 
-    def admit(self, layer: int, expert: int) -> Key | None:
-        """Give an expert a slot: the one that loses its slot for it, None where one was free.
+    def admit(self, layer: int, expert: int) -> Slot:
+        """Give an expert a slot: a free one, or that of the expert worth least.
 
         Raises:
             ValueError: it has one already, or nothing can be evicted (see ``room``).
         """
-        if self._resident[layer, expert]:
+        key = (layer, expert)
+        if key in self._slots:
             raise ValueError(f"expert {expert} of layer {layer} is held already")
-        victim = None
-        if self._size >= self.capacity:
-            victim = self._evict_least()
-            if victim is None:
-                raise ValueError(f"all {self.capacity} slots are in use")
-        self._resident[layer, expert] = True
-        self._blocked[layer, expert] -= 1
-        self._held[layer] += 1
-        self._size += 1
-        self._admitted += 1
-        if not self._blocked[layer, expert]:
-            self._worth[layer, expert] = self.policy.value[layer, expert]
-        return victim
+        if len(self._slots) >= self.capacity and not self._evict_least():
+            raise ValueError(f"all {self.capacity} slots are in use")
+        slot = self._slots[key] = self._spare.pop() if self._spare else Slot(self._alloc())
+        self._resident[key] = True
+        self._blocked[key] -= 1
+        if not self._blocked[key]:
+            self._worth[key] = self.policy.value[key]
+        return slot
 
-    def keeps(self, layer: int, expert: int) -> bool:
-        """Whether bringing an expert in is worth more than what it would replace."""
-        if self._size < self.capacity:
-            return True
-        least = float(self._victims.min())
-        return least < np.inf and float(self.policy.value[layer, expert]) >= least
+    def fill(self, layer: int, expert: int, weights: ExpertWeights) -> None:
+        """An expert's slot has its bytes now; ``weights`` were made of them."""
+        self._slots[layer, expert].load = None
+        self.tables[layer].put(expert, weights)
 
-    def candidate(self, layer: int, *, margin: float = 2.0) -> int | None:
+    def candidate(self, layer: int) -> int | None:
         """The absent expert of a layer most worth a slot, to be brought in while nothing waits.
 
-        None where a slot is not free and the expert is not worth ``margin`` times what it would
-        replace: experts that take turns would keep the link busy, and memory, for nothing.
-        The policy's values must be shares.
+        None where a slot is not free and the expert is not worth well more than what it would
+        replace. The policy's values must be shares.
         """
         value = np.where(self._resident[layer], -np.inf, self.policy.value[layer])
         best = int(value.argmax())
         if self._resident[layer, best]:
             return None
-        if self._size < self.capacity:
+        if len(self._slots) < self.capacity:
             return best
-        least = float(self._victims.min())
-        return best if least < np.inf and float(value[best]) > margin * max(0.0, least) else None
+        least = self.least
+        return best if least < np.inf and float(value[best]) > _MARGIN * max(0.0, least) else None
+
+    @property
+    def least(self) -> float:
+        """What the expert that would be evicted next is worth; infinite if none can be."""
+        return float(self._victims.min())
 
     @property
     def room(self) -> int:
         """How many experts can be admitted as things are."""
-        free = max(0, self.capacity - self._size)
+        free = max(0, self.capacity - len(self._slots))
         return free + int(np.count_nonzero(self._victims < np.inf))
 
     def widen(self) -> None:
@@ -254,73 +257,42 @@ class ExpertCache:
         self._refresh(layer)
 
     def drop(self, layer: int, expert: int) -> None:
-        """An expert is not held after all: its load failed or was cancelled.
+        """Take an expert's slot away: the next that is admitted has it."""
+        key = (layer, expert)
+        slot = self._slots.pop(key)
+        slot.load = None
+        self._spare.append(slot)
+        if self.tables:
+            self.tables[layer].drop(expert)
+        self._resident[key] = False
+        self._blocked[key] += 1
+        self._worth[key] = np.inf
 
-        Raises:
-            ValueError: it was not held, or is pinned.
-        """
-        if not self._resident[layer, expert] or (layer, expert) in self._pinned:
-            raise ValueError(f"expert {expert} of layer {layer} is not held, or pinned")
-        self._resident[layer, expert] = False
-        self._blocked[layer, expert] += 1
-        self._worth[layer, expert] = np.inf
-        self._held[layer] -= 1
-        self._size -= 1
-
-    def resize(self, capacity: int) -> list[Key]:
-        """Change the number of slots; what must go, the least worth first.
+    def resize(self, capacity: int) -> None:
+        """Change the number of slots; what must go is the least worth, and its memory is freed.
 
         What is in use stays: where more is in use than ``capacity``, the cache is above it until
         that is released and ``resize`` is called again.
-
-        Raises:
-            MemoryBudgetError: the pinned experts alone take more.
         """
-        self.capacity = self._checked(capacity)
+        self.capacity = capacity
         self._victims = self._flat
-        gone = []
-        while self._size > self.capacity:
-            victim = self._evict_least()
-            if victim is None:
-                break
-            gone.append(victim)
-        return gone
+        while len(self._slots) > capacity and self._evict_least():
+            pass
+        self._spare.clear()
 
-    def stats(self) -> CacheStats:
-        """The counts so far."""
-        return CacheStats(
-            hits=tuple(self._hits),
-            demands=tuple(self._demands),
-            admitted=self._admitted,
-            evicted=self._evicted,
-        )
-
-    def reset_stats(self) -> None:
-        """Count from zero."""
-        self._hits, self._demands = [0] * self.layers, [0] * self.layers
-        self._admitted = self._evicted = 0
+    def close(self) -> None:
+        """Free everything."""
+        for layer, expert in list(self._slots):
+            self.drop(layer, expert)
+        self._spare.clear()
 
     def _refresh(self, layer: int) -> None:
         self._worth[layer] = np.where(self._blocked[layer], np.inf, self.policy.value[layer])
 
-    def _evict_least(self) -> Key | None:
-        least = int(self._victims.argmin())
-        layer, expert = divmod(least, self.count)
+    def _evict_least(self) -> bool:
+        """Whether there was anything to evict."""
+        layer, expert = divmod(int(self._victims.argmin()), self.count)
         if self._blocked[layer, expert]:
-            return None
-        self._resident[layer, expert] = False
-        self._blocked[layer, expert] += 1
-        self._worth[layer, expert] = np.inf
-        self._held[layer] -= 1
-        self._size -= 1
-        self._evicted += 1
-        return layer, expert
-
-    def _checked(self, capacity: int) -> int:
-        least = max(1, len(self._pinned))
-        if capacity < least:
-            raise MemoryBudgetError(
-                f"the expert cache needs at least {least} slots, and is given {capacity}: "
-                "give it more, or pin fewer experts"
-            )
-        return capacity
+            return False
+        self.drop(layer, expert)
+        return True

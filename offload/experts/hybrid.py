@@ -3,8 +3,7 @@
 The router runs on the card. Experts in its slots are computed there; of the others some are copied
 over the link first and the CPU computes the rest meanwhile, as the scheduler finds by what each
 takes. Slots are combined on the card in the order of k: nothing depends on who was first. What is
-in neither memory is read from the SSD, and computed by the CPU. Where that was measured to pay,
-some of the next layer's experts are copied on a guess while the link would rest.
+in neither memory is read from the SSD, and computed by the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.models.moe import Routed, RoutingWatch, SparseMlp
 from localrt.models.timing import Clock, Mark
@@ -23,10 +21,8 @@ from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pool import Demanded
-from localrt.offload.experts.prefetch import Measured, Prefetcher
 from localrt.offload.experts.scheduler import schedule
 from localrt.offload.pipeline.lane import StreamedState
-from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["HybridStage", "Scheduler"]
@@ -54,8 +50,7 @@ class HybridStage:
     """Runs the sparse layers whose router is on the card of ``slots``. See ``Experts``.
 
     ``memory`` holds experts for the CPU, whose ``Ops`` are ``host``; ``costs`` are seconds of an
-    expert. ``router`` gives a sparse layer's part where it is in the card's memory.
-    ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
+    expert. ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
     """
 
     def __init__(
@@ -65,7 +60,6 @@ class HybridStage:
         host: Ops,
         clock: Clock,
         costs: ExpertCosts,
-        router: Callable[[int], SparseMlp | None] = lambda place: None,
     ) -> None:
         self.watch: RoutingWatch | None = None
         self._slots, self._memory = slots, memory
@@ -73,27 +67,20 @@ class HybridStage:
         self._host = host
         self._clock = clock
         self._costs = costs
-        self._router = router
         self.scheduler: Scheduler = schedule
         self.fills = True
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
-        self._fetched = self._samples = 0
-        self._saved_s = 0.0
-        self.prefetcher = Prefetcher(
-            slots.cache.layers, gate=self._gate, now=clock.now, measured=self._measured
-        )
 
     @property
-    def hits_and_uses(self) -> tuple[int, int]:
-        """Experts that were on the card when a layer asked for them, and all that were."""
-        stats = self._slots.cache.stats()
-        return sum(stats.hits) + self._slots.useful, sum(stats.demands)
+    def hits(self) -> int:
+        """Experts that were on the card when a layer asked for them."""
+        return self._slots.cache.hits
 
     @property
-    def proposals(self) -> tuple[int, int]:
-        """Experts that were copied on a guess, and those of them that were asked for."""
-        return self._slots.begun, self._slots.useful
+    def uses(self) -> int:
+        """All that were asked for."""
+        return self._slots.cache.demands
 
     def run(self, part: SparseMlp, state: StreamedState) -> Array:
         """See ``Experts``: ``state`` is on the card, and so is the sum."""
@@ -101,42 +88,20 @@ class HybridStage:
         routed = part.route(card.ops, state.x)
         routing = routed.routing
         self._settle()  # the card has gone on since they were asked for
-        if place == 0:  # between passes
-            self._slots.stage(self.prefetcher.most if self.prefetcher.on else 0)
         shared = part.shared_rows(card.ops, routed)
         slots = card.ops.expert_slots(routed.normed, routing)
         try:
             demand = cache.touch(place, routing.experts, routing.scores)
-            chosen = demand.experts.tolist()
-            rows = dict(zip(chosen, demand.rows.tolist(), strict=True))
+            rows = dict(zip(demand.experts.tolist(), demand.rows.tolist(), strict=True))
             turn = _Turn(part, state, routed, slots, rows)
-            arriving = self._slots.chosen(place, chosen)
-            if arriving:
-                there = demand.resident | np.isin(demand.experts, list(arriving))
-                demand = demand._replace(resident=there)
-            plan = self._plan(demand, state.mark)
-            state.mark = self._carry_out(turn, demand, plan, arriving, state.mark)
+            ready = Ready(link=max(0.0, self._link_free - self._time(state.mark)))
+            plan = self.scheduler(demand.rows, demand.resident, self._costs, ready)
+            state.mark = self._carry_out(turn, demand, plan, state.mark)
         finally:
             self._memory.pool(place).done(place)
-            self._slots.done()
             cache.release(place)
         self._fill(place, state.mark)
         return card.ops.combine_experts(turn.slots, routing, shared)
-
-    def _plan(self, demand: Demand, mark: Mark) -> Assignment:
-        ready = Ready(link=max(0.0, self._link_free - self._time(mark)))
-        plan = self.scheduler(demand.rows, demand.resident, self._costs, ready)
-        ahead = self.prefetcher
-        if len(demand.rows) <= self._slots.cache.used and ahead.measures:
-            with ahead.measuring():
-                missing = np.flatnonzero(~demand.resident)
-                if missing.size:  # what would it be with one more of them there?
-                    there = demand.resident.copy()
-                    there[missing[0]] = True
-                    other = self.scheduler(demand.rows, there, self._costs, ready)
-                    self._saved_s += max(0.0, plan.end - other.end)
-                    self._samples += 1
-        return plan
 
     def _time(self, mark: Mark) -> float:
         """Seconds on the clock: a virtual one's are those of the mark."""
@@ -146,56 +111,11 @@ class HybridStage:
         """Copy an expert that is in RAM; how long the link has to do is kept count of."""
         data = self._memory.pool(place).data(place, expert)
         there = self._slots.bring((place, expert), data, mark)
-        self._on_its_way(place, expert, mark, there)
-        return there
-
-    def _on_its_way(self, place: int, expert: int, mark: Mark, there: Mark) -> None:
         self._memory.pool(place).cache.hold(place, [expert])
         self._copying.append((place, expert, there))
         begin = max(self._link_free, self._time(mark))
         self._link_free = there if isinstance(there, float) else begin + self._costs.fetch
-
-    def _look_ahead(self, turn: _Turn, mark: Mark) -> None:
-        """Copy what the next layer may ask for, if it is there before that layer chooses."""
-        here, in_ram = self._slots.cache, self._memory
-
-        def resident(place: int) -> npt.NDArray[np.bool_]:
-            return here.resident(place) | ~in_ram.resident(place)  # or out of reach
-
-        ahead = self.prefetcher
-        place, proposals = ahead.turn(turn.part.place, turn.routed.routing, turn.state.x, resident)
-        for expert in proposals:
-            now = self._time(mark)
-            if max(self._link_free, now) + self._costs.fetch > now + ahead.turn_s:
-                return
-            pool = in_ram.pool(place)
-            if pool.holds(place, expert):
-                data = pool.data(place, expert)
-                there = self._slots.propose((place, expert), data, mark)
-                if there is not None:
-                    self._on_its_way(place, expert, mark, there)
-
-    def _gate(self, place: int, x: Array) -> Routing | None:
-        """What a later layer would choose if nothing came between."""
-        part = self._router(place)
-        if part is None:
-            return None
-        spec = part.spec.router
-        started = self._clock.begin("gpu")
-        normed, routing = self._card.ops.norm_route(x, part.router, spec)
-        size = spec.count * normed.shape[1]
-        self._clock.end("gpu", "gates", started, cost_s=self._card.cost_s(4 * size, size, 1))
-        return routing
-
-    def _measured(self) -> Measured:
-        busy_s = self._fetched * self._costs.fetch
-        return Measured(
-            busy_s=busy_s,
-            loads=self._fetched,
-            saved_s=self._saved_s,
-            misses=self._samples,
-            cpu_s=busy_s * self._costs.link_load,
-        )
+        return there
 
     def _settle(self) -> None:
         """Copies have ended: RAM need not keep what they read."""
@@ -212,15 +132,8 @@ class HybridStage:
         if expert is not None and self._memory.pool(place).holds(place, expert):
             self._bring(place, expert, mark)
 
-    def _carry_out(
-        self,
-        turn: _Turn,
-        demand: Demand,
-        plan: Assignment,
-        arriving: Mapping[int, Mark],
-        mark: Mark,
-    ) -> Mark:
-        """All slots filled; returns when. ``arriving`` were proposed, and may be on their way."""
+    def _carry_out(self, turn: _Turn, demand: Demand, plan: Assignment, mark: Mark) -> Mark:
+        """All slots filled; returns when."""
         chosen = demand.experts.tolist()
         held = [chosen[i] for i in plan.gpu if demand.resident[i]]
         here = set(held)
@@ -230,12 +143,10 @@ class HybridStage:
         wanted = pool.demand(place, turn.routed.routing, mark, only=others)
         # Copies begin first, then the card's kernels: both go on while the CPU computes.
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
-        self._look_ahead(turn, mark)
-        on_card = self._on_card(turn, [e for e in held if e not in arriving], mark)
+        on_card = self._on_card(turn, held, mark)
         rest = [expert for expert in others if expert not in fetched]
         by_cpu = self._on_cpu(turn, rest, wanted, mark) if rest else mark
-        late = {expert: arriving[expert] for expert in held if expert in arriving}
-        for expert, arrived in (late | fetched).items():
+        for expert, arrived in fetched.items():
             self._card.wait(arrived)
             on_card = self._on_card(turn, [expert], later(on_card, arrived))
         return later(on_card, by_cpu)
@@ -248,7 +159,6 @@ class HybridStage:
         for expert in experts:
             if expert in present and cache.room:
                 arrivals[expert] = self._bring(turn.part.place, expert, mark)
-        self._fetched += len(arrivals)
         return arrivals
 
     def _on_card(self, turn: _Turn, experts: Sequence[int], mark: Mark) -> Mark:
@@ -262,7 +172,7 @@ class HybridStage:
         started = self._clock.begin("gpu")
         with card.ops.scope():
             spec = turn.part.spec.expert
-            table = self._slots.table(turn.part.place)
+            table = self._slots.cache.tables[turn.part.place]
             card.ops.run_experts(routed.normed, routed.routing, table, spec, turn.slots, experts)
         cost = sum(known) if known else None
         mark = self._clock.end("gpu", turn.label, started, after=mark, cost_s=cost)
@@ -279,7 +189,7 @@ class HybridStage:
 
         def compute(group: Sequence[int], after: Mark) -> Mark:
             started = self._clock.begin("cpu")
-            table, spec = self._memory.tables[place], turn.part.spec.expert
+            table, spec = pool.cache.tables[place], turn.part.spec.expert
             self._host.run_experts(normed, routing, table, spec, slots, group)
             mark = self._clock.end("cpu", turn.label, started, after=after)
             pool.computed(place, group, mark)

@@ -9,10 +9,8 @@ share a pool of slots, so that not every expert takes the room of the largest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.config import DecoderConfig
@@ -20,11 +18,11 @@ from localrt.models.moe import load_expert
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.pool import Bytes, ExpertPool
-from localrt.offload.experts.reader import DemandReader, ReadingTime
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
-from localrt.offload.reading.fetching import Source
+from localrt.offload.reading.demand_reader import DemandReader
 from localrt.offload.reading.loading import Reading
+from localrt.offload.reading.reader import Source
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Ops
 
@@ -72,27 +70,25 @@ class Mixture:
         weights = lane.weights(self.units[key], data)
         return load_expert(self._config, self.layers[place], number, weights)
 
-    def cache(self, units: Mapping[Key, StoredUnit], kept: int, ring: int) -> ExpertCache:
-        """Of as many slots for ``units`` as ``kept`` + ``ring`` bytes hold."""
-        largest = max(unit.nbytes for unit in units.values())
-        slots = min(slots_within(kept + ring, largest), len(units))
+    def slots(self, units: Mapping[Key, StoredUnit], kept: int, ring: int) -> int:
+        """As many for ``units`` as ``kept`` + ``ring`` bytes hold."""
         if kept >= sum(unit.nbytes for unit in units.values()):
-            slots = len(units)  # though they are not equally large
-        return ExpertCache(len(self.layers), self.count, self.used, slots)
+            return len(units)  # though they are not equally large
+        largest = max(unit.nbytes for unit in units.values())
+        return min(slots_within(kept + ring, largest), len(units))
+
+    def cache(
+        self, slots: int, tables: Sequence[ExpertTable], alloc: Callable[[], Any]
+    ) -> ExpertCache:
+        """Of so many slots."""
+        sizes = (len(self.layers), self.count, self.used)
+        return ExpertCache(*sizes, slots, tables=tables, alloc=alloc)
 
 
 class ExpertMemory:
-    """Slots in RAM for all sparse layers. ``tables`` are what the CPU computes with."""
+    """Slots in RAM for all sparse layers, in ``pools`` by the layers' numbers."""
 
-    def __init__(
-        self,
-        mixture: Mixture,
-        pools: Mapping[int, ExpertPool],
-        reader: DemandReader,
-        tables: Sequence[ExpertTable],
-    ) -> None:
-        self.layers = len(mixture.layers)
-        self.tables = tables
+    def __init__(self, pools: Mapping[int, ExpertPool], reader: DemandReader) -> None:
         self.pools = list(dict.fromkeys(pools.values()))
         self.slot_nbytes = max(pool.slot_nbytes for pool in self.pools)
         self._at = pools
@@ -102,10 +98,6 @@ class ExpertMemory:
     def pool(self, layer: int) -> ExpertPool:
         """That of a sparse layer, by its number among them."""
         return self._at[layer]
-
-    def resident(self, layer: int) -> npt.NDArray[np.bool_]:
-        """(count,): which of a layer's experts have slots, or are on their way to one."""
-        return self._at[layer].cache.resident(layer)
 
     @property
     def nbytes(self) -> int:
@@ -122,25 +114,10 @@ class ExpertMemory:
         """Bytes that have been read so far."""
         return self._reader.bytes_read
 
-    @property
-    def reading(self) -> ReadingTime:
-        """How long what was demanded took to read."""
-        return self._reader.time()
-
-    @property
-    def proposals(self) -> tuple[int, int]:
-        """Experts that were read ahead of their need on a guess, and those of them asked for."""
-        return sum(pool.begun for pool in self.pools), sum(pool.useful for pool in self.pools)
-
     def fill(self) -> None:
         """Begin to read ahead of any need where slots are free."""
         for pool in self.pools:
             pool.fill()
-
-    def stage(self, size: int) -> None:
-        """Have ``size`` buffers for proposals in each pool, where there are slots enough."""
-        for pool in self.pools:
-            pool.stage(size)
 
     def resize(self, nbytes: int) -> int:
         """Have at most ``nbytes`` from now on, every pool its share; returns bytes freed."""
@@ -151,7 +128,7 @@ class ExpertMemory:
         """End the reading and free everything."""
         self._reader.close()
         for pool in self.pools:
-            pool.close()
+            pool.cache.close()
 
 
 def open_experts(
@@ -182,17 +159,17 @@ def open_experts(
     try:
         for members, nbytes in _shares(mixture, kept, ring):
             ours = {key: unit for key, unit in units.items() if key[0] in members}
+            size = max(unit.nbytes for unit in ours.values())
+            slots = mixture.slots(ours, nbytes, ring if len(ours) == len(units) else 0)
             pool = ExpertPool(
                 ours,
-                tables,
-                mixture.cache(ours, nbytes, ring if len(ours) == len(units) else 0),
+                mixture.cache(slots, tables, partial(alloc, size)),
                 reader,
                 build=lambda key, data: mixture.build(lane, key, data),
                 verify=verify,
-                alloc=alloc,
             )
             pools |= dict.fromkeys(members, pool)
-        return ExpertMemory(mixture, pools, reader, tables)
+        return ExpertMemory(pools, reader)
     except BaseException:
         reader.close()
         raise
@@ -249,12 +226,15 @@ def open_card_slots(mixture: Mixture, lane: Lane, *, ring: int) -> CardSlots:
     """
     card, units = lane.card, mixture.units
     assert card is not None, "they are on a card"
-    kept = max(mixture.placed(Where.VRAM), max(unit.nbytes for unit in units.values()))
+    size = max(unit.nbytes for unit in units.values())
+    slots = mixture.slots(units, max(mixture.placed(Where.VRAM), size), ring)
 
     def build(key: Key, unit: StoredUnit, data: Any, in_ram: Any) -> ExpertWeights:
         if any(len(tensor.shape) == 1 for tensor in unit.tensors):
             lane.remember_vectors(unit, in_ram)
         return mixture.build(lane, key, data)
 
-    tables = mixture.tables(lane.ops)
-    return CardSlots(card, units, tables, mixture.cache(units, kept, ring), build=build)
+    memory = card.alloc(slots * size)
+    parts = (memory[at : at + size] for at in range(0, slots * size, size))
+    cache = mixture.cache(slots, mixture.tables(lane.ops), parts.__next__)
+    return CardSlots(card, units, cache, memory, build=build)

@@ -16,12 +16,13 @@ from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.checkpoints.unit_memory import UnitMemory, Verifier
 from localrt.models.parts import Logits, Part, PassState
+from localrt.models.residency import Check
 from localrt.models.timing import Clock, Mark, Resource
 from localrt.models.weights import WeightLoader
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import later
 from localrt.offload.pipeline.caches import split_batch
-from localrt.offload.reading.unit_reader import Check, UnitReader
+from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
 from localrt.quant.ops.arrays import copy_to_host

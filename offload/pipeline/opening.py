@@ -14,9 +14,6 @@ from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.unit_memory import Verifier
 from localrt.models.config import EMBEDDING, DecoderConfig
 from localrt.models.decoder import load_norm
-from localrt.models.moe import SparseMlp
-from localrt.models.parts import Residual
-from localrt.offload.cards.clock import later
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.memory import (
     ExpertMemory,
@@ -196,7 +193,6 @@ def _cpu_lane(setup: Setup) -> Lane:
             Ring(nbytes, reading.mode.block, memory),
             threads=reading.mode.threads,
             stall_s=reading.stall_s,
-            join=later,
         )
     lane = Lane(setup.store, devices.ops, devices.clock, reader=reader, verify=setup.verify)
     return _with_norm(setup, lane)
@@ -225,7 +221,6 @@ def _card_lane(setup: Setup, cpu: Lane, *, attends: bool) -> tuple[Lane | None, 
             # A virtual link takes copies in the order in which they are charged.
             threads=1 if clock.simulated else _COPIERS,
             stall_s=setup.reading.stall_s + 1,
-            join=later,
             drained=link.resume,
         )
     lane = Lane(setup.store, card.ops, clock, reader=copier, card=card, attends=attends)
@@ -286,19 +281,8 @@ def _expert_runners(
     if experts is None:
         return {}
     devices, layers = setup.devices, list(setup.config.sparse_layers)
-
-    def router(lane: Lane) -> Callable[[int], SparseMlp | None]:
-        """Finds the router of a sparse layer where it is resident on ``lane``."""
-
-        def find(place: int) -> SparseMlp | None:
-            stage = setup.stages.get(f"layers.{layers[place]}.mlp")
-            part = stage.part if stage is not None and stage.lane is lane else None
-            return part.layer if isinstance(part, Residual) else None  # type: ignore[return-value]
-
-        return find
-
     runners: dict[str, SparseStage | HybridStage] = {
-        "cpu": SparseStage(experts, devices.ops, devices.clock, router(cpu))
+        "cpu": SparseStage(experts, devices.ops, devices.clock)
     }
     mlps = [setup.where(setup.layers("mlp")[layer]) for layer in layers]
     if card is not None and any(where.on_gpu for where in mlps):
@@ -307,7 +291,5 @@ def _expert_runners(
         setup.held.callback(slots.close)
         costs = devices.expert_costs
         assert costs is not None, "who computes an expert is decided by what it takes"
-        runners["gpu"] = HybridStage(
-            slots, experts, devices.ops, devices.clock, costs, router(card)
-        )
+        runners["gpu"] = HybridStage(slots, experts, devices.ops, devices.clock, costs)
     return runners

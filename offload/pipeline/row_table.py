@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.offload.reading.fetching import POLL_S, require_answer
 from localrt.offload.reading.files import FileReader
+from localrt.offload.reading.reader import POLL_S, require_answer
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
 

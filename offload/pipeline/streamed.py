@@ -172,10 +172,8 @@ class Streamed(Residency):
             decode_passes=self._decode_passes,
             decode_cpu_s=self._decode_cpu_s,
             memory_note=self.memory.note,
-            expert_hits=sum(each.hits_and_uses[0] for each in stages),
-            expert_uses=sum(each.hits_and_uses[1] for each in stages),
-            expert_prefetches=sum(each.proposals[0] for each in stages),
-            expert_prefetch_hits=sum(each.proposals[1] for each in stages),
+            expert_hits=sum(each.hits for each in stages),
+            expert_uses=sum(each.uses for each in stages),
         )
 
     def close(self) -> None:

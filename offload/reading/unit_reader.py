@@ -8,102 +8,60 @@ knows how; this module knows ranges of bytes, not weights.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.residency import Check
 from localrt.models.timing import Mark
-from localrt.offload.reading.fetching import POLL_S, Source, end_threads, fetch, require_answer
-from localrt.offload.reading.waiting import waiting
-from localrt.offload.ring import Chunk, Lease, Ring
+from localrt.offload.reading import reader
+from localrt.offload.ring import Lease, Ring
 
 __all__ = ["UnitReader"]
 
-Check = Callable[[], None]
 
-
-@dataclass(slots=True, eq=False)
-class _Load:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Load(reader.Load):
     """A unit in the ring or on its way there."""
 
-    unit: StoredUnit
     lease: Lease
-    missing: int  # bytes that have not arrived
-    in_flight: int = 0
     unwanted: bool = False
     used: bool = False  # acquired and not released
-    error: LocalrtError | None = None
-    mark: Mark = None
-
-    @property
-    def done(self) -> bool:
-        return self.error is not None or self.missing == 0
 
 
-@dataclass(slots=True)
-class _State:
-    """What the lock guards."""
+class UnitReader(reader.Reader):
+    """See ``Reader``. Units go into ``ring``.
 
-    order: tuple[StoredUnit, ...] = ()
-    cursor: int = 0  # of the unit that is leased next
-    skips: Counter[str] = field(default_factory=Counter)  # times that a unit is left out
-    loads: deque[_Load] = field(default_factory=deque)  # oldest first
-    draining: bool = False  # loads are dropped once nothing of them is in flight
-    following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
-    ring: Ring | None = None  # and the ring
-    closed: bool = False
-    fetched: int = 0
-    last_arrival: float = 0.0
-
-
-class UnitReader:
-    """``threads`` fetch from ``source`` into ``ring``.
-
-    ``stall_s``: how long a disk may be silent. ``join``: how the marks of a unit's chunks become
-    one (default: the last). ``drained`` is called when all that was dropped has ended, before
-    anything else is fetched.
+    ``drained`` is called when all that was dropped has ended, before anything else is fetched.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: reader.Source,
         ring: Ring,
         *,
         threads: int,
         stall_s: float = 60.0,
-        join: Callable[[Mark, Mark], Mark] | None = None,
         drained: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source = source
         self._ring = ring
-        self._stall_s = stall_s
-        self._join = join or (lambda _, last: last)
         self._drained = drained
-        self._state = _State()
-        self._changed = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"localrt-reader-{n}", daemon=True)
-            for n in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that have arrived since construction, dropped ones included."""
-        with self._changed:
-            return self._state.fetched
+        self._order: tuple[StoredUnit, ...] = ()
+        self._cursor = 0  # of the unit that is leased next
+        self._skips: Counter[str] = Counter()  # times that a unit is left out
+        self._loads: deque[_Load] = deque()  # oldest first
+        self._draining = False  # loads are dropped once nothing of them is in flight
+        self._following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
+        self._new_ring: Ring | None = None  # and the ring
+        super().__init__(source, threads=threads, stall_s=stall_s, name="reader")
 
     @property
     def failed(self) -> bool:
         """Whether a unit that nobody has asked for yet could not be fetched."""
         with self._changed:
-            return any(load.error is not None for load in self._state.loads)
+            return any(load.error is not None for load in self._loads)
 
     def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
         """Fetch ``units`` from now on, again and again, from the first; drop what was fetched.
@@ -111,8 +69,8 @@ class UnitReader:
         ``ring`` takes the place of the one so far.
         """
         with self._changed:
-            self._state.following = tuple(units)
-            self._state.ring = ring or self._state.ring
+            self._following = tuple(units)
+            self._new_ring = ring or self._new_ring
             self._drop()
 
     def rewind(self) -> None:
@@ -128,16 +86,15 @@ class UnitReader:
         way is fetched to its end, since the source gives it once.
         """
         with self._changed:
-            state = self._state
-            order = state.order if state.following is None else state.following
+            order = self._order if self._following is None else self._following
             for name in {unit.name for unit in order}.intersection(names):
-                load = None if state.draining else self._oldest(name)
+                load = None if self._draining else self._oldest(name)
                 if load is None:
-                    state.skips[name] += 1
+                    self._skips[name] += 1
                 else:
                     load.unwanted = True
                     if not finish:
-                        load.lease.waiting.clear()
+                        load.waiting.clear()
             self._sweep()
             self._changed.notify_all()
 
@@ -150,128 +107,98 @@ class UnitReader:
             CheckpointError: the file is truncated or fails, or the disk does not answer.
             ValueError: the unit is not in the order.
         """
-        started = time.perf_counter()
         with self._changed:
             # Who has given up takes nothing: it would be missing where the order begins again.
             if check is not None:
                 check()
-            found = self._take(name)
-            if found is not None:
-                return found
-            with waiting(check):
-                while True:
-                    self._changed.wait(POLL_S)
-                    if check is not None:
-                        check()
-                    found = self._take(name)
-                    if found is not None:
-                        return found
-                    # Last: this thread may have waited for a processor longer than for the disk.
-                    since = max(started, self._state.last_arrival)
-                    require_answer(since, self._stall_s, name)
+            return self._wait(lambda: self._take(name), name, check)
 
     def release(self, name: str, mark: Mark = None) -> None:
         """Give the memory of ``name`` to the units that follow, once ``mark`` has happened."""
         with self._changed:
-            for load in self._state.loads:
+            for load in self._loads:
                 if load.unit.name == name and load.used:
                     load.used = False
                     self._free(load, mark)
                     self._finish_draining()
                     return
 
-    def close(self) -> None:
-        """End the threads. A read that hangs is left behind; its thread ends with it."""
-        with self._changed:
-            self._state.closed = True
-            self._changed.notify_all()
-        end_threads(self._threads)
-
     # -- under the lock --------------------------------------------------------------------------
 
     def _take(self, name: str) -> tuple[Any, Mark] | None:
         """The unit if it has arrived; it is in use from then on."""
-        load = self._find(name)
-        if load is None or not load.done:
+        if self._draining:
+            return None
+        load = self._oldest(name)
+        if load is None:
+            if not any(unit.name == name for unit in self._order):
+                raise ValueError(f"unit {name} is not among those that are read in each pass")
             return None
         if load.error is not None:
             raise load.error
-        load.used = True
-        return self._ring.view(load.lease), load.mark
-
-    def _find(self, name: str) -> _Load | None:
-        """The oldest load of ``name`` that is to be used; None while there is none."""
-        state = self._state
-        if state.closed:
-            raise CheckpointError("the model was closed while it was in use")
-        if state.draining:
+        if load.missing:
             return None
-        load = self._oldest(name)
-        if load is None and not any(unit.name == name for unit in state.order):
-            raise ValueError(f"unit {name} is not among those that are read in each pass")
-        return load
+        load.used = True
+        return load.memory, load.mark
 
     def _oldest(self, name: str) -> _Load | None:
         """The oldest load of ``name`` that no pass has taken or skipped."""
-        for load in self._state.loads:
+        for load in self._loads:
             if load.unit.name == name and not load.unwanted and not load.used:
                 return load
         return None
 
     def _free(self, load: _Load, mark: Mark = None) -> None:
-        self._state.loads.remove(load)
+        self._loads.remove(load)
         self._ring.release(load.lease, mark)
         self._changed.notify_all()
 
     def _sweep(self) -> None:
         """Free what nobody wants, as far as it has arrived."""
-        for load in [load for load in self._state.loads if load.unwanted]:
-            if not load.in_flight and not load.lease.waiting:
+        for load in [load for load in self._loads if load.unwanted]:
+            if not load.in_flight and not load.waiting:
                 self._free(load)
 
     def _drop(self) -> None:
-        state = self._state
-        state.draining = True
-        state.skips.clear()
-        for load in state.loads:
-            load.lease.waiting.clear()
+        self._draining = True
+        self._skips.clear()
+        for load in self._loads:
+            load.waiting.clear()
         self._finish_draining()
 
     def _finish_draining(self) -> None:
-        state = self._state
-        if not state.draining or any(load.in_flight or load.used for load in state.loads):
+        if not self._draining or any(load.in_flight or load.used for load in self._loads):
             return
-        for load in list(state.loads):
+        for load in list(self._loads):
             self._free(load)
-        if state.following is not None:
-            state.order, state.following = state.following, None
-        if state.ring is not None:
-            self._ring, state.ring = state.ring, None
-        state.cursor, state.draining = 0, False
+        if self._following is not None:
+            self._order, self._following = self._following, None
+        if self._new_ring is not None:
+            self._ring, self._new_ring = self._new_ring, None
+        self._cursor, self._draining = 0, False
         self._drained()
         self._changed.notify_all()
 
-    def _next(self) -> tuple[_Load, Chunk, Mark] | None:
-        """The next chunk to fetch, if its place in the ring is free."""
-        state = self._state
-        if state.draining or not state.order:
+    def _next(self) -> reader.Job | None:
+        if self._draining or not self._order:
             return None
-        last = state.loads[-1] if state.loads else None
-        if last is None or not last.lease.waiting:
+        last = self._loads[-1] if self._loads else None
+        if last is None or not last.waiting:
             while True:
-                unit = state.order[state.cursor]
-                if any(load.unit is unit and not load.done for load in state.loads):
+                unit = self._order[self._cursor]
+                if any(load.unit is unit and not load.done for load in self._loads):
                     return None  # a source gives a unit once before it gives it again
-                if not state.skips[unit.name]:
+                if not self._skips[unit.name]:
                     break
-                state.skips[unit.name] -= 1
+                self._skips[unit.name] -= 1
                 self._source.skip(unit)
                 self._advance()
             lease = self._ring.lease(unit.nbytes)
             if lease is None:
                 return None
-            last = _Load(unit, lease, unit.nbytes)
-            state.loads.append(last)
+            memory = self._ring.view(lease)
+            last = _Load(unit=unit, memory=memory, waiting=lease.waiting, lease=lease)
+            self._loads.append(last)
             self._advance()
         found = self._ring.next_chunk(last.lease)
         if found is None:
@@ -280,37 +207,12 @@ class UnitReader:
         return last, *found
 
     def _advance(self) -> None:
-        state = self._state
-        state.cursor = (state.cursor + 1) % len(state.order)
+        self._cursor = (self._cursor + 1) % len(self._order)
 
-    # -- reader threads --------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._state.closed and (job := self._next()) is None:
-                    self._changed.wait()
-                if self._state.closed:
-                    return
-            assert job is not None, "the loop above ends with one"
-            self._fetch(*job)
-
-    def _fetch(self, load: _Load, chunk: Chunk, after: Mark) -> None:
-        ring = self._ring  # stays while anything is on its way
-        out = ring.view(load.lease)[chunk.start : chunk.start + chunk.nbytes]
-        mark, error = fetch(self._source, load.unit, chunk.start, out, after)
-        with self._changed:
-            state = self._state
-            state.last_arrival = time.perf_counter()
-            state.fetched += 0 if error else chunk.nbytes
-            load.in_flight -= 1
-            load.missing -= chunk.nbytes
-            load.mark = mark if load.mark is None else self._join(load.mark, mark)
-            if error is not None and load.error is None:
-                load.error = error
-                load.lease.waiting.clear()
-            self._finish_draining()
-            if load.unwanted:
-                self._sweep()
-            if load.done or state.draining:
-                self._changed.notify_all()
+    def _arrived(self, load: reader.Load) -> None:
+        assert isinstance(load, _Load), "it is in the ring"
+        self._finish_draining()
+        if load.unwanted:
+            self._sweep()
+        if load.done or load.error is not None or self._draining:
+            self._changed.notify_all()

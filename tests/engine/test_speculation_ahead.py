@@ -20,7 +20,7 @@ from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.offload.reading.files import StoreFiles
-from localrt.offload.reading.waiting import waiting
+from localrt.offload.reading.reader import waiting
 from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.ngram import NgramSource
 from localrt.speculative.plan import TreeSize

@@ -19,8 +19,8 @@ import pytest
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.decoder import Decoder
-from localrt.offload.reading.fetching import POLL_S
 from localrt.offload.reading.files import ReadMode, StoreFiles
+from localrt.offload.reading.reader import POLL_S
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.offload.placed import (
@@ -221,7 +221,7 @@ def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
         with pytest.raises(CheckpointError, match="Input/output error"):
             run_out(decoder, cache)
         # What was read for the pass that failed is dropped; the next one is read ahead.
-        wait_for(lambda: not reader._state.draining)
+        wait_for(lambda: not reader._draining)
         wait_for(lambda: decoder.residency.pipeline.cpu.failed)
         files.fault = None
         cache.trim(0)

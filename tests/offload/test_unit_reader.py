@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.reading.fetching import POLL_S
+from localrt.offload.reading.reader import POLL_S
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import PAGE, Ring
 from tests.offload.fake_source import FakeSource, content, make_units

@@ -17,8 +17,8 @@ from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
-from localrt.offload.reading.fetching import POLL_S
 from localrt.offload.reading.files import StoreFiles
+from localrt.offload.reading.reader import POLL_S
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import (

@@ -75,14 +75,14 @@ traces = st.builds(
 
 
 class LRU:
-    """The least recently used expert goes first, on one clock for all layers: see ``Policy``."""
+    """The least recently used expert goes first, on one clock for all layers. Like ``Learned``."""
 
     def __init__(self, layers: int, count: int) -> None:
         self.value: Values = np.zeros((layers, count))
         self._clock = 0.0
 
     def touch(self, layer: int, chosen: NDArray[Any], *_: Any) -> None:
-        """See ``Policy``."""
+        """See ``Learned``."""
         self._clock += 1.0
         self.value[layer, chosen] = self._clock
 
@@ -92,15 +92,16 @@ def replay(trace: Trace, cache: ExpertCache) -> float:
     for layer, experts, scores in trace.steps:
         demand = cache.touch(layer, experts, scores)
         for expert in demand.experts[~demand.resident].tolist():
-            if cache.room and cache.keeps(layer, expert):
+            worth = float(cache.policy.value[layer, expert])
+            if len(cache) < cache.capacity or (cache.room and worth >= cache.least):
                 cache.admit(layer, expert)
         cache.release(layer)
-    stats = cache.stats()
-    return sum(stats.hits) / sum(stats.demands)
+    return cache.hits / cache.demands
 
 
 def hit_rates(trace: Trace, slots: int) -> tuple[float, float]:
     """Least recently used, and the product's policy, from an empty cache."""
     sizes = (trace.layers, trace.count, trace.used, slots)
-    lru = replay(trace, ExpertCache(*sizes, policy=LRU(*sizes[:2])))
+    policy: Any = LRU(*sizes[:2])
+    lru = replay(trace, ExpertCache(*sizes, policy=policy))
     return lru, replay(trace, ExpertCache(*sizes))

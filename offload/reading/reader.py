@@ -1,0 +1,203 @@
+"""Threads that fetch units, piece by piece, and passes that wait for them.
+
+``Reader`` has what all reading has in common: loads and their pieces, errors, a disk that is
+silent, the threads' end. Which piece comes next is for its two kinds to say: ``UnitReader`` follows
+a fixed order through a ring, ``DemandReader`` reads what it is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from localrt.errors import CheckpointError, LocalrtError
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.residency import Check
+from localrt.models.timing import Mark
+from localrt.offload.cards.clock import later
+from localrt.offload.ring import Chunk
+
+__all__ = ["POLL_S", "Job", "Load", "Reader", "Source", "Waiter", "require_answer", "waiting"]
+
+POLL_S = 0.05
+"""Seconds until a waiting pass notices that it was cancelled."""
+
+_CLOSE_S = 2.0  # how long closing waits for reads on their way
+
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where units come from. Used by several threads at once."""
+
+    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+        """Fill ``out`` with the unit's bytes from ``start`` on, not before ``after`` has happened.
+
+        Returns the mark by which they are there.
+
+        Raises:
+            LocalrtError: they cannot be had.
+        """
+
+    def skip(self, unit: StoredUnit) -> None:
+        """The unit is left out once: in the order of ``fetch``, after all of what came before."""
+
+
+@runtime_checkable
+class Waiter(Protocol):
+    """A check that is told when its pass waits for weights: others may use the processor then."""
+
+    def __call__(self) -> None:
+        """Raises to abandon the pass."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Held while the pass waits and computes nothing."""
+
+
+def waiting(check: Check | None) -> AbstractContextManager[None]:
+    """What to hold while waiting, for a check of either kind."""
+    return check.waiting() if isinstance(check, Waiter) else nullcontext()
+
+
+def require_answer(since: float, stall_s: float, what: str) -> None:
+    """Raises CheckpointError when nothing has come for ``stall_s`` seconds ``since`` then."""
+    silent = time.perf_counter() - since
+    if silent > stall_s:
+        raise CheckpointError(
+            f"the disk has not answered for {silent:.0f} seconds (reading {what}): check the drive "
+            "that the model is on"
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Load:
+    """A unit on its way into ``memory``; ``mark`` says when it is there, once it is ``done``.
+
+    ``waiting`` are the pieces that nobody has begun, ``missing`` the bytes that have not arrived.
+    """
+
+    unit: StoredUnit
+    memory: Any
+    waiting: deque[Chunk]
+    missing: int = field(init=False)
+    in_flight: int = 0
+    error: LocalrtError | None = None
+    mark: Mark = None
+
+    def __post_init__(self) -> None:
+        self.missing = self.unit.nbytes
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is there, or it has failed and nothing of it is on its way."""
+        return self.missing == 0 or (self.error is not None and not self.in_flight)
+
+
+Job = tuple[Load, Chunk, Mark]
+"""A piece to fetch, not before the mark has happened."""
+
+
+class Reader:
+    """``threads`` fetch from ``source``. ``stall_s``: how long a disk may be silent.
+
+    Methods with an underscore, but ``_run`` and ``_fetch``, are called with the lock held.
+    """
+
+    def __init__(self, source: Source, *, threads: int, stall_s: float, name: str) -> None:
+        self._source = source
+        self._stall_s = stall_s
+        self._changed = threading.Condition()
+        self._closed = False
+        self._fetched = 0
+        self._last_arrival = 0.0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"localrt-{name}-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that have arrived since construction, dropped ones included."""
+        with self._changed:
+            return self._fetched
+
+    def close(self) -> None:
+        """End the threads. A read that hangs is left behind; its thread ends with it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        end = time.perf_counter() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, end - time.perf_counter()))
+
+    def _next(self) -> Job | None:
+        """What to fetch next; None while there is nothing, or no room."""
+        raise NotImplementedError
+
+    def _arrived(self, load: Load) -> None:
+        """A piece of ``load`` has come, or has failed."""
+        raise NotImplementedError
+
+    def _wait(self, found: Callable[[], T | None], what: str, check: Check | None) -> T:
+        """What ``found`` gives, as soon as it is not None.
+
+        Raises:
+            CheckpointError: the reader is closed, or the disk does not answer.
+        """
+        started = time.perf_counter()
+        if (result := self._look(found)) is not None:
+            return result
+        with waiting(check):
+            while True:
+                self._changed.wait(POLL_S)
+                if check is not None:
+                    check()
+                if (result := self._look(found)) is not None:
+                    return result
+                # Last: this thread may have waited for a processor longer than for the disk.
+                require_answer(max(started, self._last_arrival), self._stall_s, what)
+
+    def _look(self, found: Callable[[], T | None]) -> T | None:
+        if self._closed:
+            raise CheckpointError("the model was closed while it was in use")
+        return found()
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (job := self._next()) is None:
+                    self._changed.wait()
+                if self._closed:
+                    return
+            assert job is not None, "the loop above ends with one"
+            self._fetch(*job)
+
+    def _fetch(self, load: Load, chunk: Chunk, after: Mark) -> None:
+        out = load.memory[chunk.start : chunk.start + chunk.nbytes]
+        mark, error = None, None
+        try:
+            mark = self._source.fetch(load.unit, chunk.start, out, after)
+        except LocalrtError as failure:  # it is the pass's that waits, not the thread's
+            error = failure
+        except Exception as failure:  # noqa: BLE001 - a thread must not die in silence
+            error = CheckpointError(f"{load.unit.file} cannot be read: {failure}")
+        with self._changed:
+            self._last_arrival = time.perf_counter()
+            load.in_flight -= 1
+            if error is None:
+                self._fetched += chunk.nbytes
+                load.missing -= chunk.nbytes
+                load.mark = mark if load.mark is None else later(load.mark, mark)
+            elif load.error is None:
+                load.error = error
+                load.waiting.clear()
+            self._arrived(load)
