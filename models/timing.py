@@ -1,7 +1,7 @@
 """What passes report of themselves: totals, tasks on a machine's resources, and their clock.
 
-Only names and numbers: ``offload/trace.py`` keeps them, and ``offload/cards/clock.py`` has the
-clocks, the wall's and a virtual card's.
+Only names and numbers: ``offload/cards/clock.py`` has the clocks, the wall's and a virtual card's,
+which keep them.
 """
 
 from __future__ import annotations

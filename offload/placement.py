@@ -81,7 +81,3 @@ class Placement:
                 raise ValueError(f"{name} must not be negative, is {getattr(self, name)}")
         if self.prefill_rows < 1:
             raise ValueError(f"prefill_rows must be at least 1, is {self.prefill_rows}")
-
-    def names(self, *places: Where) -> list[str]:
-        """The units at ``places``, in order."""
-        return [name for name, where in self.where.items() if where in places]

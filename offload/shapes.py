@@ -6,7 +6,8 @@ checkpoint, estimates from a ``config.json`` alone (``config_shapes.py``). It kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -169,18 +170,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
 
 
-def shape_from_checkpoint(
-    checkpoint: Checkpoint, *, units: Sequence[Unit] | None = None, ctx: int | None = None
-) -> ModelShape:
-    """The exact shape of an opened model; ``units`` stand in for ``list_units``'s cut.
+def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
+    """The exact shape of an opened model.
 
     Raises:
         UnsupportedModelError: the architecture is not known.
         CheckpointError: a tensor is missing.
     """
-    config = read_config(checkpoint, context=ctx)
-    if units is None:
-        units = list_units(checkpoint.tensors, config)
+    config = read_config(checkpoint)
+    units = list_units(checkpoint.tensors, config)
     stored: Mapping[str, int] = {}
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
@@ -198,7 +196,7 @@ def shape_from_checkpoint(
         context_length=config.context_length,
         kv=kv,
         parameters=sum(
-            _count(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
+            math.prod(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
         ),
         experts=experts,
     )
@@ -273,10 +271,3 @@ def _kind(unit: Unit) -> UnitKind:
     if ".expert." in unit.name:
         return "expert"
     return "attention" if unit.name.endswith(".attention") else "mlp"
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

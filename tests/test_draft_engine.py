@@ -14,7 +14,6 @@ from localrt.drafts.model import CacheRoom, DraftTime, EngineDrafter
 from localrt.errors import CancelledError
 from localrt.offload.cards.clock import VirtualClock
 from localrt.offload.planner.draft_costs import DraftCosts
-from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative import tree_source
 from localrt.speculative.drafter import Rows
@@ -93,7 +92,7 @@ def extend(drafter: EngineDrafter, cache: Any, count: int, *, last: bool = True)
 
 
 def test_a_pass_on_the_card_takes_what_the_card_would_take() -> None:
-    clock = VirtualClock(Trace())
+    clock = VirtualClock()
     drafter, _ = made(time=DraftTime(clock, COSTS))
     cache = drafter.cache(100)
     assert extend(drafter, cache, 3).shape == (1, VOCAB)
@@ -106,7 +105,7 @@ def test_a_pass_on_the_card_takes_what_the_card_would_take() -> None:
 
 
 def test_without_logits_the_cpu_waits_for_nothing() -> None:
-    clock = VirtualClock(Trace())
+    clock = VirtualClock()
     drafter, _ = made(0, time=DraftTime(clock, COSTS))
     extend(drafter, drafter.cache(100), 3, last=False)
     assert clock.now() == pytest.approx(COSTS.there(3) + COSTS.computing(3, 0, 0))
@@ -118,7 +117,7 @@ def test_a_slower_card_takes_longer() -> None:
     slow = replace(slow, gpu=replace(slow.gpu, bytes_s=1e9))
     times = []
     for costs in (COSTS, DraftCosts(COSTS.shape, slow, True)):
-        clock = VirtualClock(Trace())
+        clock = VirtualClock()
         drafter, _ = made(0, time=DraftTime(clock, costs))
         extend(drafter, drafter.cache(100), 3)
         times.append(clock.now())
@@ -126,7 +125,7 @@ def test_a_slower_card_takes_longer() -> None:
 
 
 def test_a_pass_on_the_cpu_takes_what_it_took() -> None:
-    clock = VirtualClock(Trace())
+    clock = VirtualClock()
     drafter, _ = made(time=DraftTime(clock))
     extend(drafter, drafter.cache(100), 3)
     assert clock.now() == pytest.approx(0.02)
@@ -134,7 +133,7 @@ def test_a_pass_on_the_cpu_takes_what_it_took() -> None:
 
 @pytest.mark.parametrize("costs", [COSTS, None])
 def test_a_pass_that_is_cancelled_leaves_the_clock_going(costs: DraftCosts | None) -> None:
-    clock = VirtualClock(Trace())
+    clock = VirtualClock()
     drafter, engine = made(time=DraftTime(clock, costs))
     cache = drafter.cache(100)
     engine.fails = True
@@ -149,8 +148,7 @@ def test_a_pass_that_is_cancelled_leaves_the_clock_going(costs: DraftCosts | Non
 def test_what_drafting_takes_beside_its_passes_is_the_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trace = Trace(keep=10)
-    clock = VirtualClock(trace)
+    clock = VirtualClock(keep=10)
     drafter, _ = made(0.05, time=DraftTime(clock, COSTS))  # which is not the card's time
     source = TreeSource(drafter, capacity=100)
     likeliest = tree_source.likeliest
@@ -163,7 +161,7 @@ def test_what_drafting_takes_beside_its_passes_is_the_cpus(
     assert len(source.propose([3], 1, 1)) == 1
     on_card = COSTS.there(1) + COSTS.computing(1, 1, 0) + COSTS.back(1)
     assert clock.now() == pytest.approx(on_card + 0.02)
-    assert {task.resource for task in trace.tasks()} == {"cpu", "gpu"}
+    assert {task.resource for task in clock.tasks()} == {"cpu", "gpu"}
     # It drafts between passes only: two threads would share one virtual clock.
     assert not source.prepares
     assert TreeSource(made()[0], capacity=100).prepares

@@ -140,7 +140,7 @@ CHILD = """
     known = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0)
     localrt.machine.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
     make_plan = planner.make_plan
-    planner.make_plan = lambda *a, **k: make_plan(*a, **{**k, "solver": "greedy"})
+    planner.make_plan = lambda *a, **k: make_plan(*a, **{**k, "exact": False})
     rss = lambda: psutil.Process().memory_info().rss / 1e6
     path = sys.argv[1]
     GREEDY = dict(temperature=0, max_tokens=16, ignore_eos=True, draft="off")

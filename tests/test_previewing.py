@@ -9,7 +9,7 @@ import pytest
 
 import localrt
 from localrt.hub.listing import forget_use, last_used, note_use
-from localrt.offload.planner import known_machine as known
+from localrt.offload.planner import measure
 from localrt.planning.preview import Preview, preview, preview_size
 from localrt.settings import Settings
 
@@ -78,9 +78,9 @@ def test_words() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"disks": {}}', "[1]", '{"disks": {"1": [1]}}'])
 def test_a_damaged_record_of_the_machine_is_none(tmp_path: Path, text: str) -> None:
-    assert known.known_machine(tmp_path) is None
+    assert measure.known_machine(tmp_path) is None
     (tmp_path / "machine.json").write_text(text)
-    assert known.known_machine(tmp_path) is None
+    assert measure.known_machine(tmp_path) is None
 
 
 def test_uses_are_remembered(tmp_path: Path) -> None:

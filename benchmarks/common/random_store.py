@@ -87,7 +87,7 @@ class RandomStore:
         self.manifest = _Manifest(tuple(units))
         self._disk = StoreFiles(self.path, [_ON_DISK], direct=True)
 
-    # -- see ``FileReader`` ------------------------------------------------------------------------
+    # -- see ``StoreFiles`` ------------------------------------------------------------------------
 
     def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
         if name == _ON_DISK and self._disk is not None:

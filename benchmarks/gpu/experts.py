@@ -31,15 +31,21 @@ from benchmarks.gpu.offload import (
     Card,
     capped,
     measured_copies,
+    names_at,
     opened,
     release,
     within_cap,
 )
 from benchmarks.gpu.timing import Result, guarded
 from localrt.models.decoder import Decoder
-from localrt.offload.experts.assignment import Assignment, ExpertCosts, LayerWork, Rate, Ready
 from localrt.offload.experts.hybrid import HybridStage
-from localrt.offload.experts.scheduler import schedule
+from localrt.offload.experts.scheduler import (
+    Assignment,
+    ExpertCosts,
+    LayerWork,
+    Ready,
+    schedule,
+)
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
@@ -197,7 +203,7 @@ def mixture(device: str, name: str, size: Size) -> Result:
             values = compare(decoder, size)
     values |= {
         "weight_bytes": sum(unit.nbytes for unit in store.manifest.units),
-        "expert_slots": len(placement.names(Where.VRAM)),
+        "expert_slots": len(names_at(placement, Where.VRAM)),
         "link_gb_s": link / 1e9,
         "load_s": loaded,
     }
@@ -230,8 +236,8 @@ def costs_of(store: RandomStore, host: NativeOps, link: float, memory: float) ->
         seconds.append(time.perf_counter() - start)
     read = unit.nbytes * statistics.median(seconds) / data.nbytes
     return ExpertCosts(
-        cpu=Rate(5e-6, 1.15 * read, 2 * macs / 1e12),
-        gpu=Rate(1e-4, unit.nbytes / memory, 2 * macs / 1e14),
+        cpu=lambda rows: 5e-6 + max(1.15 * read, 2 * macs / 1e12 * rows),
+        gpu=lambda rows: 1e-4 + max(unit.nbytes / memory, 2 * macs / 1e14 * rows),
         fetch=unit.nbytes / link,
         link_load=0.1,
     )

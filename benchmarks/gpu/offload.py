@@ -33,7 +33,6 @@ from localrt.offload.pipeline.setup import Devices
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.loading import Reading
-from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
 from localrt.quant.ops.triton.cuda_memory import CudaCopies
@@ -174,11 +173,9 @@ def opened(
     costs: Any = None,
 ) -> Iterator[Decoder]:
     """The pipeline of a random store, on the wall's clock."""
-    trace = Trace()
-    clock = WallClock(trace)
+    clock = WallClock()
     devices = Devices(
         ops=host,
-        trace=trace,
         clock=clock,
         card=CudaAccelerator(clock, card.ops, card.copies, capacity=card.capacity),
         expert_costs=costs,
@@ -209,6 +206,11 @@ def within_cap(device: str, values: dict[str, Any], cap: int, room: int) -> bool
     return reserved + context < cap
 
 
+def names_at(placement: Placement, where: Where) -> list[str]:
+    """The units at a place, in order."""
+    return [name for name, place in placement.where.items() if place is where]
+
+
 def pipeline(device: str, size: Size) -> Result:
     """Decode passes through ``open_pipeline``."""
     started = time.perf_counter()
@@ -216,7 +218,7 @@ def pipeline(device: str, size: Size) -> Result:
         copies, plain, _ = measured_copies(device)
         store = RandomStore("MistralForCausalLM", size.config, FORMAT, Path(folder))
         placement = place(store, room - size.scratch)
-        store.put_on_disk(placement.names(Where.SSD_LINK))
+        store.put_on_disk(names_at(placement, Where.SSD_LINK))
         card = Card(TritonOps(device=device), copies, room - size.scratch)
         host = TorchOps(compute_format="f32", device="cpu")
         mode = ReadMode(direct=True, threads=4, block=1 << 20)
@@ -226,7 +228,7 @@ def pipeline(device: str, size: Size) -> Result:
     sizes = {unit.name: unit.nbytes for unit in store.manifest.units}
     total = sum(sizes.values())
     on_card, over_link, from_disk = (
-        sum(sizes[name] for name in placement.names(where))
+        sum(sizes[name] for name in names_at(placement, where))
         for where in (Where.VRAM, Where.LINK, Where.SSD_LINK)
     )
     values |= {

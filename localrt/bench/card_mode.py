@@ -16,7 +16,7 @@ from localrt.errors import OptionError
 from localrt.formatting import format_bytes
 from localrt.machine import hardware
 from localrt.offload.memory.process import ram_budget
-from localrt.offload.planner import Plan, make_plan
+from localrt.offload.planner import Plan, PlanRequest, make_plan
 from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
 from localrt.offload.planner.explain import explain
 from localrt.offload.shapes import parse_kv_format
@@ -95,14 +95,15 @@ def simulate_card(options: BenchOptions, settings: Settings) -> CardRun:
     shape = shape_of(options.path)
     machine, _ = machine_of(options.path, settings, shape)
     machine, vram = with_card(machine, Hardware(gpu=card.name, gpu_memory=options.gpu_memory))
-    plan = make_plan(
-        shape,
-        machine,
-        budgets_of(machine, ram_budget(options.ram, rss=0), vram),
+    request = PlanRequest(
+        shape=shape,
+        machine=machine,
+        budgets=budgets_of(machine, ram_budget(options.ram, rss=0), vram),
         ctx=options.ctx or work.prompt_tokens + work.tokens,
         kv_format=parse_kv_format(options.kv_format or "bf16"),
         held=work.prompt_tokens + work.tokens // 2,
     )
+    plan = make_plan(request)
     found = plan.prediction
     metrics = Metrics(
         prompt_tokens=work.prompt_tokens,

@@ -97,7 +97,6 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
     """The card of ``options``, if the target can be placed on it."""
     from localrt.loading.cards import open_card
     from localrt.models.registry import read_config
-    from localrt.offload.trace import Trace
     from localrt.quant.ops.choose import make_ops
     from localrt.quant.ops.native.abi import find_library
 
@@ -110,9 +109,7 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
     )
     if ops.name != ("native" if virtual else "triton") or not find_library():
         return None
-    return open_card(
-        options.device, ops, Trace(), threads=options.threads, gpu_memory=options.gpu_memory
-    )
+    return open_card(options.device, ops, threads=options.threads, gpu_memory=options.gpu_memory)
 
 
 def _place(

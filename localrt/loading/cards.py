@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from localrt.models.timing import Clock
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import VirtualClock, WallClock
 from localrt.offload.cards.virtual import VirtualAccelerator
 from localrt.offload.planner.cards import parse_card
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
-from localrt.offload.trace import Trace
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
 
@@ -32,7 +30,7 @@ class OpenCard:
     """
 
     host_ops: Ops
-    clock: Clock
+    clock: WallClock
     accelerator: Accelerator | None = None
     capacity: int = 0
     profile: GpuProfile | None = None
@@ -48,7 +46,7 @@ class OpenCard:
 
 
 def open_card(
-    device: str, ops: Ops, trace: Trace, *, threads: int | None, gpu_memory: int | None
+    device: str, ops: Ops, *, threads: int | None, gpu_memory: int | None
 ) -> OpenCard:
     """The card of ``device``, whose ``Ops`` are ``ops`` unless it is virtual or the CPU.
 
@@ -56,15 +54,15 @@ def open_card(
         OptionError: no such card.
     """
     if device.startswith("virtual:"):
-        return _virtual(device, ops, trace, gpu_memory)
+        return _virtual(device, ops, gpu_memory)
     if ops.free_memory() is None:
-        return OpenCard(host_ops=ops, clock=WallClock(trace))
-    return _cuda(ops, trace, threads, gpu_memory)
+        return OpenCard(host_ops=ops, clock=WallClock())
+    return _cuda(ops, threads, gpu_memory)
 
 
-def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> OpenCard:
+def _virtual(device: str, ops: Ops, gpu_memory: int | None) -> OpenCard:
     card = parse_card(device)
-    profile, clock = card.profile, VirtualClock(trace)
+    profile, clock = card.profile, VirtualClock()
     capacity = card.vram_bytes if gpu_memory is None else min(card.vram_bytes, gpu_memory)
     accelerator = VirtualAccelerator(
         clock,
@@ -86,7 +84,7 @@ def _virtual(device: str, ops: Ops, trace: Trace, gpu_memory: int | None) -> Ope
     )
 
 
-def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -> OpenCard:
+def _cuda(ops: Ops, threads: int | None, gpu_memory: int | None) -> OpenCard:
     # These two import torch.
     from localrt.offload.cards.cuda import CudaAccelerator
     from localrt.quant.ops.triton.cuda_memory import CudaCopies
@@ -96,7 +94,7 @@ def _cuda(ops: Ops, trace: Trace, threads: int | None, gpu_memory: int | None) -
     free = ops.free_memory() or 0
     asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT_NBYTES
     capacity = max(0, min(free - SPARE_VRAM_NBYTES, asked))
-    clock = WallClock(trace)
+    clock = WallClock()
     profile = GpuProfile(
         name=copies.name,
         vram_bytes=capacity,

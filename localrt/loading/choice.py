@@ -7,7 +7,6 @@ neither files nor threads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from localrt.loading.options import pick_context
 from localrt.offload.account import FIRST_CONTEXT, unstreamable_nbytes
@@ -58,7 +57,7 @@ def choose_context(
         return ContextChoice(wanted)
     if ctx is not None and machine.gpu is None and fits(replace(request, kv_on_ssd=True)):
         return ContextChoice(wanted, kv_on_ssd=True)
-    make_plan(shape, machine, budgets, ctx=wanted, kv_format=kv_format)
+    make_plan(request)
     return ContextChoice(wanted)  # for rules that disagree: the plan was possible
 
 
@@ -70,27 +69,31 @@ def first_plan(
     kv_format: KvFormat,
     *,
     rows: int = 1,
-    solver: Literal["auto", "greedy"] = "auto",
+    exact: bool = True,
 ) -> Plan:
     """For a short context, such that the whole one's caches will fit; or for all of it at once
     where some of its keys and values live on the SSD.
 
     ``rows`` are those of the passes to place for: more than one where guesses are verified.
-    ``solver`` is ``make_plan``'s.
+    ``exact`` is ``make_plan``'s.
 
     Raises:
         MemoryBudgetError: the whole context does not fit.
     """
     ctx = choice.ctx
+    request = PlanRequest(
+        shape=shape,
+        machine=machine,
+        budgets=limits,
+        ctx=ctx,
+        kv_format=kv_format,
+        kv_on_ssd=choice.kv_on_ssd,
+    )
     if choice.kv_on_ssd:
-        return make_plan(
-            shape, machine, limits, ctx=ctx, kv_format=kv_format, kv_on_ssd=True, solver=solver
-        )
+        return make_plan(request, exact=exact)
     first = min(ctx, FIRST_CONTEXT)
     while True:
-        plan = make_plan(
-            shape, machine, limits, ctx=first, rows=rows, kv_format=kv_format, solver=solver
-        )
+        plan = make_plan(replace(request, ctx=first, rows=rows), exact=exact)
         if first >= ctx or _can_grow(plan, ctx):
             # What is forecast from now on are plain passes.
             return replace(plan, request=replace(plan.request, rows=1))

@@ -43,7 +43,6 @@ from localrt.offload.planner.simulate import simulate
 from localrt.offload.reading.loading import Reading
 from localrt.offload.shapes import KvFormat, parse_kv_format
 from localrt.offload.store.cached import cached_store, discard_store
-from localrt.offload.trace import Trace
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
@@ -81,9 +80,8 @@ def load_placed(
         if progress is not None:
             progress(Progress("pack", done, total, "bytes", file))
 
-    trace = Trace()
     card = open_card(
-        options.device, ops, trace, threads=options.threads, gpu_memory=options.gpu_memory
+        options.device, ops, threads=options.threads, gpu_memory=options.gpu_memory
     )
     ops, kv_format = card.host_ops, parse_kv_format(options.kv_format or "bf16")
 
@@ -114,7 +112,7 @@ def load_placed(
         choice,
         kv_format,
         rows=options.pass_rows,
-        solver="auto" if room >= SOLVER_NBYTES else "greedy",
+        exact=room >= SOLVER_NBYTES,
     )
     notes += plan.notes
     # Experts come later, beside the first passes.
@@ -133,7 +131,6 @@ def load_placed(
             plan.placement,
             Devices(
                 ops=ops,
-                trace=trace,
                 clock=card.clock,
                 card=card.accelerator,
                 expert_costs=expert_costs(plan.request.costs()),

@@ -17,9 +17,8 @@ from typing import Any
 from localrt.files import write_text
 from localrt.machine import hardware
 from localrt.offload.account import MEASURING_NBYTES
-from localrt.offload.planner.known_machine import known_machine
 from localrt.offload.planner.machine import MachineProfile, typical_machine
-from localrt.offload.planner.measure import WORKING_SET, measure_machine
+from localrt.offload.planner.measure import WORKING_SET, known_machine, measure_machine
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.settings import Settings
 from localrt.version import __version__

@@ -36,9 +36,8 @@ from localrt.offload.planner.cards import (
     parse_card,
 )
 from localrt.offload.planner.config_shapes import shape_from_config
-from localrt.offload.planner.known_machine import known_machine
 from localrt.offload.planner.machine import typical_machine
-from localrt.offload.planner.measure import measure_machine
+from localrt.offload.planner.measure import known_machine, measure_machine
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.quant.formats import FORMATS
 from localrt.quant.ops.native.abi import best_isa

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from localrt.errors import LocalrtError
 from localrt.loading.parts import LoadedModel
 from localrt.offload.memory.process import ram_budget
-from localrt.offload.planner import make_plan
+from localrt.offload.planner import PlanRequest, make_plan
 from localrt.offload.planner.advice import helpful_changes
-from localrt.offload.planner.known_machine import known_machine
+from localrt.offload.planner.measure import known_machine
 from localrt.offload.planner.plan import Change
 from localrt.planning.inputs import Hardware, budgets_of, card_here, shape_of, with_card
 from localrt.settings import Settings
@@ -71,5 +71,7 @@ def _resident(
         vram = gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
     budgets = budgets_of(machine, ram_budget(ram), vram)
-    plan = make_plan(shape, machine, budgets, ctx=min(parts.ctx, _CTX), solver="greedy")
+    ctx = min(parts.ctx, _CTX)
+    request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
+    plan = make_plan(request, exact=False)
     return Outlook(rate / nbytes if nbytes else None, nbytes, helpful_changes(plan))

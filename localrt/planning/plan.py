@@ -12,7 +12,7 @@ from typing import Literal
 from localrt.errors import OptionError
 from localrt.formatting import parse_size
 from localrt.offload.memory.process import ram_budget
-from localrt.offload.planner import Plan, make_plan
+from localrt.offload.planner import Plan, PlanRequest, make_plan
 from localrt.offload.planner.explain import explain
 from localrt.planning.inputs import (
     Hardware,
@@ -84,16 +84,17 @@ def plan(
     shape = shape_of(path, format)
     machine, note = machine_of(path, settings, shape, ssd=ssd, remeasure=remeasure)
     machine, vram = with_card(machine, wanted)
-    found = make_plan(
-        shape,
-        machine,
-        budgets_of(machine, ram_budget(None) if ram is None else parse_size(ram), vram),
+    budget = ram_budget(None) if ram is None else parse_size(ram)
+    request = PlanRequest(
+        shape=shape,
+        machine=machine,
+        budgets=budgets_of(machine, budget, vram),
         ctx=ctx or min(_DEFAULT_CTX, shape.context_length),
         sequences=batch,
         kv_format=kv_format,
         kv_on_ssd=kv_on_ssd,
-        advise=advise,
     )
+    found = make_plan(request, advise=advise)
     notes = (note, *found.notes) if note else found.notes
     found = replace(found, notes=notes, hypothetical=hypothetical(wanted))
     return replace(found, report=explain(found))

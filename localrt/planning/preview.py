@@ -102,8 +102,9 @@ def preview(
     asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=held, kv_format=kept)
     if ctx is None:  # loading takes the context that fits
         held = longest_context(held, lambda tokens: fits(replace(asked, ctx=tokens)))
+        asked = replace(asked, ctx=held)
     try:
-        plan = make_plan(shape, machine, budgets, ctx=held, kv_format=kept, solver="greedy")
+        plan = make_plan(asked, exact=False)
     except MemoryBudgetError as error:
         return Preview(fits=False, weight_bytes=shape.nbytes, problem=f"does not fit: {error}")
     return _of_plan(plan)

@@ -1,4 +1,4 @@
-"""The clock that a pipeline runs on: the wall's, or a virtual one for a card that is not there.
+"""The clock that a pipeline runs on, the wall's or a virtual card's, and what was done when.
 
 A resource does one task after another (the SSD shares its own among threads, and counts as busy
 while any is at work). On the virtual clock a task begins when its resource is free and what it
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
-from localrt.models.timing import Mark, Resource
-from localrt.offload.trace import Trace
+from localrt.models.timing import Mark, Resource, Task
 
 __all__ = ["VirtualClock", "WallClock", "later"]
+
+_MOST_TASKS = 200_000  # a long run has millions
 
 
 def later(a: Mark, b: Mark) -> Mark:
@@ -28,12 +30,18 @@ def later(a: Mark, b: Mark) -> Mark:
 
 
 class WallClock:
-    """Time as it passes; a mark says nothing."""
+    """Time as it passes; a mark says nothing. See ``Clock``. Thread-safe.
+
+    The latest ``keep`` tasks are remembered, in seconds; none until asked for.
+    """
 
     simulated = False
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, keep: int = 0) -> None:
+        self._lock = threading.Lock()
+        self._tasks: deque[Task] = deque(maxlen=min(keep, _MOST_TASKS))
+        self._busy: dict[str, float] = {}
+        self._active: dict[str, tuple[int, float]] = {}  # tasks at work, and since when any
 
     def now(self) -> float:
         """See ``Clock``."""
@@ -41,44 +49,10 @@ class WallClock:
 
     def begin(self, resource: Resource) -> float:
         """See ``Clock``."""
-        return self._trace.begin(resource)
-
-    def end(
-        self,
-        resource: Resource,
-        name: str,
-        started: float,
-        *,
-        after: Mark = None,
-        cost_s: float | None = None,
-    ) -> Mark:
-        """See ``Clock``."""
-        self._trace.end(resource, name, started)
-        return None
-
-
-class VirtualClock:
-    """Time as a card would spend it."""
-
-    simulated = True
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._lock = threading.Lock()
-        self._free: dict[Resource, float] = {}
-        self._busy_here: dict[Resource, tuple[int, float]] = {}  # tasks at work, and since when
-        self._now = 0.0
-
-    def now(self) -> float:
-        """The end of the last computation."""
-        return self._now
-
-    def begin(self, resource: Resource) -> float:
-        """See ``Clock``: wall time, of which tasks that overlap are each charged a part."""
         with self._lock:
             now = time.perf_counter()
-            count, since = self._busy_here.get(resource, (0, now))
-            self._busy_here[resource] = (count + 1, since if count else now)
+            count, since = self._active.get(resource, (0, now))
+            self._active[resource] = (count + 1, since if count else now)
             return now
 
     def end(
@@ -93,13 +67,73 @@ class VirtualClock:
         """See ``Clock``."""
         with self._lock:
             now = time.perf_counter()
-            count, since = self._busy_here[resource]
+            count, since = self._active[resource]
+            self._active[resource] = (count - 1, since)
+            if count == 1:
+                self._busy[resource] = self._busy.get(resource, 0.0) + now - since
+            if self._tasks.maxlen:
+                self._tasks.append(Task(resource, name, started, now))
+
+    def busy(self) -> dict[str, float]:
+        """Seconds in which each resource has had at least one task, up to now."""
+        with self._lock:
+            busy, now = dict(self._busy), time.perf_counter()
+            for resource, (count, since) in self._active.items():
+                if count:
+                    busy[resource] = busy.get(resource, 0.0) + now - since
+            return busy
+
+    def keep(self, count: int) -> None:
+        """Remember the latest ``count`` tasks from now on."""
+        with self._lock:
+            self._tasks = deque(self._tasks, maxlen=min(count, _MOST_TASKS))
+
+    def tasks(self) -> list[Task]:
+        """What is remembered, oldest first."""
+        with self._lock:
+            return list(self._tasks)
+
+
+class VirtualClock(WallClock):
+    """Time as a card would spend it. Wall time is charged in parts to tasks that overlap."""
+
+    simulated = True
+
+    def __init__(self, keep: int = 0) -> None:
+        super().__init__(keep)
+        self._free: dict[Resource, float] = {}
+        self._now = 0.0
+
+    def now(self) -> float:
+        """The end of the last computation."""
+        return self._now
+
+    def end(
+        self,
+        resource: Resource,
+        name: str,
+        started: float,
+        *,
+        after: Mark = None,
+        cost_s: float | None = None,
+    ) -> Mark:
+        """See ``Clock``."""
+        with self._lock:
+            now = time.perf_counter()
+            count, since = self._active[resource]
             # What has passed since the last end while any was at work: never counted twice.
-            self._busy_here[resource] = (count - 1, now)
+            self._active[resource] = (count - 1, now)
             took = now - since if cost_s is None else cost_s
             start = max(self._free.get(resource, 0.0), after or 0.0)
             end = self._free[resource] = start + took
             if resource in ("cpu", "gpu"):
                 self._now = max(self._now, end)
-            self._trace.record(resource, name, start, end)
+            self._busy[resource] = self._busy.get(resource, 0.0) + took
+            if self._tasks.maxlen:
+                self._tasks.append(Task(resource, name, start, end))
             return end
+
+    def busy(self) -> dict[str, float]:
+        """Seconds that each resource has been charged."""
+        with self._lock:
+            return dict(self._busy)

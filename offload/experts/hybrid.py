@@ -16,12 +16,11 @@ import numpy as np
 from localrt.models.moe import Routed, RoutingWatch, SparseMlp
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.clock import later
-from localrt.offload.experts.assignment import Assignment, ExpertCosts, Ready
 from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pool import Demanded
-from localrt.offload.experts.scheduler import schedule
+from localrt.offload.experts.scheduler import Assignment, ExpertCosts, Ready, schedule
 from localrt.offload.pipeline.lane import StreamedState
 from localrt.quant.ops.protocol import Array, Ops
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from localrt.errors import StorageError
 from localrt.offload.kv.file import PAGE, Bytes, KvFile
-from localrt.offload.kv.moving import move_stored
 from localrt.offload.kv.slots import Slot, SlotPool
 from localrt.offload.kv.tasks import IoTask, IoThread
 from localrt.offload.placement import KvPlace
@@ -28,6 +28,7 @@ from localrt.quant.ops.native.kv import (
     cache_format,
     map_zeros,
 )
+from localrt.quant.ops.native.kv_select import move_rows
 from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = ["SsdKVCache", "block_stride"]
@@ -57,8 +58,6 @@ class _Stored:
 class SsdKVCache(NativeKVCache):
     """See ``NativeKVCache``. ``places`` says of every layer whether it is on the SSD.
 
-    Attributes ``read_bytes``, ``written_bytes`` and ``wait_s``: of the file, and of waiting for it.
-
     Raises:
         StorageError: in ``reserve``, in a pass or on making it: the disk fails or is full.
     """
@@ -85,7 +84,6 @@ class SsdKVCache(NativeKVCache):
         self._turn = {layer: index for index, layer in enumerate(ssd)}
         self._slots, self._io = slots, io
         self._key = object()
-        self.wait_s = 0.0
         strides = [block_stride(specs[layer], kv_format) for layer in ssd]
         self._tails = map_zeros(2 * sum(strides))
         self._stored: dict[int, _Stored] = {}
@@ -113,11 +111,6 @@ class SsdKVCache(NativeKVCache):
     def read_bytes(self) -> int:
         """Bytes read from the file."""
         return self._file.read_bytes
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written to the file."""
-        return self._file.written_bytes
 
     def reserve(self, length: int) -> None:
         """Make room, on the disk as well, and start the first load. A pass begins with it."""
@@ -167,10 +160,9 @@ class SsdKVCache(NativeKVCache):
             slot.busy = False
         if layer == self._last_layer:
             tasks = [task for stored in self._stored.values() for task in stored.saves]
-            self.wait_s += sum(task.wait() for task in tasks)
+            wait(tasks)
             for task in tasks:
-                if task.error is not None:
-                    raise task.error
+                task.result()
 
     def advance(self, count: int) -> None:
         """Count written rows as held."""
@@ -193,20 +185,44 @@ class SsdKVCache(NativeKVCache):
         for layer, stored in self._stored.items():
             slot = self._slots.find(self._key, layer)
             if slot is not None and slot.task is not None:
-                self.wait_s += slot.task.wait()
-            begin = move_stored(
-                stored, self._file, self._io, stored.shape, self.kv_format, first, rows
-            )
+                wait([slot.task])
+            self._move_stored(stored, first, rows)
             if slot is not None:
-                slot.stop = min(slot.stop, begin)
+                slot.stop = min(slot.stop, first // BLOCK)
+
+    def _move_stored(self, stored: _Stored, first: int, rows: Sequence[int]) -> None:
+        """Put token ``first + rows[i]`` where token ``first + i`` is; what lies behind is lost.
+
+        The few blocks concerned are gathered in RAM, changed there, and the full ones written.
+
+        Raises:
+            StorageError: the disk fails. Tokens from ``first`` on are lost.
+        """
+        begin, stop = first // BLOCK, (first + rows[-1]) // BLOCK + 1
+        stride, at = stored.stride, stored.offset + begin * stored.stride
+        blocks = map_zeros((stop - begin) * stride)
+        in_file = max(0, min(stop, -(-stored.saved // BLOCK)) - begin)
+        if in_file:
+            self._io.start(lambda: self._file.read_into(at, blocks[: in_file * stride])).result()
+        if begin + in_file < stop:
+            blocks[in_file * stride : (in_file + 1) * stride] = stored.tail
+        size = block_nbytes(*stored.shape, self.kv_format)
+        view = blocks.reshape(stop - begin, 1, stride)[:, :, :size]
+        move_rows(view, *stored.shape, self.kv_format, first - begin * BLOCK, rows)
+        end = first + len(rows)
+        full = end // BLOCK - begin
+        if full > 0:
+            self._io.start(lambda: self._file.write(at, blocks[: full * stride])).result()
+        if end % BLOCK:
+            stored.tail[:] = blocks[full * stride : (full + 1) * stride]
+        stored.saved = end // BLOCK * BLOCK
 
     # -- parts -----------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
         """Drop what a pass that did not end has left: its saves end, and do not count."""
         for stored in self._stored.values():
-            for task in stored.saves:
-                task.wait()
+            wait(stored.saves)
             stored.saves.clear()
             stored.next_saved = None
 
@@ -242,18 +258,15 @@ class SsdKVCache(NativeKVCache):
         """Everything held of a layer is in its buffer."""
         first, stop = self._wanted(stored)
         if slot.task is not None:
-            self.wait_s += slot.task.wait()
-        if slot.load is not None and slot.load.error is not None:
-            raise slot.load.error
+            wait([slot.task])
+        if slot.load is not None:
+            slot.load.result()
         slot.load = slot.task = None
         if slot.stop <= slot.first or first < slot.first:
             slot.first = slot.stop = first
         if stop > slot.stop:
             begin, slot.stop = slot.stop, stop
-            task = self._io.start(lambda: self._read(slot, stored, begin, stop))
-            self.wait_s += task.wait()
-            if task.error is not None:
-                raise task.error
+            self._io.start(lambda: self._read(slot, stored, begin, stop)).result()
         if self._length > stored.saved:
             at = stored.saved // BLOCK * stored.stride
             slot.data[at : at + stored.stride] = stored.tail
@@ -288,5 +301,6 @@ def _release(io: IoThread, slots: SlotPool, file: KvFile, key: object) -> None:
         slots.forget(key)
         file.close()
 
-    if io.start(release).error is not None:  # the thread has ended
+    task = io.start(release)
+    if task.done() and task.exception() is not None:  # the thread has ended
         release()

@@ -39,7 +39,6 @@ class KvFile:
         self._lock = threading.Lock()
         self._descriptor = self._direct = -1
         self.read_bytes = 0
-        self.written_bytes = 0
         try:
             flags = getattr(os, "O_TEMPORARY", 0)  # Windows: gone when it is closed
             self._descriptor, name = tempfile.mkstemp(prefix=".localrt-kv-", dir=folder)
@@ -90,7 +89,6 @@ class KvFile:
         """
         for start in range(0, len(data), _REQUEST):
             self._all("written", offset + start, data[start : start + _REQUEST])
-        self.written_bytes += len(data)
 
     def close(self) -> None:
         """Give up the file and its room."""

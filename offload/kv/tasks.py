@@ -1,72 +1,44 @@
 """One thread that moves keys and values, task after task, while others compute.
 
-A task is an event that whoever needs it waits for: there is no barrier. Tasks run in the order in
-which they were given, so that a buffer's save ends before its next load begins.
+Whoever needs a task waits for it alone: there is no barrier. Tasks run in the order in which they
+were given, so that a buffer's save ends before its next load begins.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 from localrt.errors import StorageError
 
 __all__ = ["IoTask", "IoThread"]
 
-
-class IoTask:
-    """Something that the thread does once."""
-
-    __slots__ = ("_do", "_done", "error")
-
-    def __init__(self, do: Callable[[], None]) -> None:
-        self._do: Callable[[], None] | None = do
-        self._done = threading.Event()
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Do it and say so. An error is kept for whoever waits."""
-        try:
-            if self._do is not None:
-                self._do()
-        except Exception as error:  # noqa: BLE001
-            self.error = error
-        finally:
-            self._do = None  # holds buffers
-            self._done.set()
-
-    def refuse(self) -> None:
-        """Fail instead: the model is closed."""
-        self._do = _refuse
-        self.run()
-
-    def wait(self) -> float:
-        """Until it is done; returns the seconds that took. ``error`` is set if it failed."""
-        if self._done.is_set():
-            return 0.0
-        start = time.perf_counter()
-        self._done.wait()
-        return time.perf_counter() - start
+IoTask: TypeAlias = "Future[None]"
 
 
 class IoThread:
-    """Starts with the first task. ``start`` may be called from anywhere, finalizers included."""
+    """Starts with the first task. ``start`` may be called from anywhere, finalizers included.
 
-    def __init__(self, name: str = "localrt-kv") -> None:
+    An executor's ``submit`` takes a lock, in which a finalizer that submits as well would hang.
+    """
+
+    def __init__(self) -> None:
         # A SimpleQueue's put can be interrupted by a finalizer that puts as well.
-        self._queue: SimpleQueue[IoTask | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._queue: SimpleQueue[tuple[IoTask, Callable[[], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="localrt-kv", daemon=True)
         self._started = False
         self._closed = threading.Event()
 
     def start(self, do: Callable[[], None]) -> IoTask:
         """Queue a task."""
+        task: IoTask = Future()
         if self._closed.is_set():
-            return _refused()
-        task = IoTask(do)
-        self._queue.put(task)
+            _refuse(task)
+            return task
+        self._queue.put((task, do))
         if not self._started:
             self._started = True
             self._thread.start()
@@ -88,23 +60,23 @@ class IoThread:
         """Nobody waits for ever for what came too late."""
         while True:
             try:
-                task = self._queue.get_nowait()
+                job = self._queue.get_nowait()
             except Empty:
                 return
-            if task is not None:
-                task.refuse()
+            if job is not None:
+                _refuse(job[0])
 
     def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            task.run()
-            del task
+        while (job := self._queue.get()) is not None:
+            task, do = job
+            try:
+                do()
+            except Exception as error:  # noqa: BLE001 - it is whose that waits
+                task.set_exception(error)
+            else:
+                task.set_result(None)
+            del job, task, do  # they hold buffers
 
 
-def _refused() -> IoTask:
-    task = IoTask(_refuse)
-    task.run()
-    return task
-
-
-def _refuse() -> None:
-    raise StorageError("the model is closed: load it again")
+def _refuse(task: IoTask) -> None:
+    task.set_exception(StorageError("the model is closed: load it again"))

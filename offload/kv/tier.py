@@ -64,19 +64,9 @@ class KvTier:
         return self._slots.nbytes
 
     @property
-    def wait_s(self) -> float:
-        """Seconds that passes of the present caches waited for the disk."""
-        return sum(cache.wait_s for cache in self._caches)
-
-    @property
     def read_bytes(self) -> int:
         """Bytes that the present caches have read."""
         return sum(cache.read_bytes for cache in self._caches)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that the present caches have written."""
-        return sum(cache.written_bytes for cache in self._caches)
 
     def cache(
         self, layers: Sequence[AttentionSpec], capacity: int, kv_format: KVFormat

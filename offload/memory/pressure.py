@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from localrt.offload.memory.state import MemoryState, memory_state
+from localrt.offload.memory.state import memory_state
 
 __all__ = ["MemoryPressure"]
 
@@ -23,21 +23,17 @@ class MemoryPressure:
     def __init__(
         self,
         free_vram: Callable[[], int | None] = lambda: None,
-        state: Callable[[], MemoryState] = memory_state,
-        interval_s: float = _INTERVAL_S,
     ) -> None:
         self._free_vram = free_vram
-        self._state = state
-        self._interval_s = interval_s
         self._asked = time.monotonic()
 
     def __call__(self) -> tuple[int, int]:
         """(RAM, VRAM) in bytes; of RAM below zero what may be taken again."""
         now = time.monotonic()
-        if now - self._asked < self._interval_s:
+        if now - self._asked < _INTERVAL_S:
             return 0, 0
         self._asked = now
-        state = self._state()
+        state = memory_state()
         least = _LEAST_FREE if state.limit is None else _LEAST_FREE_LIMITED
         ram = least - state.available
         free = self._free_vram()

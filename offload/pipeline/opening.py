@@ -168,7 +168,6 @@ def _open(
         embedding=table,
         balance=balance,
         clock=devices.clock,
-        trace=devices.trace,
         load_s=load_s,
         before_pass=setup.files.check_unchanged,
         abandon=forget,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.offload.reading.files import FileReader
+from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S, require_answer
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
@@ -44,7 +44,7 @@ class RowTable:
         self,
         store: StoreCheckpoint,
         name: str,
-        files: FileReader,
+        files: StoreFiles,
         resident: Callable[[str], Any | None],
         *,
         stall_s: float = 60.0,

@@ -11,14 +11,13 @@ from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.checkpoints.unit_memory import Verifier
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
-from localrt.models.timing import Clock
 from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.experts.assignment import ExpertCosts
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Placement, Where
-from localrt.offload.reading.files import FileReader
+from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.loading import Reading
-from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Ops
 
 __all__ = ["Devices", "Setup"]
@@ -28,12 +27,11 @@ __all__ = ["Devices", "Setup"]
 class Devices:
     """What computes: ``ops`` is the CPU's, ``card`` does what the placement puts on a GPU.
 
-    ``clock`` times both for ``trace``. ``expert_costs`` are needed where a card computes a mixture.
+    ``clock`` times both. ``expert_costs`` are needed where a card computes a mixture.
     """
 
     ops: Ops
-    trace: Trace
-    clock: Clock
+    clock: WallClock
     card: Accelerator | None = None
     expert_costs: ExpertCosts | None = None
 
@@ -53,8 +51,8 @@ class Setup:
     devices: Devices
     reading: Reading
     units: Mapping[str, StoredUnit]
-    files: FileReader
-    rows: FileReader
+    files: StoreFiles
+    rows: StoreFiles
     verify: Verifier
     stages: dict[str, Stage]
 

@@ -17,8 +17,9 @@ import numpy.typing as npt
 from localrt.models.config import DecoderConfig
 from localrt.models.parts import Part, PassState
 from localrt.models.residency import Check, Residency
-from localrt.models.timing import Clock, PipelineCounts, Task
+from localrt.models.timing import PipelineCounts, Task
 from localrt.offload.account import pass_logits_nbytes
+from localrt.offload.cards.clock import WallClock
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.pipeline.balance import Balance
@@ -28,7 +29,6 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
-from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch, KVCache
 
 __all__ = ["Pipeline", "Streamed"]
@@ -50,8 +50,7 @@ class Pipeline:
     caches: Caches
     embedding: RowTable
     balance: Balance
-    clock: Clock
-    trace: Trace
+    clock: WallClock
     load_s: float
     before_pass: Callable[[], None]
     abandon: Callable[[], None]
@@ -96,7 +95,7 @@ class Streamed(Residency):
         self.memory.make_room(pipe.caches.growth(batch) + logits)
         if not len(wanted):
             self._skip_head()
-        self._cpu_before = pipe.trace.busy().get("cpu", 0.0)
+        self._cpu_before = pipe.clock.busy().get("cpu", 0.0)
         # On a virtual clock a pass begins where the one before ended.
         mark = pipe.clock.now() if pipe.clock.simulated else None
         return StreamedState(batch, wanted, pipe.cpu, mark, check)
@@ -113,7 +112,7 @@ class Streamed(Residency):
         self._passes += 1
         if len(batch.tokens) == 1 and len(state.wanted):
             self._decode_passes += 1
-            busy = self.pipeline.trace.busy().get("cpu", 0.0)
+            busy = self.pipeline.clock.busy().get("cpu", 0.0)
             self._decode_cpu_s += busy - self._cpu_before
         self.memory.settle()
 
@@ -149,15 +148,15 @@ class Streamed(Residency):
     # -- what passes report ----------------------------------------------------------------------
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> WallClock:
         """See ``Residency``."""
         return self.pipeline.clock
 
     def tasks(self, keep: int | None = None) -> list[Task]:
         """See ``Residency``."""
         if keep is not None:
-            self.pipeline.trace.keep(keep)
-        return self.pipeline.trace.tasks()
+            self.pipeline.clock.keep(keep)
+        return self.pipeline.clock.tasks()
 
     def counts(self) -> PipelineCounts:
         """See ``Residency``."""
@@ -166,7 +165,7 @@ class Streamed(Residency):
         return PipelineCounts(
             ssd_read_bytes=pipe.ssd_bytes(),
             link_bytes=0 if card is None else card.link_bytes,
-            busy_s=pipe.trace.busy(),
+            busy_s=pipe.clock.busy(),
             passes=self._passes,
             clock_s=pipe.clock.now(),
             decode_passes=self._decode_passes,

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
-from localrt.offload.experts.assignment import ExpertCosts, Ready
-from localrt.offload.experts.scheduler import schedule
-from localrt.offload.placement import PlacedUnit
+from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.planner.costs import Costs
 
 __all__ = ["expert_costs", "layer_seconds"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Seconds:
-    """See ``assignment.Seconds``."""
-
-    costs: Costs
-    unit: PlacedUnit
-    on_gpu: bool
-
-    def at(self, rows: int, /) -> float:
-        """Seconds for one expert with ``rows`` rows."""
-        return self.costs.compute(self.unit, on_gpu=self.on_gpu, rows=rows)
 
 
 def expert_costs(costs: Costs) -> ExpertCosts | None:
@@ -36,8 +21,8 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
         return None
     largest = max(experts, key=lambda unit: unit.nbytes)
     return ExpertCosts(
-        cpu=_Seconds(costs, largest, False),
-        gpu=_Seconds(costs, largest, True),
+        cpu=partial(costs.cpu, largest),
+        gpu=partial(costs.gpu, largest),
         fetch=costs.copy(largest.nbytes),
         link_load=min(0.5, machine.link_bytes_s / machine.ram_bytes_s),
     )

@@ -133,20 +133,6 @@ class MachineProfile:
         """Plain values, for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MachineProfile:
-        """The inverse of ``to_dict``, also after a way through JSON.
-
-        Raises:
-            ValueError, KeyError, TypeError: not such a dictionary.
-        """
-        fields = dict(values)
-        gpu = fields.pop("gpu", None)
-        kernels = {name: _rate(rate) for name, rate in fields.pop("kernels").items()}
-        attention = _rate(fields.pop("attention"))
-        card = None if gpu is None else GpuProfile(**gpu)
-        return cls(kernels=kernels, attention=attention, gpu=card, **fields)
-
 
 def typical_machine() -> MachineProfile:
     """A desktop with two channels of DDR4 and an NVMe disk: where nothing could be measured."""
@@ -171,7 +157,3 @@ def typical_machine() -> MachineProfile:
 def _bits(format: str) -> float:
     known = FORMATS.get(format)
     return 16.0 if known is None else known.bits_per_weight
-
-
-def _rate(values: Mapping[str, Any]) -> KernelRate:
-    return KernelRate(tuple(values["rows"]), tuple(values["seconds"]))

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from localrt.files import write_text
-from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.offload.planner.machine import KernelRate, MachineProfile
+from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
 from localrt.quant.ops.aligned import aligned_buffer
@@ -25,7 +26,13 @@ from localrt.quant.ops.native.abi import find_library, layout_of
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
 
-__all__ = ["DEFAULT_FORMATS", "WORKING_SET", "DiskRate", "measure_kernel", "measure_machine"]
+__all__ = [
+    "DEFAULT_FORMATS",
+    "WORKING_SET",
+    "known_machine",
+    "measure_kernel",
+    "measure_machine",
+]
 
 DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")
 WORKING_SET = 96 << 20
@@ -35,27 +42,36 @@ _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # of one rate
 _VERSION = 1
+_FILE = "machine.json"
 _UNKNOWN_DISK = (1e9, 0.0)
 
 
-class DiskRate(Protocol):
-    """A disk's sequential reads; ``cpu_s_per_byte`` may be there too."""
+def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | None:
+    """What ``cache`` has, with the disk that ``folder`` lies on if it is known, else any.
 
-    @property
-    def read_bytes_s(self) -> float:
-        """Bytes per second."""
+    For whoever must not load the machine: nothing is measured. A file of another processor or
+    version is taken all the same, since it is as good as any guess.
+    """
+    import psutil  # most uses measure, and need it not
+
+    try:
+        known: dict[str, Any] = json.loads((cache / _FILE).read_text(encoding="utf-8"))
+        disks = dict(known["disks"])
+        device = "" if folder is None else str(folder.stat().st_dev)
+        name = str((known.get("fingerprint") or ["", "this machine"])[1])
+        threads = psutil.cpu_count(logical=False) or 1
+        return _profile(known, name, disks.get(device) or next(iter(disks.values())), threads)
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
+        return None
 
 
 def measure_machine(
     folder: Path,
     *,
     cache: Path,
-    disk_speed: Callable[[Path], DiskRate] | None,
+    disk_speed: Callable[[Path], DiskProfile] | None,
     identity: Sequence[str],
     formats: Iterable[str] = (),
-    threads: int | None = None,
-    gpu: GpuProfile | None = None,
-    link_bytes_s: float | None = None,
     remeasure: bool = False,
     working_set: int = WORKING_SET,
 ) -> MachineProfile:
@@ -70,10 +86,10 @@ def measure_machine(
         MissingExtraError: the kernels are not compiled.
         OSError: the disk cannot be measured.
     """
-    ops = NativeOps(threads=threads)
-    count = threads or _cores()
+    ops = NativeOps()
+    count = _cores()
     fingerprint = [str(_VERSION), *identity, ops.isa, str(count), _library()]
-    path = cache / "machine.json"
+    path = cache / _FILE
     known = {} if remeasure else _load(path, fingerprint)
     if known.get("working_set", WORKING_SET) < working_set:
         known = {"disks": known["disks"]}
@@ -90,24 +106,28 @@ def measure_machine(
     device = str(folder.stat().st_dev)
     if disk_speed is not None and device not in disks:
         rate = disk_speed(folder)
-        disks[device] = [rate.read_bytes_s, float(getattr(rate, "cpu_s_per_byte", 0.0))]
+        disks[device] = [rate.read_bytes_s, rate.cpu_s_per_byte]
     if json.dumps(known) != before:
         known["working_set"] = min(known.get("working_set", working_set), working_set)
         _save(path, {**known, "fingerprint": fingerprint})
-    ssd, ssd_cpu = disks.get(device, _UNKNOWN_DISK)
-    measured = ("ssd_bytes_s", "ram_bytes_s", "kernels")
+    name = identity[0] if identity else "this machine"
+    return _profile(known, name, disks.get(device, _UNKNOWN_DISK), count)
+
+
+def _profile(
+    known: dict[str, Any], name: str, disk: Sequence[float], threads: int
+) -> MachineProfile:
+    """The machine by what was measured of it; ``disk`` is bytes per second, CPU seconds a byte."""
     return MachineProfile(
-        name=identity[0] if identity else "this machine",
-        ssd_bytes_s=ssd,
-        ssd_cpu_s=ssd_cpu,
+        name=name,
+        ssd_bytes_s=disk[0],
+        ssd_cpu_s=disk[1],
         ram_bytes_s=known["ram_bytes_s"],
-        kernels={name: KernelRate(_ROWS, tuple(seconds)) for name, seconds in kernels.items()},
+        kernels={n: KernelRate(_ROWS, tuple(seconds)) for n, seconds in known["kernels"].items()},
         attention=KernelRate((1, 64), tuple(known["attention"])),
         call_s=known["call_s"],
-        threads=count,
-        gpu=gpu,
-        link_bytes_s=link_bytes_s,
-        sources=dict.fromkeys(measured, "measured"),
+        threads=threads,
+        sources=dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels"), "measured"),
     )
 
 

@@ -158,7 +158,7 @@ class PairPlan:
         if best.guesses:
             text += f" with {best.guesses} guesses a pass"
         others = [
-            each.outcome() + ("" if each.plan is None else f" {formatformat_rate(each.tok_s)}")
+            each.outcome() + ("" if each.plan is None else f" {format_rate(each.tok_s)}")
             for each in self.candidates
             if each is not best
         ]
@@ -172,8 +172,8 @@ class PairPlan:
             return "; ".join(problems)
         best = max(fitting, key=lambda each: each.tok_s)
         return (
-            f"{format_rate(self.best.tok_s)} tok/s are forecast without it, {format_rate(best.tok_s)} with "
-            f"{best.words()}"
+            f"{format_rate(self.best.tok_s)} tok/s are forecast without it, "
+            f"{format_rate(best.tok_s)} with {best.words()}"
         )
 
     def table(self) -> list[str]:

@@ -55,7 +55,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned for. ``prefill_rows`` is the most rows of a pass, ``sequences`` the batch."""
+    """What is planned for: ``shape`` on ``machine`` within ``budgets``, for ``ctx`` tokens.
+
+    ``rows`` is those of one pass (more than one: a drafted tree); ``sequences`` a batch, each with
+    its own cache. ``prefill_rows`` is the most rows of a prompt's pass: a tight budget takes fewer.
+    ``held`` is how many tokens the prediction assumes in the cache. ``kv_on_ssd`` lets the keys and
+    values of as few layers as needed live on the SSD where they do not fit.
+
+    Raises:
+        OptionError: a number below one.
+    """
 
     shape: ModelShape
     machine: MachineProfile

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from localrt.offload.experts.assignment import Assignment, Ready, split_misses
-from localrt.offload.experts.scheduler import schedule
+from localrt.offload.experts.scheduler import Assignment, Ready, schedule, split_misses
 from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.expert_costs import expert_costs
@@ -246,11 +245,11 @@ class _Replay:
             cpu = begin + end - ready.cpu_back
             for i in absent:
                 start += nbytes / self.read_bytes_s
-                cpu = max(cpu, start) + cost.cpu.at(chosen[i][1])
+                cpu = max(cpu, start) + cost.cpu(chosen[i][1])
             self.disk_free = start
             sums.busy["ssd"] += len(absent) * nbytes / self.bytes_s
             sums.nbytes["ssd"] += len(absent) * nbytes
-            computing = sum(cost.cpu.at(chosen[i][1]) for i in absent)
+            computing = sum(cost.cpu(chosen[i][1]) for i in absent)
             sums.waits["ssd"] += max(0.0, cpu - (begin + end - ready.cpu_back) - computing)
             sums.chain += end + computing
             self.clock = max(begin + plan.gpu_end, cpu + ready.cpu_back)
@@ -258,8 +257,8 @@ class _Replay:
             sums.chain += plan.end
             self.clock = begin + plan.end
         by_cpu = [i for i in plan.cpu if i not in absent] + absent
-        cpu_s = sum(cost.cpu.at(chosen[i][1]) for i in by_cpu)
-        gpu_s = sum(cost.gpu.at(chosen[i][1]) for i in plan.gpu)
+        cpu_s = sum(cost.cpu(chosen[i][1]) for i in by_cpu)
+        gpu_s = sum(cost.gpu(chosen[i][1]) for i in plan.gpu)
         self.link_free = begin + plan.link_end if plan.fetch else self.link_free
         sums.busy["cpu"] += cpu_s
         sums.busy["gpu"] += gpu_s

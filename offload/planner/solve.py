@@ -29,6 +29,7 @@ _START = (
 )
 # Importing SciPy on a slow disk takes longer than solving.
 _GRACE_S = 20.0
+_TIME_LIMIT_S = 0.5  # of one programme
 
 
 class SolverError(Exception):
@@ -43,8 +44,8 @@ def child_command() -> list[str]:
     return [sys.executable, "-c", _START, str(Path(package).resolve().parents[1])]
 
 
-def solve_exactly(problems: Sequence[Problem], *, time_limit: float = 0.5) -> list[Counts | None]:
-    """Counts of each programme, None where it has no solution; at most ``time_limit`` s each.
+def solve_exactly(problems: Sequence[Problem]) -> list[Counts | None]:
+    """Counts of each programme, None where it has no solution; at most half a second each.
 
     Raises:
         SolverError: the child could not run, or gave something else.
@@ -60,7 +61,7 @@ def solve_exactly(problems: Sequence[Problem], *, time_limit: float = 0.5) -> li
         for problem in problems
     ]
     request = {
-        "time_limit": time_limit,
+        "time_limit": _TIME_LIMIT_S,
         "problems": [
             _encode(problem, pairs) for problem, pairs in zip(problems, variables, strict=True)
         ],
@@ -72,7 +73,7 @@ def solve_exactly(problems: Sequence[Problem], *, time_limit: float = 0.5) -> li
             capture_output=True,
             text=True,
             encoding="utf-8",
-            timeout=_GRACE_S + time_limit * len(problems),
+            timeout=_GRACE_S + _TIME_LIMIT_S * len(problems),
             check=True,
         )
         answers = json.loads(done.stdout)

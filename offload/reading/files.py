@@ -12,14 +12,13 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 
-__all__ = ["FileReader", "ReadMode", "StoreFiles"]
+__all__ = ["ReadMode", "StoreFiles"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,25 +32,12 @@ class ReadMode:
     block: int = 2 << 20
 
 
-class FileReader(Protocol):
-    """What the pipeline needs of files; used by several threads at once."""
-
-    def read_into(self, name: str, offset: int, out: Bytes) -> None:
-        """Fill ``out`` from byte ``offset`` of file ``name``.
-
-        Raises:
-            CheckpointError: the file is shorter, or cannot be read.
-        """
-
-    def check_unchanged(self) -> None:
-        """Raises CheckpointError when a file is no longer what it was when it was opened."""
-
-    def close(self) -> None:
-        """Close all files."""
-
-
 class StoreFiles:
-    """The named files of a folder. See ``FileReader``."""
+    """The named files of a folder. Used by several threads at once.
+
+    Raises:
+        CheckpointError: a file cannot be opened.
+    """
 
     def __init__(self, folder: Path, names: Iterable[str], *, direct: bool = False) -> None:
         self._folder = folder
@@ -69,7 +55,11 @@ class StoreFiles:
             ) from error
 
     def read_into(self, name: str, offset: int, out: Bytes) -> None:
-        """See ``FileReader``."""
+        """Fill ``out`` from byte ``offset`` of file ``name``.
+
+        Raises:
+            CheckpointError: the file is shorter, or cannot be read.
+        """
         view = out.data
         done = 0
         while done < len(view):
@@ -96,7 +86,7 @@ class StoreFiles:
             _drop(self._descriptors[name][0], offset, len(view))
 
     def check_unchanged(self) -> None:
-        """See ``FileReader``: size and time of change are compared."""
+        """Raises CheckpointError when a file's size or time of change is not what it was."""
         for name, stamp in self._stamps.items():
             if self._stamp(name) != stamp:
                 raise CheckpointError(

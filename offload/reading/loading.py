@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.offload.reading.files import FileReader, ReadMode
+from localrt.offload.reading.files import ReadMode, StoreFiles
 
 __all__ = ["Reading", "read_units"]
 
@@ -27,14 +27,14 @@ class Reading:
     """
 
     mode: ReadMode
-    files: FileReader | None = None
+    files: StoreFiles | None = None
     verify: bool = True
     discard: Callable[[], None] | None = None
     stall_s: float = 60.0
 
 
 def read_units(
-    files: FileReader,
+    files: StoreFiles,
     units: Sequence[StoredUnit],
     alloc: Callable[[int], Bytes],
     done: Callable[[StoredUnit, Bytes], None],

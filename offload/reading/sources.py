@@ -15,7 +15,7 @@ from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import later
-from localrt.offload.reading.files import FileReader
+from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.unit_reader import UnitReader
 
 __all__ = ["DiskSource", "LinkSource"]
@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 class DiskSource:
     """Units in ``files``. See ``Source``."""
 
-    def __init__(self, files: FileReader, clock: Clock) -> None:
+    def __init__(self, files: StoreFiles, clock: Clock) -> None:
         self._files = files
         self._clock = clock
 

@@ -33,16 +33,13 @@ def pack_store(
     out: Path,
     *,
     tiler: Tiler | None = None,
-    name: str | None = None,
-    revision: str | None = None,
     progress: ProgressFunction | None = None,
     cancel: threading.Event | None = None,
 ) -> Path:
     """Write ``source`` to the folder ``out`` in the formats that it has; returns ``out``.
 
-    A call that was interrupted is gone on with by the next one. ``name`` and ``revision`` say in
-    the manifest what was packed, ``tiler`` defaults to the fastest here, and ``progress`` gets
-    bytes done, all bytes, and the file at hand.
+    A call that was interrupted is gone on with by the next one. ``tiler`` defaults to the fastest
+    here, and ``progress`` gets bytes done, all bytes, and the file at hand.
 
     Raises:
         OptionError: ``out`` exists already.
@@ -57,7 +54,7 @@ def pack_store(
     infos = stored_infos(source.tensors)
     units = list_units(infos, config)
     manifest = describe_source(
-        source, name=name, revision=revision, format=main_format(units, infos), exactness="exact"
+        source, name=None, revision=None, format=main_format(units, infos), exactness="exact"
     )
     files = plan_files(units, infos)
     with StoreWriter(out, manifest, files, progress=progress, cancel=cancel) as writer:

@@ -23,7 +23,6 @@ from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.loading import Reading
 from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
-from localrt.offload.trace import Trace
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.kv import KVFormat
@@ -97,16 +96,13 @@ def open_decoder(
     *,
     card: Any = None,
     clock: Any = None,
-    trace: Trace | None = None,
     expert_costs: Any = None,
     **options: Any,
 ) -> Decoder:
     """A decoder that follows a placement; ``options`` of ``Reading`` and of ``open_pipeline``."""
-    trace = trace or Trace()
     devices = Devices(
         ops=ops,
-        trace=trace,
-        clock=clock or WallClock(trace),
+        clock=clock or WallClock(),
         card=card,
         expert_costs=expert_costs,
     )

@@ -40,7 +40,7 @@ CHILD = """
         known = DiskProfile(ReadMode(direct=True, threads=2, block=1 << 20), 1e9, 0.0)
         localrt.machine.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
         make_plan = planner.make_plan
-        planner.make_plan = lambda *a, **k: make_plan(*a, **{**k, "solver": "greedy"})
+        planner.make_plan = lambda *a, **k: make_plan(*a, **{**k, "exact": False})
 
     def threads(here):  # one that was joined is counted until the system has let go of it
         counts = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.offload.placement import PlacedUnit
+from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.shapes import Experts, KvShape, ModelShape
 
@@ -273,3 +274,17 @@ def shape(
         parameters=sum(unit.macs for unit in units),
         experts=Experts(count=experts, used=used) if experts else None,
     )
+
+
+def planned(
+    shape: ModelShape,
+    machine: MachineProfile,
+    budgets: Budgets,
+    *,
+    exact: bool = True,
+    advise: bool = False,
+    **options: Any,
+) -> Plan:
+    """``make_plan``, with a request of these parts."""
+    request = PlanRequest(shape=shape, machine=machine, budgets=budgets, **options)
+    return make_plan(request, exact=exact, advise=advise)

