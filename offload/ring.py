@@ -67,11 +67,6 @@ class Ring:
         self._live: deque[Lease] = deque()  # oldest first
         self._marks: deque[tuple[int, int, Mark]] = deque(maxlen=64)  # of bytes given back
 
-    @property
-    def used(self) -> int:
-        """Bytes that leases cover; overlapping ones count once for each."""
-        return sum(lease.nbytes for lease in self._live)
-
     def lease(self, nbytes: int) -> Lease | None:
         """A place for a unit behind those that are there; None while nothing of it could be read.
 

@@ -18,8 +18,13 @@ from localrt.drafts.acceptance import known_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.files import write_text
 from localrt.offload.planner import Plan
-from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
-from localrt.offload.planner.pair import AcceptanceSource, PairPlan, PairRequest, plan_pair
+from localrt.offload.planner.pair import (
+    PRIOR_ACCEPTANCE,
+    AcceptanceSource,
+    PairPlan,
+    PairRequest,
+    plan_pair,
+)
 from localrt.offload.planner.picture import to_html, to_svg
 from localrt.planning.inputs import find_model, shape_of
 from localrt.planning.plan import plan

@@ -123,8 +123,12 @@ def _place(
     from localrt.machine.measuring import machine_profile
     from localrt.offload.memory.process import current_rss, ram_budget
     from localrt.offload.planner import Budgets, shape_from_checkpoint
-    from localrt.offload.planner.guessing import PRIOR_ACCEPTANCE
-    from localrt.offload.planner.pair import AcceptanceSource, PairRequest, plan_pair
+    from localrt.offload.planner.pair import (
+        PRIOR_ACCEPTANCE,
+        AcceptanceSource,
+        PairRequest,
+        plan_pair,
+    )
     from localrt.offload.planner.plan import PlanRequest
 
     ours, theirs = shape_from_checkpoint(target), shape_from_checkpoint(draft)

@@ -37,7 +37,7 @@ from localrt.offload.pipeline.setup import Devices
 from localrt.offload.pipeline.streamed import Streamed
 from localrt.offload.placement import Where
 from localrt.offload.planner import Budgets, Plan, shape_from_checkpoint
-from localrt.offload.planner.expert_costs import expert_costs
+from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.reading.loading import Reading

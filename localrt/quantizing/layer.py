@@ -26,7 +26,7 @@ from localrt.models.config import (
     DecoderConfig,
 )
 from localrt.models.latent import latent_groups
-from localrt.offload.store.tiling import Tiler, stored_pieces, tiled_pieces
+from localrt.offload.store.pack import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.formats.pack import require_finite

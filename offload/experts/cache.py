@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.timing import Mark
-from localrt.offload.experts.policy import Learned, Policy
+from localrt.offload.experts.policy import Learned
 from localrt.offload.reading.demand_reader import Load
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 
@@ -86,7 +86,7 @@ class ExpertCache:
         used: int,
         capacity: int,
         *,
-        policy: Policy | None = None,
+        policy: Learned | None = None,
         tables: Sequence[ExpertTable] = (),
         alloc: Callable[[], Any] = lambda: None,
     ) -> None:

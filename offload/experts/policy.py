@@ -9,31 +9,14 @@ docs/mixtures.md compares the one below with LRU and the optimum.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Learned", "Policy", "Values"]
+__all__ = ["Learned", "Values"]
 
 Values = NDArray[np.float64]
-
-
-class Policy(Protocol):
-    """Keeps ``value`` (layers, count) up to date; the expert of the smallest is evicted."""
-
-    value: Values
-
-    def touch(
-        self, layer: int, chosen: NDArray[Any], rows: NDArray[Any], experts: NDArray[Any],
-        scores: NDArray[Any],
-    ) -> None:  # fmt: skip
-        """One layer has routed one pass.
-
-        ``chosen`` are the experts that the pass uses, each once, with the ``rows`` that each sees;
-        ``experts`` and ``scores`` are (rows of the pass, ranks), best first, ranks going beyond the
-        chosen ones where the caller has more. Only this layer's values may change.
-        """
 
 
 class Learned:
@@ -43,6 +26,8 @@ class Learned:
     3 and about 30 rows, and a constant: least squares over all layers' routing so far, forgetting
     slowly, says how much each tells of the next use. So a workload with long phases leans on the
     slow averages and one that flickers on the fast ones, without anything to set.
+
+    The chances are ``value`` (layers, count).
     """
 
     RATES = (0.3, 0.03)
@@ -68,7 +53,12 @@ class Learned:
         self, layer: int, chosen: NDArray[Any], rows: NDArray[Any], experts: NDArray[Any],
         scores: NDArray[Any],
     ) -> None:  # fmt: skip
-        """See ``Policy``."""
+        """One layer has routed one pass.
+
+        ``chosen`` are the experts that the pass uses, each once, with the ``rows`` that each sees;
+        ``experts`` and ``scores`` are (rows of the pass, ranks), best first, ranks going beyond the
+        chosen ones where the caller has more. Only this layer's values change.
+        """
         features, steps = self._features[layer], len(experts)
         if layer <= self._last:  # a new pass
             self._weights = np.linalg.solve(self._moments, self._target)

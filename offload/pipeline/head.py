@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.config import DecoderConfig
@@ -17,7 +16,7 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 
-__all__ = ["HeadStage", "JoinedHead"]
+__all__ = ["JoinedHead"]
 
 
 class JoinedHead:
@@ -27,19 +26,21 @@ class JoinedHead:
         self._config = config
         self._parts: list[Part] | None = None
 
-    def part(self, lane: Lane, weight: Any, first_row: int) -> Head:
-        """The part for the rows of ``weight``."""
-        return Head(self._config, lane.norm, weight, first_row)
+    def stage(self, unit: StoredUnit, where: Where, lane: Lane) -> Stage:
+        """One slice: rows of the vocabulary."""
+        (tensor,) = unit.tensors
 
-    def changed(self) -> None:
-        """A slice is somewhere else: what was joined would keep its memory."""
-        self._parts = None
+        def load(weights: WeightLoader) -> Part:
+            matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
+            return Head(self._config, lane.norm, matrix, tensor.row)
 
-    def parts(self, stages: Sequence[HeadStage]) -> Sequence[Part]:
+        return Stage(unit, where, lane, load, moved=self._forget)
+
+    def parts(self, stages: Sequence[Stage]) -> Sequence[Part]:
         """What a pass computes of all slices, in order."""
         if self._parts is None:
             parts: list[Part] = []
-            run: list[HeadStage] = []
+            run: list[Stage] = []
             for stage in stages:
                 if run and (stage.part is None or stage.lane is not run[0].lane):
                     parts.append(self._joined(run))
@@ -51,10 +52,14 @@ class JoinedHead:
             self._parts = [*parts, self._joined(run)] if run else parts
         return self._parts
 
-    def _joined(self, run: Sequence[HeadStage]) -> Part:
+    def _forget(self) -> None:
+        """A slice is somewhere else: what was joined would keep its memory."""
+        self._parts = None
+
+    def _joined(self, run: Sequence[Stage]) -> Part:
         lane = run[0].lane
         weight = lane.joined([(stage.unit, stage.memory) for stage in run])
-        part = self.part(lane, weight, run[0].first_row)
+        part = Head(self._config, lane.norm, weight, run[0].unit.tensors[0].row)
         nbytes, macs = sum(s.unit.nbytes for s in run), sum(s.macs for s in run)
         return partial(_compute, lane, part, nbytes, macs)
 
@@ -62,33 +67,3 @@ class JoinedHead:
 def _compute(lane: Lane, part: Part, nbytes: int, macs: int, state: StreamedState) -> None:
     state.enter(lane)
     lane.compute(part, state, "head", nbytes, macs)
-
-
-class HeadStage(Stage):
-    """One slice: the rows of the vocabulary from ``first_row`` on."""
-
-    def __init__(self, joined: JoinedHead, unit: StoredUnit, where: Where, lane: Lane) -> None:
-        (tensor,) = unit.tensors
-        self.first_row = tensor.row
-        self._joined = joined
-
-        def load(weights: WeightLoader) -> Part:
-            matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
-            return joined.part(lane, matrix, tensor.row)
-
-        super().__init__(unit, where, lane, load)
-
-    def put(self, memory: Any) -> None:
-        """See ``Stage``."""
-        super().put(memory)
-        self._joined.changed()
-
-    def move(self, where: Where) -> int:
-        """See ``Stage``."""
-        self._joined.changed()
-        return super().move(where)
-
-    def free(self) -> None:
-        """See ``Stage``."""
-        self._joined.changed()
-        super().free()

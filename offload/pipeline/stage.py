@@ -26,7 +26,7 @@ _KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept
 
 
 class Stage:
-    """``load`` makes the part of ``lane``'s weights.
+    """``load`` makes the part of ``lane``'s weights; ``moved`` is told when they are elsewhere.
 
     ``memory`` are the unit's bytes where it is resident, in RAM or on the card; ``part`` is what
     was made of them where they are computed with in place. With ``keep`` the unit is copied as it
@@ -34,7 +34,12 @@ class Stage:
     """
 
     def __init__(
-        self, unit: StoredUnit, where: Where, lane: Lane, load: Callable[[WeightLoader], Part]
+        self,
+        unit: StoredUnit,
+        where: Where,
+        lane: Lane,
+        load: Callable[[WeightLoader], Part],
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.unit, self.name = unit, unit.name
         self.where = where
@@ -45,7 +50,7 @@ class Stage:
         self.copy: Any | None = None
         # Multiply-accumulates of its matrices with one row.
         self.macs = sum(t.shape[0] * t.shape[1] for t in unit.tensors if len(t.shape) == 2)
-        self._load = load
+        self._load, self._moved = load, moved
         self._passing: dict[int, Part] = {}  # by where in the ring the unit lies
 
     @property
@@ -58,11 +63,13 @@ class Stage:
         self.memory = memory
         if not self.where.copied:
             self.part = self._load(self.lane.weights(self.unit, memory))
+        self._moved()
 
     def move(self, where: Where) -> int:
         """Stream what was resident from now on; returns the bytes that are free."""
         before, memory = self.where, self.memory
         self.where, self.memory, self.part = where, None, None
+        self._moved()
         if memory is None:
             return 0
         nbytes, card = int(memory.nbytes), self.lane.card

@@ -9,7 +9,7 @@ from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import Experts
 from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.pipeline.head import HeadStage, JoinedHead
+from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.stage import MixtureStage, Stage
@@ -25,7 +25,7 @@ def make_stages(
     lanes: Mapping[bool, Lane | None],
     on_card: frozenset[int],
     runners: Mapping[str, Experts],
-) -> tuple[list[HeadStage], JoinedHead]:
+) -> tuple[list[Stage], JoinedHead]:
     """A stage for every unit of a pass, in order; returns the head's, and what joins them."""
     config = setup.config
 
@@ -52,7 +52,7 @@ def make_stages(
         kind = MixtureStage if sparse else Stage
         add(kind(mlp, setup.where(mlp), lane, load))
     joined = JoinedHead(config)
-    head = [HeadStage(joined, unit, setup.where(unit), lane_of(unit)) for unit in setup.head()]
+    head = [joined.stage(unit, setup.where(unit), lane_of(unit)) for unit in setup.head()]
     for stage in head:
         add(stage)
     return head, joined

@@ -24,7 +24,7 @@ from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.pipeline.balance import Balance
 from localrt.offload.pipeline.caches import Caches
-from localrt.offload.pipeline.head import HeadStage, JoinedHead
+from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.stage import Stage
@@ -45,7 +45,7 @@ class Pipeline:
     cpu: Lane
     card: Lane | None
     layers: Sequence[Stage]
-    head: Sequence[HeadStage]
+    head: Sequence[Stage]
     joined_head: JoinedHead
     caches: Caches
     embedding: RowTable

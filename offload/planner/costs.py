@@ -7,12 +7,14 @@ as the virtual accelerator charges it. It knows units and rates, not how tasks o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
+from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.shapes import KvFormat, ModelShape
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "expert_costs", "layer_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,6 @@ class Costs:
     _cached: dict[tuple[str, int, str, int | None, bool], float] = field(
         default_factory=dict, repr=False
     )
-
-    def read(self, nbytes: float) -> float:
-        """From the SSD."""
-        return nbytes / self.machine.ssd_bytes_s
 
     def copy(self, nbytes: float) -> float:
         """Over the link."""
@@ -119,3 +117,37 @@ class Costs:
         """Each row sees what its sequence holds, and the rows before it."""
         new = max(1, rows // self.sequences)
         return rows * (self.held + (new + 1) / 2) * self.shape.kv[layer].macs
+
+
+def expert_costs(costs: Costs) -> ExpertCosts | None:
+    """Of the largest expert on ``costs``' machine; None without experts, or without a GPU.
+
+    What copying takes from the CPU's kernels is what both read of the same memory.
+    """
+    experts = [unit for unit in costs.shape.units if unit.kind == "expert"]
+    machine = costs.machine
+    if not experts or machine.gpu is None or machine.link_bytes_s is None:
+        return None
+    largest = max(experts, key=lambda unit: unit.nbytes)
+    return ExpertCosts(
+        cpu=partial(costs.cpu, largest),
+        gpu=partial(costs.gpu, largest),
+        fetch=costs.copy(largest.nbytes),
+        link_load=min(0.5, machine.link_bytes_s / machine.ram_bytes_s),
+    )
+
+
+def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float, float]:
+    """Seconds of an equal part of a layer's experts: with none of them on the card, and with all.
+
+    The activations' ways to the CPU and back are in the former.
+    """
+    assert costs.shape.experts is not None, "they are of a mixture"
+    share, rows = costs.touched(use)
+    count = max(1, round(costs.shape.experts.count * share))
+    way = costs.crossing()
+    ready = Ready(cpu=way, cpu_back=way)
+    none, all_of_them = (
+        schedule([rows] * count, [there] * count, hybrid, ready).end for there in (False, True)
+    )
+    return none / count, all_of_them / count

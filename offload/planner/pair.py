@@ -11,32 +11,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
+from math import comb
 from typing import Any, Literal
 
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes, format_rate, table
 from localrt.offload.account import draft_nbytes
 from localrt.offload.planner.draft_costs import DraftCosts
-from localrt.offload.planner.guessing import (
-    PRIOR_ACCEPTANCE,
-    GuessedTree,
-    check_acceptance,
-    guessed_tree,
-)
 from localrt.offload.planner.plan import Plan, PlanRequest
 from localrt.offload.planner.search import find_plan
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.shapes import ModelShape
 
 __all__ = [
+    "PRIOR_ACCEPTANCE",
     "AcceptanceSource",
     "PairCandidate",
     "PairPlan",
     "PairRequest",
     "Way",
+    "guessed_tree",
     "plan_pair",
 ]
+
+
+PRIOR_ACCEPTANCE = 0.7
+"""Of a draft that nothing was measured of: what the tuner assumes as well."""
+
+_MOST_DETOURS = 12
 
 
 class AcceptanceSource(StrEnum):
@@ -67,6 +70,15 @@ _AS_GOOD = 0.98
 _HOPED = 0.95
 
 
+@dataclass(frozen=True, slots=True)
+class GuessedTree:
+    """``tokens`` that a pass brings, its own included, and the ``levels`` of the drafted tree."""
+
+    guesses: int
+    levels: int
+    tokens: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRequest:
     """``target`` is planned for with the budgets of both.
@@ -84,7 +96,8 @@ class PairRequest:
     source: AcceptanceSource = AcceptanceSource.ASSUMED
 
     def __post_init__(self) -> None:
-        check_acceptance(self.acceptance)
+        if not 0.0 <= self.acceptance <= 1.0:
+            raise OptionError(f"acceptance must be from 0 to 1, is {self.acceptance}")
         if self.draft_ctx < 1:
             raise OptionError(f"draft_ctx must be at least 1, is {self.draft_ctx}")
 
@@ -315,6 +328,34 @@ def _trees(acceptance: float) -> Iterator[GuessedTree]:
             if tree.levels < depth:
                 break  # no deeper than the last
             yield tree
+
+
+@lru_cache(maxsize=4096)
+def guessed_tree(acceptance: float, guesses: int, depth: int) -> GuessedTree:
+    """The best tree of ``guesses`` nodes, at most ``depth`` deep: a forecast, the tuner measures.
+
+    A draft's first choice is taken to come true with one probability ``p`` at every position, its
+    second choice with that share of the rest, and so on. A node whose path takes ``n`` detours
+    (choices after the first) on ``d`` levels comes true with probability ``p**d * (1 - p)**n``, and
+    there are ``C(d - 1 + n, n)`` such nodes.
+    """
+    p = acceptance
+    kinds = [
+        (p**level * (1 - p) ** detours, level, comb(level - 1 + detours, detours))
+        for level in range(1, depth + 1)
+        for detours in range(_MOST_DETOURS)
+    ]
+    # Of equally likely nodes the higher ones: a parent comes before its children.
+    kinds.sort(key=lambda kind: (-kind[0], kind[1]))
+    left, levels, tokens = guesses, 0, 1.0
+    for chance, level, count in kinds:
+        taken = min(count, left)
+        if not taken:
+            break
+        left -= taken
+        levels = max(levels, level)
+        tokens += taken * chance
+    return GuessedTree(guesses, levels, tokens)
 
 
 def _cells(each: PairCandidate) -> tuple[str, ...]:

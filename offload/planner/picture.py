@@ -21,25 +21,16 @@ _WIDTH, _LEFT, _RIGHT = 1200, 96, 24
 _TOP, _ROW, _GAP = 92, 44, 14
 _SHORTEST = 0.6  # pixels
 _LABELS: dict[Resource, str] = {"ssd": "SSD reads", "link": "Link", "cpu": "CPU", "gpu": "GPU"}
-_LEGEND = (
-    ("attention", "attention"),
-    ("mlp", "MLP"),
-    ("expert", "experts"),
-    ("head", "head"),
-    ("kv", "keys and values"),
-    ("pass", "sampling"),
-    ("crossing", "crossing"),
+# (kind, label, light, dark): told apart by lightness too, for those who do not see all colours.
+_KINDS = (
+    ("attention", "attention", "#2f6fb5", "#6ba7e8"),
+    ("mlp", "MLP", "#e0912f", "#e8a64e"),
+    ("expert", "experts", "#8a55b0", "#b98adf"),
+    ("head", "head", "#3d9367", "#6cc596"),
+    ("kv", "keys and values", "#15858c", "#58c3ca"),
+    ("pass", "sampling", "#7b7f86", "#a2a7af"),
+    ("crossing", "crossing", "#c0405a", "#ea7b90"),
 )
-# (light, dark): told apart by lightness too, for those who do not see all colours.
-_COLOURS = {
-    "attention": ("#2f6fb5", "#6ba7e8"),
-    "mlp": ("#e0912f", "#e8a64e"),
-    "expert": ("#8a55b0", "#b98adf"),
-    "head": ("#3d9367", "#6cc596"),
-    "kv": ("#15858c", "#58c3ca"),
-    "pass": ("#7b7f86", "#a2a7af"),
-    "crossing": ("#c0405a", "#ea7b90"),
-}
 
 
 @dataclass(slots=True)
@@ -77,7 +68,8 @@ def to_svg(plan: Plan) -> str:
     for number, name in enumerate(rows):
         y = _TOP + number * (_ROW + _GAP)
         share = _share(tasks, name, begin, end)
-        parts.append(_box("lane", _LEFT, y, _WIDTH - _LEFT - _RIGHT, _ROW))
+        width = _WIDTH - _LEFT - _RIGHT
+        parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{width}" height="{_ROW}"/>')
         parts.append(f'<text class="label" x="{_LEFT - 10}" y="{y + 20}">{_LABELS[name]}</text>')
         parts.append(f'<text class="small" x="{_LEFT - 10}" y="{y + 36}">{share:.0%} busy</text>')
         bars = _bars([task for task in tasks if task.resource == name], scale)
@@ -103,8 +95,8 @@ def to_html(plan: Plan) -> str:
 
 
 def _style() -> str:
-    light = "".join(f".{kind}{{fill:{pair[0]}}}" for kind, pair in _COLOURS.items())
-    dark = "".join(f".{kind}{{fill:{pair[1]}}}" for kind, pair in _COLOURS.items())
+    light = "".join(f".{kind}{{fill:{colour}}}" for kind, _, colour, _ in _KINDS)
+    dark = "".join(f".{kind}{{fill:{colour}}}" for kind, _, _, colour in _KINDS)
     return (
         "<style>"
         "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
@@ -187,10 +179,6 @@ def _rect(bar: _Bar, begin: float, scale: float, y: int) -> str:
     )
 
 
-def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
-    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}"/>'
-
-
 def _line(kind: str, x: float, top: float, bottom: float) -> str:
     return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
 
@@ -204,7 +192,7 @@ def _share(tasks: Sequence[SimulatedTask], name: Resource, begin: float, end: fl
 
 def _legend(kinds: set[str], y: int) -> Iterator[str]:
     x = _LEFT
-    for kind, label in _LEGEND:
+    for kind, label, _, _ in _KINDS:
         if kind in kinds:
             yield f'<rect class="{kind}" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>'
             yield f'<text class="key" x="{x + 18}" y="{y}">{label}</text>'

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.expert_costs import expert_costs, layer_seconds
+from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
 
 __all__ = ["Counts", "Problem", "UnitClass", "bound", "classes_of", "is_feasible"]
 
@@ -100,31 +99,26 @@ def classes_of(costs: Costs, kv: Sequence[int]) -> tuple[UnitClass, ...]:
 
 def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> UnitClass:
     first = units[0]
-    use, rows = first.use, costs.rows
+    use, rows, hybrid = first.use, costs.rows, None
     if first.kind == "expert":
         use, rows = costs.touched(use)
+        hybrid = expert_costs(costs)
+    if hybrid is not None:
+        cpu_s, gpu_s = layer_seconds(costs, hybrid, first.use)
+    else:
+        cpu_s = costs.cpu(first, rows)
+        gpu_s = costs.gpu(first, rows) if costs.machine.gpu else 0.0
     attends = first.kind == "attention" and first.layer is not None
-    if first.kind == "expert" and (hybrid := expert_costs(costs)) is not None:
-        none, all_of_them = layer_seconds(costs, hybrid, first.use)
-        return UnitClass(
-            names=tuple(unit.name for unit in units),
-            kind="expert",
-            nbytes=first.nbytes,
-            use=use,
-            cpu_s=none,
-            gpu_s=all_of_them,
-            reading_s=costs.reading_load(first.nbytes),
-            shared=True,
-        )
     return UnitClass(
         names=tuple(unit.name for unit in units),
         kind=first.kind,
         nbytes=first.nbytes,
         use=use,
-        cpu_s=costs.cpu(first, rows),
-        gpu_s=costs.gpu(first, rows) if costs.machine.gpu else 0.0,
+        cpu_s=cpu_s,
+        gpu_s=gpu_s,
         reading_s=costs.reading_load(first.nbytes),
         kv=kv[first.layer or 0] if attends else 0,
+        shared=hybrid is not None,
     )
 
 

@@ -99,17 +99,14 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
 
 
 def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
-    """The request without a card that it may not use, the rooms, and the rows of a pass."""
+    """The request without a card that it may not use, what the fixed parts leave, and the rows of a
+    pass.
+    """
     if not request.uses_gpu:
         request = replace(request, machine=request.machine.without_gpu())
-    most = max(request.prefill_rows, request.rows)
-    prefill_rows = fitting_rows(request.shape.pass_sizes, request.budgets.ram, most)
-    return request, _rooms(request, prefill_rows), prefill_rows
-
-
-def _rooms(request: PlanRequest, prefill_rows: int) -> Rooms:
-    """What the fixed parts leave."""
     shape, budgets = request.shape, request.budgets
+    most = max(request.prefill_rows, request.rows)
+    prefill_rows = fitting_rows(shape.pass_sizes, budgets.ram, most)
     rows = max(prefill_rows, request.rows, request.sequences)
     activations = activation_nbytes(shape.pass_sizes, rows)
     small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
@@ -117,13 +114,10 @@ def _rooms(request: PlanRequest, prefill_rows: int) -> Rooms:
     vram = 0
     if request.uses_gpu:
         vram = budgets.vram - budgets.context_bytes() - activations - small
-    return Rooms(ram=ram, vram=vram, kv=_kv_nbytes(request))
-
-
-def _kv_nbytes(request: PlanRequest) -> tuple[int, ...]:
-    """Of each layer, for all sequences at the full context."""
-    sizes = request.shape.kv_nbytes(request.kv_format, request.ctx)
-    return tuple(request.sequences * size for size in sizes)
+    # Keys and values of all sequences at the full context.
+    sizes = shape.kv_nbytes(request.kv_format, request.ctx)
+    kv = tuple(request.sequences * size for size in sizes)
+    return request, Rooms(ram=ram, vram=vram, kv=kv), prefill_rows
 
 
 def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:

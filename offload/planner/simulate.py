@@ -17,8 +17,7 @@ from typing import Literal
 
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule, split_misses
 from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.expert_costs import expert_costs
+from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.planner.ring_model import RingModel, Slot
 
 __all__ = ["RESOURCES", "Resource", "SimulatedTask", "Simulation", "simulate"]

@@ -3,8 +3,7 @@
 Its manifest and reading are ``models/checkpoints/store_*.py``: a store opens as a checkpoint.
 """
 
-from localrt.offload.store.pack import pack_store
-from localrt.offload.store.tiling import Tiler, fast_tiler
+from localrt.offload.store.pack import Tiler, fast_tiler, pack_store
 from localrt.offload.store.writer import StoreWriter, partial_folder
 
 __all__ = ["StoreWriter", "Tiler", "fast_tiler", "pack_store", "partial_folder"]

@@ -20,8 +20,7 @@ from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import MANIFEST_NAME
 from localrt.models.tokenizers.free_memory import return_free_memory
-from localrt.offload.store.pack import fingerprint, pack_store
-from localrt.offload.store.tiling import Tiler
+from localrt.offload.store.pack import Tiler, fingerprint, pack_store
 from localrt.offload.store.writer import ProgressFunction
 
 __all__ = ["cached_store", "discard_store", "store_folder"]

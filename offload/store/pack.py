@@ -10,22 +10,40 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
-from localrt.models.checkpoints.base import Checkpoint, TensorInfo
+import numpy as np
+
+from localrt.models.checkpoints.base import Checkpoint, TensorInfo, WeightBlock
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import Manifest, Quantization, Source
 from localrt.models.registry import read_config, require_readable
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.store.layout import plan_files
 from localrt.offload.store.text import text_files
-from localrt.offload.store.tiling import Tiler, fast_tiler, stored_pieces
 from localrt.offload.store.writer import ProgressFunction, StoreWriter
-from localrt.quant.formats import F32, Exactness, Format
+from localrt.quant.formats import F32, Exactness, Format, PackedTensor, unpack
+from localrt.quant.formats.tiled import TiledTensor, whole_tiles
+from localrt.quant.ops.native.ops import fast_tiler
 
-__all__ = ["describe_source", "fingerprint", "main_format", "pack_store", "stored_infos"]
+__all__ = [
+    "Tiler",
+    "describe_source",
+    "fast_tiler",
+    "fingerprint",
+    "main_format",
+    "pack_store",
+    "stored_infos",
+    "stored_pieces",
+    "tiled_pieces",
+]
+
+
+Tiler: TypeAlias = Callable[[PackedTensor], TiledTensor]
+"""Rows of a matrix to tiles. Only the last rows of a matrix may be no whole tile."""
 
 
 def pack_store(
@@ -121,3 +139,18 @@ def fingerprint(source: Checkpoint) -> str:
         if ".experts." not in name or ".experts.0." in name:
             digest.update(source.read(name, 0, 1).data.tobytes())
     return digest.hexdigest()
+
+
+def stored_pieces(checkpoint: Checkpoint, name: str, tiler: Tiler) -> Iterator[WeightBlock]:
+    """A tensor in its own format: a vector as float32 values, a matrix as tiles."""
+    if len(checkpoint.tensors[name].shape) == 1:
+        values = unpack(checkpoint.read(name)).reshape(-1)
+        yield PackedTensor(name, F32, values.shape, values.view(np.uint8).reshape(1, -1))
+    else:
+        yield from tiled_pieces(checkpoint.blocks(name), tiler)
+
+
+def tiled_pieces(blocks: Iterable[WeightBlock], tiler: Tiler) -> Iterator[TiledTensor]:
+    """The blocks of one matrix in order, as tiles."""
+    for piece in whole_tiles(blocks):
+        yield piece if isinstance(piece, TiledTensor) else tiler(piece)

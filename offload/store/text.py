@@ -7,6 +7,7 @@ tensors, byte for byte, so that the readers of tokenizer and template need not k
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from localrt.models.checkpoints.base import Checkpoint
@@ -43,8 +44,5 @@ def text_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
 
 
 def _contents(path: Path) -> bytes:
-    file = RangedFile(path)
-    try:
+    with closing(RangedFile(path)) as file:
         return file.read(0, file.size).tobytes()
-    finally:
-        file.close()

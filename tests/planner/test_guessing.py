@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.errors import OptionError
-from localrt.offload.planner.guessing import guessed_tree
+from localrt.offload.planner.pair import guessed_tree
 
 SHARES = st.floats(0.05, 0.95)
 
@@ -47,9 +46,3 @@ def test_more_guesses_levels_and_acceptance_never_bring_less(
 def test_certain_and_hopeless_drafts() -> None:
     assert guessed_tree(1.0, 8, 8).tokens == 9
     assert guessed_tree(0.0, 8, 8).tokens == 1
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_a_share_is_a_share(share: float) -> None:
-    with pytest.raises(OptionError, match="acceptance must be from 0 to 1"):
-        guessed_tree(share, 4, 4)

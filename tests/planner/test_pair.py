@@ -184,7 +184,7 @@ def test_as_a_table_and_as_json() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"acceptance": 1.5}, "acceptance"), ({"acceptance": -1.0}, "acceptance")],
+    [({"acceptance": share}, "acceptance") for share in (1.5, -1.0, float("nan"))],
 )
 def test_bad_input(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):

@@ -20,7 +20,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.models.templates.chat_template import load_template
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.store import pack_store
-from localrt.offload.store.tiling import tiled_pieces
+from localrt.offload.store.pack import tiled_pieces
 from localrt.quant.formats import FORMATS, PackedTensor, unpack
 from localrt.quant.formats.tiled import TiledTensor, tile, tile_tensor, untile
 from localrt.quant.methods import restore

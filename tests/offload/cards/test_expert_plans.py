@@ -10,8 +10,7 @@ import pytest
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.planner import shape_from_checkpoint
-from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.expert_costs import expert_costs
+from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.planner.simulate import simulate
 from tests.models.tiny import tokens
