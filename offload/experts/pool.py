@@ -151,7 +151,6 @@ class ExpertPool:
         Called between passes; what was to be read ahead of its need is not.
         """
         before = self.nbytes
-        self._settle_arrived()
         loads = [self._load(*key) for key in self.cache.loading()]
         for load in self._reader.call_off(loads):
             self._forget(*self._keys[load.unit.name])

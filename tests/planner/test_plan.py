@@ -27,9 +27,9 @@ from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.cards import CARDS
 from localrt.offload.planner.explain import explain, one_line
 from localrt.offload.planner.machine import typical_machine
+from localrt.offload.planner.make_plan import least_ram
 from localrt.offload.planner.picture import to_html, to_svg
 from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.refusal import least_ram
 from localrt.offload.planner.search import fits
 from localrt.offload.planner.solve import SolverError
 from tests.planner.models import CONFIGS, MB, machine, planned, shape
