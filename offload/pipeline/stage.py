@@ -88,6 +88,7 @@ class Stage:
         """The pipeline is closed."""
         if self.memory is not None:
             self.move(self.where)
+        self._moved()
         self.copy = None
         self._passing.clear()
 

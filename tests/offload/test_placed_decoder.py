@@ -316,7 +316,8 @@ def test_stages_are_in_the_order_of_a_pass(model: Model) -> None:
         names = [stage.name for stage in stages]
         kinds = ["attention", "mlp"]
         assert names[:4] == [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in kinds]
-        assert [stage.first_row for stage in heads] == sorted(stage.first_row for stage in heads)
+        rows = [stage.unit.tensors[0].row for stage in heads]
+        assert rows == sorted(rows)
         assert stages[-len(heads) :] == heads
         assert sum(stage.unit.tensors[0].shape[0] for stage in heads) == 1500
         assert [stage.name for stage in stages if stage.where is Where.SSD] == ["layers.1.mlp"]
