@@ -45,9 +45,7 @@ class OpenCard:
         return replace(machine, gpu=self.profile, link_bytes_s=self.link_bytes_s)
 
 
-def open_card(
-    device: str, ops: Ops, *, threads: int | None, gpu_memory: int | None
-) -> OpenCard:
+def open_card(device: str, ops: Ops, *, threads: int | None, gpu_memory: int | None) -> OpenCard:
     """The card of ``device``, whose ``Ops`` are ``ops`` unless it is virtual or the CPU.
 
     Raises:
