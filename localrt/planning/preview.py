@@ -16,7 +16,7 @@ from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import MachineProfile, Plan, make_plan
 from localrt.offload.planner.cards import parse_card
-from localrt.offload.planner.known_machine import known_machine
+from localrt.offload.planner.measure import known_machine
 from localrt.offload.planner.plan import PlanRequest, in_words
 from localrt.offload.planner.search import fits
 from localrt.offload.shapes import parse_kv_format
