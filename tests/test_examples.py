@@ -92,13 +92,13 @@ def test_the_window_answers_and_stays_responsive(qt: Any, folder: Path) -> None:
     assert "> hello" in log
     assert len(log) > len("\n> hello\n\n")
     engine: Any = engine_of(window.loading.result())
-    compute = engine._pass
+    compute = engine.run
 
     def slowly(*parts: Any, **options: Any) -> Any:
         time.sleep(0.02)  # else an answer may be over before it is stopped
         return compute(*parts, **options)
 
-    engine._pass = slowly
+    engine.run = slowly
     # Stopping keeps the text and gives the line back.
     window.chat.set(max_tokens=None, ignore_eos=True)
     window.line.setText("go on")

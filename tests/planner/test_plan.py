@@ -207,7 +207,7 @@ def test_the_rules_stand_in_for_a_missing_solver(monkeypatch: pytest.MonkeyPatch
         raise SolverError("there is no SciPy")
 
     monkeypatch.setattr(candidates, "solve_exactly", missing)
-    plan = planned(CODER, machine(), Budgets(ram=600 * MB), ctx=512)
+    plan = planned(CODER, machine(gpu=True), Budgets(ram=600 * MB, vram=700 * MB), ctx=512)
     assert_within(plan)
     assert any("there is no SciPy" in note for note in plan.notes)
 
