@@ -420,6 +420,11 @@ class RamForecast:
             return self
         return replace(self, budget=budget - MARGIN_NBYTES)
 
+    def beside(self, nbytes: int) -> RamForecast:
+        """The same where something else takes ``nbytes`` of the process."""
+        room = None if self.room is None else max(0, self.room - nbytes)
+        return replace(self, process=self.process + nbytes, room=room)
+
     def spare(self, kv: int) -> int | None:
         """Bytes that the budget leaves beside caches of ``kv`` bytes, for passes and more caches.
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.loading import native
 from localrt.machine import measuring
 from localrt.offload.planner import pair
 from localrt.offload.planner.pair import PairPlan, PairRequest
@@ -63,7 +64,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return CardOps()
         return make_ops(attention, device=device, **options)
 
-    monkeypatch.setattr(choose, "make_ops", made)
+    for module in (choose, native):
+        monkeypatch.setattr(module, "make_ops", made)
     profile = DiskProfile(ReadMode(), 1e9, 0.0), machine()
     monkeypatch.setattr(measuring, "machine_profile", lambda *_, **__: profile)
     return asked
@@ -98,9 +100,9 @@ def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
         assert model.info.device == "cpu"
         assert model.info.notes[-1].startswith("the draft on the card, the target verified by the")
         drafts: Any = core_of(model).drafts
-        (draft,) = drafts._drafts.values()
-        assert draft.draft._parts.engine.ops_name == "triton"
-        assert draft.draft._parts.ctx == 64 + 128
+        ((draft, _),) = drafts._drafts.values()
+        assert draft._parts.engine.ops_name == "triton"
+        assert draft._parts.ctx == 64 + 128
         ours = model.generate("ab", tree_budget=3, tree_depth=2, **OPTIONS)
         assert ours.token_ids == plain.token_ids
         assert not ours.metrics.simulated

@@ -254,6 +254,7 @@ class NativeEngine(Engine):
             if self.residency.memory.streams:
                 self.residency.memory.take(nbytes)
                 self._taken += nbytes
+            self._ram.take(nbytes)
 
     def set_vram_budget(self, nbytes: int) -> None:
         """See ``Engine``."""

@@ -19,7 +19,9 @@ class RamMeter:
     def __init__(self, forecast: RamForecast | None) -> None:
         self._forecast = forecast
         self._caches: WeakSet[KVCache] = WeakSet()
-        self._kv = self._rows = self._logit_rows = 0
+        self._taken = 0  # by something else in this process, now
+        self._rows = 0  # scratch for so many is kept
+        self._peak = 0
 
     def holds(self, cache: _Cache) -> _Cache:
         """Count ``cache`` as long as there is one; the same cache."""
@@ -31,26 +33,36 @@ class RamMeter:
         if self._forecast is not None:
             self._forecast = self._forecast.within(nbytes)
 
+    def take(self, nbytes: int) -> None:
+        """Something else in this process takes that much more."""
+        self._taken += nbytes
+
     def passed(self, rows: int, logit_rows: int) -> None:
         """A pass of ``rows`` rows is over, ``logit_rows`` of them with logits."""
-        self._kv = max(self._kv, sum(cache.nbytes for cache in self._caches))
         self._rows = max(self._rows, rows)
-        self._logit_rows = max(self._logit_rows, logit_rows)
+        if self._forecast is not None:
+            forecast = self._forecast.beside(self._taken)
+            kv = sum(cache.nbytes for cache in self._caches)
+            taken = forecast.nbytes(kv=kv, rows=self._rows, logit_rows=logit_rows)
+            self._peak = max(self._peak, taken)
 
     @property
     def logit_rows(self) -> int | None:
         """Rows with logits that fit beside the caches there are; None: as many as wanted."""
         if self._forecast is None:
             return None
-        return self._forecast.logit_rows(sum(cache.nbytes for cache in self._caches))
+        caches = sum(cache.nbytes for cache in self._caches)
+        return self._forecast.beside(self._taken).logit_rows(caches)
 
     def idle_caches(self, nbytes: int, most: int) -> int:
         """Of caches of ``nbytes``, how many may wait beside one that works, ``most`` at most."""
-        spare = None if self._forecast is None else self._forecast.spare(nbytes)
+        if self._forecast is None:
+            return most
+        spare = self._forecast.beside(self._taken).spare(nbytes)
         return most if spare is None else min(most, spare // max(1, nbytes))
 
     def forecast(self) -> int | None:
         """The process's peak, by the account, after the passes so far."""
         if self._forecast is None:
             return None
-        return self._forecast.nbytes(kv=self._kv, rows=self._rows, logit_rows=self._logit_rows)
+        return self._peak or self._forecast.nbytes(kv=0, rows=0, logit_rows=0)
