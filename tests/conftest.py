@@ -115,6 +115,14 @@ def tiny(tiny_folder: Path) -> Iterator[localrt.Model]:
 
 
 @pytest.fixture
+def by_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placements on cards are not solved again by HiGHS, which takes seconds."""
+    from localrt.offload.planner import candidates
+
+    monkeypatch.setattr(candidates, "solve_exactly", lambda problems: [None] * len(problems))
+
+
+@pytest.fixture
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No card, own folders, and nothing is measured: plans are for given rates."""
     from localrt.machine import hardware

@@ -23,7 +23,10 @@ from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.real_models import real_model
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
+    pytest.mark.usefixtures("by_rules"),
+]
 
 CARD = "virtual:{}@12GB/s,256GB/s,20TFLOPS"
 LARGE, SMALL, TOO_SMALL = (CARD.format(size) for size in ("200MB", "1600kB", "1300kB"))

@@ -26,7 +26,10 @@ from localrt.quant.ops import choose
 from localrt.quant.ops.triton.ops import TritonOps
 from tests.inside import core_of
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
+    pytest.mark.usefixtures("by_rules"),
+]
 
 VRAM = 2 << 30
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}

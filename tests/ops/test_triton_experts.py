@@ -173,7 +173,7 @@ def test_every_format(ops: TritonOps, alone: None, name: str, rows: int) -> None
     assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
 
 
-@pytest.mark.parametrize("rows", [5, 66])
+@pytest.mark.parametrize("rows", [5, pytest.param(66, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("activation", "biased", "apart", "rotated", "names"),
     [
@@ -303,7 +303,7 @@ def test_slots_are_summed_in_their_order(ops: TritonOps, shared: bool) -> None:
     assert torch.equal(ops.combine_experts(slots, routing, extra), plain)
 
 
-@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("rows", [3, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_routing_is_that_of_float32(ops: TritonOps, rows: int, biased: bool) -> None:
     hidden, count = 300, 37  # no whole blocks

@@ -81,6 +81,7 @@ def test_rows_are_turned_and_normed(interleaved: bool) -> None:
     assert not cache[held + n :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["deepseek-v2-dense", "deepseek-v2-lite-dense", "deepseek-v3-halves"]
 )

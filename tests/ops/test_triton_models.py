@@ -93,7 +93,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gemma2", 2), ("qwen3", 1), ("phi3-longrope", 1)])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [pytest.param("gemma2", 2, marks=pytest.mark.slow), ("qwen3", 1), ("phi3-longrope", 1)],
+)
 def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
     theirs = save_tiny(name, tmp_path, layers=layers)
     ids = tokens(LENGTH if name == "gemma2" else SHORT)
@@ -167,6 +170,7 @@ def test_prefill_decode_and_batches_agree(folder: Path) -> None:
         assert relative_error(got, alone[0]) < 0.03
 
 
+@pytest.mark.slow
 def test_a_tree_equals_its_branches(folder: Path) -> None:
     decoder = shallow(folder)
     prompt, nodes, parents = tokens(10), [5, 6, 7, 8], [-1, 0, 0, 2]
@@ -212,6 +216,7 @@ def test_recorded_passes_are_the_passes(folder: Path) -> None:
         assert np.array_equal(forward(Batch.extend([(graphed, [token])]), rows=[0]), wanted)
 
 
+@pytest.mark.slow
 def test_recorded_trees_take_their_masks(folder: Path) -> None:
     decoder = shallow(folder)
     assert isinstance(decoder.ops, TritonOps)

@@ -94,7 +94,10 @@ def random_tree(rng: np.random.Generator) -> TokenTree:
     return TokenTree.of(tokens, parents, [0.0] * len(tokens), "x")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("plain", "top-p") else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS],
+)
 def test_the_distribution_is_the_targets(name: str) -> None:
     """Chi-squared of all answers of three tokens against their exact probabilities."""
     sampling, seeds = SETTINGS[name], 6000

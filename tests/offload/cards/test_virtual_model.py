@@ -21,7 +21,7 @@ from tests.offload.cards.carded import pipeline_threads
 from tests.offload.placed import needs_kernels
 from tests.real_models import real_model
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("by_rules")]
 
 CARD = "virtual:8MB@12GB/s,256GB/s,20TFLOPS"
 SLOW = "virtual:8MB@1MB/s,2MB/s,1GFLOPS"
@@ -88,7 +88,7 @@ def test_the_commands_say_that_it_is_simulated(
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("card", ["30MB", "1GB"])
+@pytest.mark.parametrize("card", ["30MB", pytest.param("1GB", marks=pytest.mark.slow)])
 def test_a_real_model_on_a_small_card(card: str) -> None:
     path = real_model("smollm2")
     device = f"virtual:{card}@12GB/s,256GB/s,20TFLOPS"
