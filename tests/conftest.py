@@ -21,6 +21,7 @@ os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="localrt-tests-")
 os.environ["LOCALRT_KV_DISK"] = "off"
 
 import atexit
+import gc
 import json
 import shutil
 from collections.abc import Iterator
@@ -50,6 +51,14 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def pytest_collection_finish() -> None:
+    """What all test files have imported is not looked through again: loading and closing a model
+    collect garbage, which would take seconds among millions of objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
