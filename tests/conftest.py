@@ -132,6 +132,20 @@ def by_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading measures nothing: what the machine reads and computes per second is given."""
+    from localrt.loading import placing
+    from localrt.machine import measuring
+    from localrt.offload.reading.disk_speed import DiskProfile
+    from localrt.offload.reading.files import ReadMode
+    from tests.planner.models import machine
+
+    rates = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0), machine()
+    for module in (measuring, placing):
+        monkeypatch.setattr(module, "machine_profile", lambda *_, **__: rates)
+
+
+@pytest.fixture
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No card, own folders, and nothing is measured: plans are for given rates."""
     from localrt.machine import hardware

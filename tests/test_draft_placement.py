@@ -25,7 +25,7 @@ from tests.real_models import real_model
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
-    pytest.mark.usefixtures("by_rules"),
+    pytest.mark.usefixtures("by_rules", "given_rates"),
 ]
 
 CARD = "virtual:{}@12GB/s,256GB/s,20TFLOPS"
@@ -46,14 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of one test is not known to the next."""
-    from localrt.machine import measuring
-    from localrt.offload.reading.disk_speed import DiskProfile
-    from localrt.offload.reading.files import ReadMode
-    from tests.planner.models import machine
-
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
-    profile = DiskProfile(ReadMode(), 1e9, 0.0), machine()
-    monkeypatch.setattr(measuring, "machine_profile", lambda *_, **__: profile)
 
 
 @pytest.fixture

@@ -13,12 +13,10 @@ import pytest
 
 import localrt
 from localrt.loading import native
-from localrt.machine import measuring
 from localrt.offload.planner import pair
 from localrt.offload.planner.pair import PairPlan, PairRequest
 from localrt.quant.ops.native.abi import find_library
 from tests.conftest import write_tiny_model
-from tests.planner.models import machine
 
 pytest.importorskip("triton")
 
@@ -28,7 +26,7 @@ from tests.inside import core_of
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
-    pytest.mark.usefixtures("by_rules"),
+    pytest.mark.usefixtures("by_rules", "given_rates"),
 ]
 
 VRAM = 2 << 30
@@ -55,9 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The devices that were asked for, in order."""
-    from localrt.offload.reading.disk_speed import DiskProfile
-    from localrt.offload.reading.files import ReadMode
-
     asked: list[str] = []
     make_ops = choose.make_ops
 
@@ -69,8 +64,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (choose, native):
         monkeypatch.setattr(module, "make_ops", made)
-    profile = DiskProfile(ReadMode(), 1e9, 0.0), machine()
-    monkeypatch.setattr(measuring, "machine_profile", lambda *_, **__: profile)
     return asked
 
 

@@ -19,7 +19,7 @@ def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("nothing is measured for a preview")
 
     monkeypatch.setattr("localrt.offload.planner.measure.measure_machine", never)
-    monkeypatch.setattr("localrt.machine.measuring.machine_profile", never)
+    monkeypatch.setattr("localrt.planning.inputs.machine_profile", never)
     found = preview(tiny_folder, device="cpu")
     assert found.fits
     assert found.read_bytes == 0

@@ -13,15 +13,11 @@ import pytest
 import localrt
 from localrt.cli import main
 from localrt.errors import MemoryBudgetError, OptionError
-from localrt.machine import measuring
-from localrt.offload.planner.machine import typical_machine
-from localrt.offload.reading.disk_speed import DiskProfile
-from localrt.offload.reading.files import ReadMode
 from tests.offload.cards.carded import pipeline_threads
 from tests.offload.placed import needs_kernels
 from tests.real_models import real_model
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("by_rules")]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("by_rules", "given_rates")]
 
 CARD = "virtual:8MB@12GB/s,256GB/s,20TFLOPS"
 SLOW = "virtual:8MB@1MB/s,2MB/s,1GFLOPS"
@@ -30,12 +26,10 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": Tru
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty folders, and a machine that need not be measured."""
+    """Empty folders."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "LOCALRT_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    disk = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0)
-    monkeypatch.setattr(measuring, "machine_profile", lambda *_, **__: (disk, typical_machine()))
 
 
 def answer(model: localrt.Model) -> Any:
