@@ -18,7 +18,11 @@ KvPlace = Literal["vram", "ram", "ssd"]
 
 
 class Where(StrEnum):
-    """The place of a unit's weights between passes, and the way that they take in one."""
+    """The place of a unit's weights between passes, and the way that they take in one.
+
+    Every pass reads it from the SSD where it is ``read``, copies it over the link where it is
+    ``copied``; the GPU computes it where it is ``on_gpu``.
+    """
 
     VRAM = "vram"  # resident in GPU memory, computed there
     LINK = "ram-to-gpu"  # resident in RAM, copied over the link in each pass, computed on the GPU
@@ -26,20 +30,15 @@ class Where(StrEnum):
     RAM = "ram"  # resident in RAM, computed by the CPU
     SSD = "ssd"  # read from the SSD in each pass, computed by the CPU
 
-    @property
-    def read(self) -> bool:
-        """Whether every pass reads it from the SSD."""
-        return self in (Where.SSD, Where.SSD_LINK)
+    read: bool
+    copied: bool
+    on_gpu: bool
 
-    @property
-    def copied(self) -> bool:
-        """Whether every pass copies it over the link."""
-        return self in (Where.LINK, Where.SSD_LINK)
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the GPU computes it."""
-        return self in (Where.VRAM, Where.LINK, Where.SSD_LINK)
+    def __init__(self, value: str) -> None:
+        # Attributes, not properties: a replay asks a million times.
+        self.read = value in ("ssd", "ssd-to-gpu")
+        self.copied = value in ("ram-to-gpu", "ssd-to-gpu")
+        self.on_gpu = value in ("vram", "ram-to-gpu", "ssd-to-gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

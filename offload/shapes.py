@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from localrt.errors import OptionError
@@ -108,7 +108,8 @@ class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
     ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
-    assumed.
+    assumed. ``routed`` are the experts; ``steps`` are what a pass computes one after another: a
+    unit, or a layer's experts.
     """
 
     name: str
@@ -122,6 +123,23 @@ class ModelShape:
     parameters: int
     experts: Experts | None = None
     notes: tuple[str, ...] = ()
+    routed: tuple[PlacedUnit, ...] = field(init=False, repr=False, compare=False)
+    steps: tuple[tuple[PlacedUnit, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        steps: list[list[PlacedUnit]] = []
+        for unit in self.units:
+            if unit.kind == "embedding":
+                continue
+            if unit.kind == "expert" and steps:
+                last = steps[-1][0]
+                if last.kind == "expert" and last.layer == unit.layer:
+                    steps[-1].append(unit)
+                    continue
+            steps.append([unit])
+        routed = tuple(unit for unit in self.units if unit.kind == "expert")
+        object.__setattr__(self, "routed", routed)
+        object.__setattr__(self, "steps", tuple(tuple(step) for step in steps))
 
     @property
     def layers(self) -> int:

@@ -73,6 +73,7 @@ def test_the_config_file_itself_and_other_formats(
     assert small["model"]["name"] == "phi-3-mini"
 
 
+@pytest.mark.usefixtures("by_rules")
 def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exact = as_json(capsys, tiny_folder, "--ctx", "64")
     assert exact["placement"]["units"]["layers.0.attention"] == "ram"
@@ -134,9 +135,9 @@ def test_models_that_are_not_there(
 def test_of_a_hub_model_the_config_alone_will_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = tmp_path / "HF_HOME/hub/models--org--large/snapshots" / ("a" * 40)
+    snapshot = tmp_path / "HF_HOME/hub/models--org--small/snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(CONFIGS["llama-3-70b"]))
-    report = as_json(capsys, "org/large", *WHAT_IF)
-    assert report["model"]["name"] == "org/large"
-    assert report["model"]["layers"] == 80
+    (snapshot / "config.json").write_text(json.dumps(CONFIGS["qwen2.5-coder-1.5b"]))
+    report = as_json(capsys, "org/small", *WHAT_IF)
+    assert report["model"]["name"] == "org/small"
+    assert report["model"]["layers"] == 28

@@ -6,7 +6,7 @@ with small ones. It takes counts and gives every unit its place; it chooses no c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from localrt.offload.placement import PlacedUnit, Where
@@ -17,10 +17,11 @@ __all__ = ["Pattern", "arrange"]
 Pattern = Literal["spread", "block"]
 """Units of the CPU between those of the GPU, or all of them first."""
 
-_ON_GPU = frozenset(where for where in Where if where.on_gpu)
-_ON_CPU = frozenset(Where) - _ON_GPU
-_READ = frozenset(where for where in Where if where.read)
-_COPIED = frozenset(where for where in Where if where.copied)
+_SPECIAL = (
+    frozenset(where for where in Where if where.on_gpu),
+    frozenset(where for where in Where if where.read),
+    frozenset(where for where in Where if where.copied),
+)
 
 
 class _Flow:
@@ -38,6 +39,10 @@ class _Flow:
         return True
 
 
+_Choice = Where | tuple[_Flow, float, "_Choice", "_Choice"]
+"""A place, or a flow that takes a share for the first of two choices."""
+
+
 def arrange(
     units: Sequence[PlacedUnit],
     classes: Sequence[UnitClass],
@@ -45,47 +50,52 @@ def arrange(
     pattern: Pattern = "spread",
 ) -> dict[str, Where]:
     """Every unit of a class at a place, in the order of the pass."""
-    wholes = [dict(places) for places in counts]
-    quotas = [{where: count for where, count in places.items() if count} for places in counts]
-    of = {
-        name: (quotas[number], wholes[number])
-        for number, group in enumerate(classes)
-        for name in group.names
-    }
-    devices, reads, copies = _Flow(), _Flow(), _Flow()
-    placed: dict[str, Where] = {}
-    for unit in units:
-        if unit.name not in of:
-            continue
-        quota, whole = of[unit.name]
-        left: Iterable[Where] = quota
-        if len(quota) > 1:
-            if pattern == "block":
-                left = _ON_CPU & quota.keys() or quota.keys()
-            else:
-                left = _split(devices, unit.nbytes, whole, quota, _ON_GPU)
-            left = _split(reads, unit.nbytes, whole, left, _READ)
-            left = _split(copies, unit.nbytes, whole, left, _COPIED)
-        where = next(iter(left))
-        placed[unit.name] = where
-        quota[where] -= 1
-        if not quota[where]:
-            del quota[where]
-    return placed
+    flows = (_Flow(), _Flow(), _Flow()) if pattern == "spread" else (None, _Flow(), _Flow())
+    of: dict[str, _Quota] = {}
+    for group, places in zip(classes, counts, strict=True):
+        of |= dict.fromkeys(group.names, _Quota(places, flows))
+    return {unit.name: of[unit.name].take(unit.nbytes) for unit in units if unit.name in of}
 
 
-def _split(
-    flow: _Flow,
-    nbytes: int,
-    whole: Mapping[Where, int],
-    among: Iterable[Where],
-    special: frozenset[Where],
-) -> list[Where]:
-    """The places of ``among`` that are ``special``, or those that are not."""
-    taken = [where for where in among if where in special]
-    others = [where for where in among if where not in special]
-    if not taken or not others:
-        return taken or others
-    count = sum(whole[where] for where in taken)
-    share = count / (count + sum(whole[where] for where in others))
-    return taken if flow.takes(nbytes, share) else others
+class _Quota:
+    """What is left of a class's units for each place, and the questions that settle the next one's:
+    on the GPU or not, read or not, copied or not.
+    """
+
+    def __init__(self, places: Mapping[Where, int], flows: Sequence[_Flow | None]) -> None:
+        self._whole, self._flows = places, flows
+        self._left = {where: count for where, count in places.items() if count}
+        self._choice = self._choices()
+
+    def take(self, nbytes: int) -> Where:
+        """The place of the class's next unit."""
+        choice = self._choice
+        while not isinstance(choice, Where):
+            flow, share, taken, others = choice
+            choice = taken if flow.takes(nbytes, share) else others
+        self._left[choice] -= 1
+        if not self._left[choice]:
+            del self._left[choice]
+            if self._left:
+                self._choice = self._choices()
+        return choice
+
+    def _choices(self) -> _Choice:
+        """The questions while no place's quota is used up."""
+        return self._split(list(self._left), list(zip(self._flows, _SPECIAL, strict=True)))
+
+    def _split(
+        self, among: list[Where], questions: list[tuple[_Flow | None, frozenset[Where]]]
+    ) -> _Choice:
+        if len(among) == 1:
+            return among[0]
+        (flow, special), *others = questions
+        taken = [where for where in among if where in special]
+        rest = [where for where in among if where not in special]
+        if not taken or not rest:
+            return self._split(among, others)
+        if flow is None:  # what the CPU computes comes first
+            return self._split(rest, others)
+        count = sum(self._whole[where] for where in taken)
+        share = count / (count + sum(self._whole[where] for where in rest))
+        return flow, share, self._split(taken, others), self._split(rest, others)

@@ -32,9 +32,7 @@ class Costs:
     sequences: int = 1
     kv_format: KvFormat = "bf16"
     expert_hits: float | None = None
-    _cached: dict[tuple[str, int, str, int | None, bool], float] = field(
-        default_factory=dict, repr=False
-    )
+    _cached: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
     def copy(self, nbytes: float) -> float:
         """Over the link."""
@@ -80,12 +78,14 @@ class Costs:
     def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
         # Units of one class take the same time; there may be thousands.
         layer = unit.layer if unit.kind == "attention" else None
-        key = (unit.format, unit.macs, unit.kind, layer, on_gpu)
+        key: tuple[object, ...] = (unit.format, unit.macs, unit.kind, layer, on_gpu)
         if rows != self.rows:
-            return self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
-        if key not in self._cached:
-            self._cached[key] = self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
-        return self._cached[key]
+            key = (*key, rows, unit.nbytes)
+        seconds = self._cached.get(key)
+        if seconds is None:
+            seconds = self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
+            self._cached[key] = seconds
+        return seconds
 
     def _cpu(self, unit: PlacedUnit, rows: int) -> float:
         if unit.macs == 0:
@@ -124,8 +124,7 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
 
     What copying takes from the CPU's kernels is what both read of the same memory.
     """
-    experts = [unit for unit in costs.shape.units if unit.kind == "expert"]
-    machine = costs.machine
+    experts, machine = costs.shape.routed, costs.machine
     if not experts or machine.gpu is None or machine.link_bytes_s is None:
         return None
     largest = max(experts, key=lambda unit: unit.nbytes)

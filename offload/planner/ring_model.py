@@ -79,15 +79,18 @@ class RingModel:
 
     def _newest(self, start: int, stop: int) -> int:
         """How many slots are as old as the newest that takes bytes of ``start`` to ``stop``."""
-        return max(
-            (count for count, slot in enumerate(self._live, 1) if slot.overlaps(start, stop)),
-            default=0,
-        )
+        for count in range(len(self._live), 0, -1):
+            if self._live[count - 1].overlaps(start, stop):
+                return count
+        return 0
 
     def _ready(self, slot: Slot, chunk: Chunk) -> float:
         """When the bytes of a piece are free."""
         start = slot.offset + chunk.start
         stop = start + chunk.nbytes
-        return max(
-            (other.release for other in self._live if other.overlaps(start, stop)), default=0.0
-        )
+        ready = 0.0
+        for other in self._live:
+            taken = other.offset
+            if taken < stop and start < taken + other.nbytes and other.release > ready:
+                ready = other.release
+        return ready

@@ -11,8 +11,9 @@ knows a placement and costs, not how either was found.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Literal
 
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule, split_misses
@@ -147,19 +148,11 @@ class _Replay:
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
         self.link_bytes_s = costs.machine.link_bytes_s or 1.0
         self.expert_costs = expert_costs(costs)
-        places = [placement.where[u.name] for u in costs.shape.units if u.kind == "expert"]
+        self.assigned: dict[tuple[int, int, int, float, int | None], Assignment] = {}
+        places = [placement.where[unit.name] for unit in costs.shape.routed]
         kept, off = places.count(Where.VRAM), sum(place.read for place in places)
         self.in_vram = kept / len(places) if places else 0.0
         self.on_ssd = off / (len(places) - kept) if len(places) > kept else 0.0
-        self.steps: list[list[PlacedUnit]] = []  # a unit, or a layer's experts
-        for unit in costs.shape.units:
-            if unit.kind == "embedding":
-                continue
-            last = self.steps[-1][0] if self.steps else unit
-            if unit.kind == last.kind == "expert" and unit.layer == last.layer:
-                self.steps[-1].append(unit)
-            else:
-                self.steps.append([unit])
         self.ram = RingModel(placement.ram_ring, READ_CHUNK)
         self.vram = RingModel(placement.vram_ring, COPY_CHUNK)
         self.disk_free = self.link_free = 0.0
@@ -180,7 +173,7 @@ class _Replay:
         self.sums.busy["cpu"] += extra
         self.sums.chain += extra
         self._keep("sampling", "pass", "cpu", begin, self.clock)
-        for step in self.steps:
+        for step in self.costs.shape.steps:
             if step[0].kind == "expert" and self.on_gpu:
                 self._shared(step)
             elif step[0].kind == "expert":
@@ -202,14 +195,12 @@ class _Replay:
         if self.keeps:
             self.tasks.append(SimulatedTask(name, kind, resource, start, end, self.token, nbytes))
 
-    def _chosen(self, experts: list[PlacedUnit]) -> list[tuple[PlacedUnit, int, Where]]:
+    def _chosen(self, experts: Sequence[PlacedUnit]) -> list[tuple[PlacedUnit, int, Where]]:
         """The experts that a pass touches, with the rows that each sees and where each is.
 
         Those in memory come first: they are computed while others are read.
         """
-        count = len(experts)
-        share, each = self.costs.touched(sum(unit.use for unit in experts) / count)
-        chosen = self.random.sample(experts, max(1, round(count * share)))
+        chosen, each = self._touched(experts)
         hits = self.costs.expert_hits
         if hits is None:
             places = [self.where[unit.name] for unit in chosen]
@@ -218,51 +209,65 @@ class _Replay:
         found = [(unit, each, place) for unit, place in zip(chosen, places, strict=True)]
         return sorted(found, key=lambda item: item[2].read)
 
-    def _shared(self, experts: list[PlacedUnit]) -> None:
+    def _touched(self, experts: Sequence[PlacedUnit]) -> tuple[list[PlacedUnit], int]:
+        """The experts of a layer that a pass touches, and the rows that each sees."""
+        count = len(experts)
+        share, each = self.costs.touched(sum(unit.use for unit in experts) / count)
+        return self.random.sample(experts, max(1, round(count * share))), each
+
+    def _shared(self, experts: Sequence[PlacedUnit]) -> None:
         """A layer's experts on the card and the CPU at once, as the scheduler divides them.
 
         What is on the card and in RAM is the caches' business: any expert, as often as there is
-        room for it. What is in neither is read before the CPU computes it.
+        room for it. What is in neither is read before the CPU computes it. All see as many rows:
+        only how many there are of each kind matters.
         """
-        cost, sums = self.expert_costs, self.sums
+        cost, sums, draw = self.expert_costs, self.sums, self.random.random
         assert cost is not None, "there is a card, and there are experts"
-        chosen = self._chosen(experts)
+        chosen, rows = self._touched(experts)
         hits = self.costs.expert_hits
-        on_card = [self.random.random() < (self.in_vram if hits is None else hits) for _ in chosen]
+        if hits is not None:
+            for _ in chosen:  # the numbers that ``_chosen`` draws
+                draw()
+        kept = self.in_vram if hits is None else hits
+        held = sum(draw() < kept for _ in chosen)
+        missing = len(chosen) - held
         way = self.costs.crossing()
         ready = Ready(cpu=way, cpu_back=way, link=max(0.0, self.link_free - self.clock))
-        plan = schedule([rows for _, rows, _ in chosen], on_card, cost, ready)
-        nbytes, begin = experts[0].nbytes, self.clock
-        absent = [
-            i
-            for i in (*plan.cpu, *plan.fetch)
-            if not on_card[i] and self.random.random() < self.on_ssd
-        ]
+        plan = self._assign(held, missing, rows, ready)
+        nbytes, begin, cpu_each = experts[0].nbytes, self.clock, cost.cpu(rows)
+        # First of those that the CPU was to compute, then of those that were to be copied.
+        off = [draw() < self.on_ssd for _ in range(missing)]
+        absent = sum(off)
         if absent:  # only what is in RAM can be copied: the CPU computes what is read
-            plan, end = self._with_absent(chosen, plan, set(absent), ready)
+            fetched = len(plan.fetch) - sum(off[missing - len(plan.fetch) :])
+            held = len(plan.gpu) - len(plan.fetch)
+            plan = self._assign(held, len(chosen) - absent - held, rows, ready, fetched)
+            end = plan.cpu_end + way if plan.cpu else 2 * way
             start = max(self.disk_free, begin)
-            cpu = begin + end - ready.cpu_back
-            for i in absent:
+            cpu = begin + end - way
+            for _ in range(absent):
                 start += nbytes / self.read_bytes_s
-                cpu = max(cpu, start) + cost.cpu(chosen[i][1])
+                cpu = max(cpu, start) + cpu_each
             self.disk_free = start
-            sums.busy["ssd"] += len(absent) * nbytes / self.bytes_s
-            sums.nbytes["ssd"] += len(absent) * nbytes
-            computing = sum(cost.cpu(chosen[i][1]) for i in absent)
-            sums.waits["ssd"] += max(0.0, cpu - (begin + end - ready.cpu_back) - computing)
+            sums.busy["ssd"] += absent * nbytes / self.bytes_s
+            sums.nbytes["ssd"] += absent * nbytes
+            computing = sum(repeat(cpu_each, absent))
+            sums.waits["ssd"] += max(0.0, cpu - (begin + end - way) - computing)
             sums.chain += end + computing
-            self.clock = max(begin + plan.gpu_end, cpu + ready.cpu_back)
+            self.clock = max(begin + plan.gpu_end, cpu + way)
         else:
             sums.chain += plan.end
             self.clock = begin + plan.end
-        by_cpu = [i for i in plan.cpu if i not in absent] + absent
-        cpu_s = sum(cost.cpu(chosen[i][1]) for i in by_cpu)
-        gpu_s = sum(cost.gpu(chosen[i][1]) for i in plan.gpu)
+        by_cpu = len(plan.cpu) + absent
+        # Added up one by one, as they are computed.
+        cpu_s = sum(repeat(cpu_each, by_cpu))
+        gpu_s = sum(repeat(cost.gpu(rows), len(plan.gpu)))
         self.link_free = begin + plan.link_end if plan.fetch else self.link_free
         sums.busy["cpu"] += cpu_s
         sums.busy["gpu"] += gpu_s
         sums.busy["link"] += len(plan.fetch) * cost.fetch
-        sums.nbytes["ram"] += len(by_cpu) * nbytes
+        sums.nbytes["ram"] += by_cpu * nbytes
         sums.nbytes["vram"] += len(plan.gpu) * nbytes
         sums.nbytes["link"] += len(plan.fetch) * nbytes
         name = f"layers.{experts[0].layer}.experts"
@@ -271,28 +276,21 @@ class _Replay:
         if gpu_s:
             self._keep(name, "expert", "gpu", begin, begin + gpu_s, nbytes)
 
-    def _with_absent(
-        self,
-        chosen: list[tuple[PlacedUnit, int, Where]],
-        plan: Assignment,
-        absent: set[int],
-        ready: Ready,
-    ) -> tuple[Assignment, float]:
-        """``plan`` without the experts that are in no memory, and when its CPU's part ends."""
-        assert self.expert_costs is not None, "see _shared"
-        there = [i for i in range(len(chosen)) if i not in absent]
-        held = [i in plan.gpu and i not in plan.fetch for i in there]
-        fetched = sum(i in plan.fetch for i in there)
-        rows = [chosen[i][1] for i in there]
-        work = split_misses(fetched, rows, held, self.expert_costs, ready)
-        end = work.cpu_end + ready.cpu_back if work.cpu else 2 * ready.cpu_back
-        renumbered = replace(
-            work,
-            cpu=[there[i] for i in work.cpu],
-            gpu=[there[i] for i in work.gpu],
-            fetch=[there[i] for i in work.fetch],
-        )
-        return renumbered, end
+    def _assign(
+        self, held: int, missing: int, rows: int, ready: Ready, fetched: int | None = None
+    ) -> Assignment:
+        """What the scheduler makes of ``held`` experts on the card and ``missing`` others, each of
+        ``rows``; with ``fetched``, that many are copied.
+        """
+        key = (held, missing, rows, ready.link, fetched)
+        if key not in self.assigned:
+            assert self.expert_costs is not None, "see _shared"
+            layer = [rows] * (held + missing), [True] * held + [False] * missing
+            if fetched is None:
+                self.assigned[key] = schedule(*layer, self.expert_costs, ready)
+            else:
+                self.assigned[key] = split_misses(fetched, *layer, self.expert_costs, ready)
+        return self.assigned[key]
 
     def _unit(self, unit: PlacedUnit, where: Where, rows: int | None = None) -> None:
         """Read, copy and compute; ``rows`` where an expert sees fewer than the pass has."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from localrt.offload.placement import PlacedUnit
-from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan
+from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan, shape_from_config
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.shapes import Experts, KvShape, ModelShape
 
@@ -216,6 +217,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 MB = 1_000_000
+
+
+@functools.cache
+def published(name: str) -> ModelShape:
+    """The shape of a published model."""
+    return shape_from_config(CONFIGS[name], name=name)
 
 
 def machine(*, gpu: bool = False, ssd: float = 1e9, link: float = 12e9) -> MachineProfile:

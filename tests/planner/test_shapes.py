@@ -15,7 +15,7 @@ from localrt.offload.planner import shape_from_checkpoint, shape_from_config
 from localrt.offload.shapes import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import save_tiny
-from tests.planner.models import CONFIGS
+from tests.planner.models import CONFIGS, published
 from tests.real_models import real_model
 
 PUBLISHED = {  # billions, of the model cards
@@ -38,7 +38,7 @@ PUBLISHED = {  # billions, of the model cards
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_published(name: str) -> None:
-    shape = shape_from_config(CONFIGS[name], name=name)
+    shape = published(name)
     total, active = PUBLISHED[name]
     assert shape.parameters == pytest.approx(total * 1e9, rel=0.01)
     assert shape.active_parameters == pytest.approx(active * 1e9, rel=0.01)
@@ -57,9 +57,9 @@ def test_packed_bytes_follow_the_format() -> None:
 
 
 def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
-    shape = shape_from_config(CONFIGS["deepseek-v3"], name="m")
+    shape = published("deepseek-v3")
     assert sum(shape.kv_token_nbytes("bf16")) == 61 * 2 * (512 + 64)
-    plain = shape_from_config(CONFIGS["qwen2.5-coder-1.5b"], name="m")
+    plain = published("qwen2.5-coder-1.5b")
     assert sum(plain.kv_token_nbytes("bf16")) == 28 * 2 * 2 * 2 * 128
     assert sum(plain.kv_token_nbytes("int8")) == 28 * 2 * 2 * (128 + 4)
     assert sum(plain.kv_token_nbytes("int4")) < sum(plain.kv_token_nbytes("int8"))
@@ -87,9 +87,11 @@ def test_a_config_of_latent_attention_says_what_is_stored(name: str, tmp_path: P
 
 
 def test_experts_are_units_with_their_share() -> None:
-    shape = shape_from_config(CONFIGS["qwen3-235b-a22b"], name="m")
+    shape = published("qwen3-235b-a22b")
     experts = [unit for unit in shape.units if unit.kind == "expert"]
     assert len(experts) == 94 * 128
+    assert shape.routed == tuple(experts)
+    assert sum(len(step) == 128 for step in shape.steps) == 94
     assert experts[0].use == 8 / 128
     assert shape.experts is not None
     assert shape.pass_nbytes < 0.1 * shape.nbytes
@@ -103,11 +105,11 @@ def test_what_a_config_was_quantized_to_is_kept_where_it_is_known() -> None:
     shape = shape_from_config(config, name="m")
     assert shape.units[1].format == "int4-g128m"
     assert "gptq" in shape.notes[0]
-    assert "int4-g32" in shape_from_config(CONFIGS["deepseek-v3"], name="m").notes[0]
+    assert "int4-g32" in published("deepseek-v3").notes[0]
 
 
 def test_experts_alone_are_quantized_where_the_config_says_so() -> None:
-    shape = shape_from_config(CONFIGS["gpt-oss-20b"], name="m")
+    shape = published("gpt-oss-20b")
     formats = {unit.kind: unit.format for unit in shape.units if unit.kind != "norm"}
     assert formats.pop("expert") == "mxfp4"
     assert set(formats.values()) == {"bf16"}
