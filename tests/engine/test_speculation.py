@@ -62,7 +62,8 @@ def info_of(architecture: str) -> EngineInfo:
 
 
 def load(folder: Path, seed: int = 0, kv_format: Any = "bf16") -> NativeEngine:
-    save_tiny("qwen2", folder, seed)
+    if not (folder / "config.json").exists():
+        save_tiny("qwen2", folder, seed)
     with closing(open_checkpoint(folder)) as checkpoint:
         config = read_config(checkpoint, context=CAPACITY)
         ops = NativeOps(threads=1, kv_format=kv_format)

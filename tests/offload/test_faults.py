@@ -266,24 +266,24 @@ def test_a_disk_that_stalls_ends_the_pass_not_the_model(model: Model, what: str)
     files, right = bad_files(model), expected(model)
     awake = threading.Event()
     streamed = [*passing(model.store), "embedding"]
-    with model.placed(streamed, files=files, stall_s=2.0) as decoder:
+    with model.placed(streamed, files=files) as decoder:
         cache = decoder.cache(100)
         extend(decoder, cache, TEXT[:3])
+        pipeline = decoder.residency.pipeline
+        assert pipeline.cpu.reader is not None
 
         def stall(name: str, _offset: int, _count: int) -> None:
             if name.startswith(what):
                 awake.wait(60)
 
         files.fault = stall
+        pipeline.cpu.reader._stall_s = pipeline.embedding._stall_s = 0.3
         started = time.perf_counter()
         with pytest.raises(CheckpointError, match="the disk has not answered"):
             run_out(decoder, cache)
         assert time.perf_counter() - started < 30
-        assert decoder.residency.pipeline.cpu.reader is not None
         # A machine that is slow is not this test's business.
-        decoder.residency.pipeline.cpu.reader._stall_s = (
-            decoder.residency.pipeline.embedding._stall_s
-        ) = 60
+        pipeline.cpu.reader._stall_s = pipeline.embedding._stall_s = 60
         files.fault = None
         awake.set()
         cache.trim(0)

@@ -12,6 +12,8 @@ import numpy as np
 from localrt.models.checkpoints import TensorInfo
 from localrt.quant.formats import F32, FORMATS, PackedTensor
 
+_ROWS = 16  # that are made up together
+
 
 class SyntheticCheckpoint:
     """A random Llama. ``formats`` are those of matrices by the end of their names; else q8_0."""
@@ -81,9 +83,10 @@ class SyntheticCheckpoint:
         stop = info.shape[0] if stop is None else stop
         row_bytes = info.format.row_bytes(info.shape[1])
         data = np.empty((stop - start, row_bytes), np.uint8)
-        for row in range(start, stop):
-            seed = zlib.crc32(f"{name} {row} {self._seed}".encode())
-            data[row - start] = _row(info, seed)
+        for first in range(start // _ROWS * _ROWS, stop, _ROWS):
+            seed = zlib.crc32(f"{name} {first} {self._seed}".encode())
+            low, high = max(start, first), min(stop, first + _ROWS)
+            data[low - start : high - start] = _rows(info, seed)[low - first : high - first]
         return PackedTensor(name, info.format, (stop - start, info.shape[1]), data)
 
     def blocks(self, name: str, max_bytes: int = 64 << 10) -> Iterator[PackedTensor]:
@@ -99,24 +102,25 @@ class SyntheticCheckpoint:
         pass
 
 
-def _row(info: TensorInfo, seed: int) -> np.ndarray:
-    """Any codes, with finite scales where they lie in every block."""
+def _rows(info: TensorInfo, seed: int) -> np.ndarray:
+    """``_ROWS`` rows of any codes, with finite scales where they lie in every block."""
     format_ = info.format
     columns = info.shape[1]
     rng = np.random.default_rng(seed)
     if format_.block == 1:
-        values = (rng.standard_normal(columns) * 0.1).astype(np.float32)
+        values = (rng.standard_normal((_ROWS, columns)) * 0.1).astype(np.float32)
         if format_.name == "bf16":
             return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         return values.astype("<f2" if format_.name == "f16" else "<f4").view(np.uint8)
-    blocks = rng.integers(0, 256, (columns // format_.block, format_.block_bytes), dtype=np.uint8)
+    shape = (_ROWS, columns // format_.block, format_.block_bytes)
+    blocks = rng.integers(0, 256, shape, dtype=np.uint8)
     half = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
     if format_.name in ("mxfp4", "nvfp4"):
-        blocks[:, 0] = 120 if format_.name == "mxfp4" else 0x38
+        blocks[..., 0] = 120 if format_.name == "mxfp4" else 0x38
     elif format_.name == "q6_k":
-        blocks[:, 208:210] = half
+        blocks[..., 208:210] = half
     else:
-        blocks[:, :2] = half
+        blocks[..., :2] = half
         if format_.name in ("q4_1", "q5_1", "q4_k", "q5_k") or format_.name.endswith("m"):
-            blocks[:, 2:4] = half
-    return blocks.reshape(-1)
+            blocks[..., 2:4] = half
+    return blocks.reshape(_ROWS, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tracemalloc
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -67,42 +68,56 @@ def test_every_value_survives_and_every_row_can_be_had(tmp_path: Path, tied: boo
             np.testing.assert_array_equal(rows.data, source.read(name, start, stop).data)
 
 
-def test_units_are_aligned_ranges_with_their_digests(tmp_path: Path) -> None:
-    with closing(packed(SyntheticCheckpoint(tmp_path, vocab=9000), tmp_path / "out")) as store:
-        ends: dict[str, int] = {}
-        for unit in store.manifest.units:
-            assert unit.offset % 4096 == 0
-            assert unit.nbytes % 4096 == 0
-            assert unit.offset >= ends.get(unit.file, 0)
-            ends[unit.file] = unit.offset + unit.nbytes
-            data = (store.path / unit.file).read_bytes()[unit.offset : ends[unit.file]]
-            assert hashlib.sha256(data).hexdigest() == unit.sha256
-            assert all(tensor.offset % 64 == 0 for tensor in unit.tensors)
-        for file, end in ends.items():
-            assert (store.path / file).stat().st_size == end
-        assert sorted(ends) == [
-            "embedding.safetensors",
-            "head.safetensors",
-            "layer-0000.safetensors",
-            "layer-0001.safetensors",
-        ]
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> SyntheticCheckpoint:
+    """A head of several blocks and units."""
+    return SyntheticCheckpoint(tmp_path_factory.mktemp("large"), vocab=9000)
 
 
-def test_the_safetensors_package_reads_every_file(tmp_path: Path) -> None:
-    source = SyntheticCheckpoint(tmp_path, vocab=9000)
-    with closing(packed(source, tmp_path / "out")) as store:
-        found: dict[str, np.ndarray] = {}
-        for path in store.path.glob("*.safetensors"):
-            found |= load_file(path)
-        for name, info in store.tensors.items():
-            if len(info.shape) == 1:
-                np.testing.assert_array_equal(found[name], values(source, name).reshape(-1))
-            else:
-                whole = source.read(name)
-                np.testing.assert_array_equal(found[name], tile(whole))
-        extra = {name for name in found if name not in store.tensors}
-        assert extra
-        assert all(name.startswith("_pad.") and not found[name].any() for name in extra)
+@pytest.fixture(scope="module")
+def large_store(large: SyntheticCheckpoint) -> Iterator[StoreCheckpoint]:
+    """``large``, packed."""
+    with closing(packed(large, large.path / "out")) as store:
+        yield store
+
+
+def test_units_are_aligned_ranges_with_their_digests(large_store: StoreCheckpoint) -> None:
+    store = large_store
+    ends: dict[str, int] = {}
+    for unit in store.manifest.units:
+        assert unit.offset % 4096 == 0
+        assert unit.nbytes % 4096 == 0
+        assert unit.offset >= ends.get(unit.file, 0)
+        ends[unit.file] = unit.offset + unit.nbytes
+        data = (store.path / unit.file).read_bytes()[unit.offset : ends[unit.file]]
+        assert hashlib.sha256(data).hexdigest() == unit.sha256
+        assert all(tensor.offset % 64 == 0 for tensor in unit.tensors)
+    for file, end in ends.items():
+        assert (store.path / file).stat().st_size == end
+    assert sorted(ends) == [
+        "embedding.safetensors",
+        "head.safetensors",
+        "layer-0000.safetensors",
+        "layer-0001.safetensors",
+    ]
+
+
+def test_the_safetensors_package_reads_every_file(
+    large: SyntheticCheckpoint, large_store: StoreCheckpoint
+) -> None:
+    source, store = large, large_store
+    found: dict[str, np.ndarray] = {}
+    for path in store.path.glob("*.safetensors"):
+        found |= load_file(path)
+    for name, info in store.tensors.items():
+        if len(info.shape) == 1:
+            np.testing.assert_array_equal(found[name], values(source, name).reshape(-1))
+        else:
+            whole = source.read(name)
+            np.testing.assert_array_equal(found[name], tile(whole))
+    extra = {name for name in found if name not in store.tensors}
+    assert extra
+    assert all(name.startswith("_pad.") and not found[name].any() for name in extra)
 
 
 @settings(max_examples=60)

@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_model_in_memory(model: Model, share: float, ssd
         assert_same(conversation(placed), want)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(cpu=st.floats(1e-7, 1e-2), gpu=st.floats(1e-7, 1e-2), fetch=st.floats(1e-7, 1e-2))
 def test_whatever_an_expert_costs(model: Model, cpu: float, gpu: float, fetch: float) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, cpu, cpu / 9), gpu=Rate(gpu, 0.0, 0.0), fetch=fetch)

@@ -61,7 +61,7 @@ def spread(model: Talking, offset: int = 0) -> dict[str, Where]:
     return {name: ORDER[(n + offset) % 5] for n, name in enumerate(passing(model.store))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), slack=st.tuples(st.integers(0, 90), st.integers(0, 90)))
 def test_any_placement_computes_the_same(
     model: Talking, data: st.DataObject, slack: tuple[int, int]
@@ -82,7 +82,7 @@ def test_everything_in_one_place(model: Talking, where: Where) -> None:
         assert ("gpu" in counts.busy_s) is where.on_gpu
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data(), slack=st.tuples(st.integers(0, 200), st.integers(0, 200)))
 def test_passes_without_logits_in_any_mix(
     model: Talking, data: st.DataObject, slack: tuple[int, int]
@@ -130,7 +130,7 @@ def test_order_holds_when_reads_and_copies_take_their_time(model: Talking) -> No
 # -- what ends early -------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
 def test_cancelled_passes_leave_the_next_one_whole(
     model: Talking, data: st.DataObject, slack: tuple[int, int]
@@ -242,7 +242,7 @@ def test_closing_ends_all_threads_at_once(model: Talking) -> None:
 # -- memory that is given back ---------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
 def test_what_is_given_back_between_passes_is_streamed(
     model: Talking, data: st.DataObject, slack: tuple[int, int]
