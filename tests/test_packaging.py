@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -41,8 +42,12 @@ def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> No
 @pytest.mark.timeout(1800)
 @pytest.mark.slow
 def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"  # how fast the kernels are does not matter here
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
+    compiler.chmod(0o755)
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT],
+        env={**os.environ, "CC": str(compiler), "CXX": str(compiler)},
         check=True,
         capture_output=True,
     )

@@ -74,7 +74,7 @@ SMALL = Size(
     config={**LARGE.config, **SMALLEST, "num_hidden_layers": 3},
     vram=92_000,
     scratch=50_000,
-    passes=2,
+    passes=1,
     peer_layers=1,
 )
 FORMAT = "int4-g32"

@@ -15,9 +15,10 @@ class Cell:
     """``ram`` is a share of the model's file beside the process, ``"least"`` what the refusal of
     a smaller budget says that would do, None no budget.
 
-    ``way`` is ``"generate"`` (``turns`` of prompt and answer tokens), ``"fill"`` (a prompt of half
-    the context, an answer to its end), ``"text"`` (as much text as the context holds), ``"chat"``,
-    ``"json"`` (an answer under a schema), ``"run"`` (the command) or ``"serve"`` (several clients).
+    ``way`` is ``"generate"`` (``turns`` of prompt and answer tokens), ``"fill"`` (a prompt and a
+    long answer that together fill the context), ``"text"`` (as much text as the context holds),
+    ``"chat"``, ``"json"`` (an answer under a schema), ``"run"`` (the command) or ``"serve"``
+    (several clients).
     ``cold``: nothing was measured on this machine before.
     """
 

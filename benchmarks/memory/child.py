@@ -18,6 +18,7 @@ _TEXT = (
     "The lighthouse keeper wrote every evening what the sea had brought: a crate of oranges, a"
     " broken oar, two letters that nobody had sent. "
 )
+_LONG_ANSWER = 512  # tokens
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -52,8 +53,8 @@ def _generate(model: Model, job: dict[str, Any]) -> None:
 
 def _fill(model: Model, job: dict[str, Any]) -> None:
     """To the last token of the context."""
-    half = model.info.ctx // 2
-    _answer(model, half, model.info.ctx - half)
+    answer = min(model.info.ctx // 2, _LONG_ANSWER)
+    _answer(model, model.info.ctx - answer, answer)
 
 
 def _answer(model: Model, prompt: int, tokens: int) -> None:
