@@ -33,6 +33,7 @@ class RingModel:
         self.nbytes = nbytes
         self._chunk = chunk
         self._live: deque[Slot] = deque()
+        self._cut: dict[tuple[int, int], list[Chunk]] = {}  # by bytes, and which come first
         self._next = 0
 
     def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float, float]:
@@ -75,7 +76,9 @@ class RingModel:
         slot = Slot(offset, nbytes)
         if not self._newest(offset, offset + nbytes):
             return slot, [Chunk(0, nbytes)]
-        return slot, chunks(nbytes, self._chunk, first=first)
+        if (nbytes, first) not in self._cut:
+            self._cut[nbytes, first] = chunks(nbytes, self._chunk, first=first)
+        return slot, self._cut[nbytes, first]
 
     def _newest(self, start: int, stop: int) -> int:
         """How many slots are as old as the newest that takes bytes of ``start`` to ``stop``."""

@@ -149,6 +149,7 @@ class _Replay:
         self.link_bytes_s = costs.machine.link_bytes_s or 1.0
         self.expert_costs = expert_costs(costs)
         self.assigned: dict[tuple[int, int, int, float, int | None], Assignment] = {}
+        self.touched: dict[str, tuple[int, int]] = {}  # experts of a layer, and rows of each
         places = [placement.where[unit.name] for unit in costs.shape.routed]
         kept, off = places.count(Where.VRAM), sum(place.read for place in places)
         self.in_vram = kept / len(places) if places else 0.0
@@ -211,9 +212,13 @@ class _Replay:
 
     def _touched(self, experts: Sequence[PlacedUnit]) -> tuple[list[PlacedUnit], int]:
         """The experts of a layer that a pass touches, and the rows that each sees."""
-        count = len(experts)
-        share, each = self.costs.touched(sum(unit.use for unit in experts) / count)
-        return self.random.sample(experts, max(1, round(count * share))), each
+        name = experts[0].name
+        if name not in self.touched:
+            count = len(experts)
+            share, each = self.costs.touched(sum(unit.use for unit in experts) / count)
+            self.touched[name] = max(1, round(count * share)), each
+        wanted, each = self.touched[name]
+        return self.random.sample(experts, wanted), each
 
     def _shared(self, experts: Sequence[PlacedUnit]) -> None:
         """A layer's experts on the card and the CPU at once, as the scheduler divides them.

@@ -37,6 +37,7 @@ from tests.offload.placed import (
 
 pytest.importorskip("triton")
 
+from localrt.quant.ops.triton import cuda_memory
 from localrt.quant.ops.triton.cuda_memory import CudaCopies
 from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.ops import TritonOps
@@ -156,7 +157,7 @@ def test_a_batch_and_a_cancelled_pass(model: Model) -> None:
 
 def test_memory_given_back_is_streamed(model: Model) -> None:
     names = passing(model.store)
-    where = {name: (Where.VRAM, Where.LINK)[n % 2] for n, name in enumerate(names)}
+    where = dict.fromkeys(names, Where.SSD) | {names[0]: Where.VRAM, names[1]: Where.LINK}
     with on_cuda(model, where) as decoder:
         cache = decoder.cache(10)
         first = extend(decoder, cache, [3])
@@ -190,7 +191,8 @@ def test_memory_beyond_what_may_be_used_is_refused() -> None:
     assert card.alloc(1_000_000).numel() == 1_000_000
 
 
-def test_what_copies_reach_is_measured() -> None:
+def test_what_copies_reach_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_memory, "_SAMPLE", 32 << 20)
     link, memory = CudaCopies(device="cpu").measure()
     assert link > 1e7
     assert memory > 1e7
