@@ -74,8 +74,8 @@ MARGIN_NBYTES = 3 << 20
 LOADING_NBYTES = 2 << 20
 """What loading itself leaves behind: a refusal before it has to leave room for that."""
 
-SERVER_NBYTES = 8 << 20
-"""A server's requests, threads and what is not sent yet."""
+SERVER_NBYTES = 14 << 20
+"""A server's libraries, the checks of its bodies, requests, threads and what is not sent yet."""
 
 MEASURING_NBYTES = 68 << 20
 """The process that measures this machine, beside the memory that it measures with."""
