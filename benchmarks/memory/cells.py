@@ -15,10 +15,10 @@ class Cell:
     """``ram`` is a share of the model's file beside the process, ``"least"`` what the refusal of
     a smaller budget says that would do, None no budget.
 
-    ``way`` is ``"generate"`` (``turns`` of prompt and answer tokens), ``"fill"`` (a prompt and a
-    long answer that together fill the context), ``"text"`` (as much text as the context holds),
-    ``"chat"``, ``"json"`` (an answer under a schema), ``"run"`` (the command) or ``"serve"``
-    (several clients).
+    ``way`` is ``"generate"`` (several prompts, one with an answer of ``long_answer`` tokens),
+    ``"fill"`` (a prompt and a long answer that together fill the context), ``"text"`` (as much text
+    as the context holds), ``"chat"``, ``"json"`` (an answer under a schema), ``"run"`` (the
+    command) or ``"serve"`` (several clients).
     ``cold``: nothing was measured on this machine before.
     """
 
@@ -29,7 +29,7 @@ class Cell:
     format: str | None = None
     kv_format: str | None = None
     draft: str = "auto"
-    turns: tuple[tuple[int, int], ...] = ((20, 16), (300, 64), (20, 400))
+    long_answer: int = 400
     cold: bool = False
 
     @property
@@ -54,16 +54,18 @@ def _cells() -> Iterator[Cell]:
         ("qwen0.5b", (None, 1.3, 0.9, 0.5, 0.2, "least")),
         ("qwen1.5b", (None, 0.7, 0.3, "least")),
     ):
+        # What is mostly read from the disk for each token takes its time.
+        long = {"long_answer": 100} if model == "qwen1.5b" else {}
         for ram in shares:
             for ctx in (1024, 4096) if ram == "least" else (2048,):
-                yield Cell(model=model, ram=ram, ctx=ctx)
-                yield Cell(model=model, ram=ram, ctx=ctx, way="fill")
+                yield Cell(model=model, ram=ram, ctx=ctx, **long)
+                yield Cell(model=model, ram=ram, ctx=ctx, way="fill", **long)
             yield Cell(model=model, ram=ram, way="chat")
         for ram in (0.5, "least"):
             yield Cell(model=model, ram=ram, ctx=2048, way="text")
-            yield Cell(model=model, ram=ram, ctx=2048, draft="off")
-            yield Cell(model=model, ram=ram, ctx=2048, kv_format="int8", way="fill")
-        yield Cell(model=model, ram=0.5, ctx=2048, kv_format="int4", way="fill")
+            yield Cell(model=model, ram=ram, ctx=2048, draft="off", **long)
+            yield Cell(model=model, ram=ram, ctx=2048, kv_format="int8", way="fill", **long)
+        yield Cell(model=model, ram=0.5, ctx=2048, kv_format="int4", way="fill", **long)
         for ram in (None, 1.5, 0.5, "least"):
             yield Cell(model=model, ram=ram, ctx=2048, way="serve")
         yield Cell(model=model, ram=0.5, ctx=2048, way="json")
@@ -71,7 +73,7 @@ def _cells() -> Iterator[Cell]:
             yield Cell(model=model, ram=ram, ctx=1024, way="run")
             yield Cell(model=model, ram=ram, ctx=1024, way="run", cold=True)
     for ram in (None, 1.6, 1.0, 0.5):
-        yield Cell(model="qwen1.5b", ram=ram, ctx=2048, draft="qwen0.5b")
+        yield Cell(model="qwen1.5b", ram=ram, ctx=2048, draft="qwen0.5b", long_answer=100)
     for format_ in ("bf16", "f32"):
         yield Cell(model="smollm2", ctx=2048, format=format_)
 

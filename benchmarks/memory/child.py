@@ -18,7 +18,6 @@ _TEXT = (
     "The lighthouse keeper wrote every evening what the sea had brought: a crate of oranges, a"
     " broken oar, two letters that nobody had sent. "
 )
-_LONG_ANSWER = 512  # tokens
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -47,13 +46,13 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generate(model: Model, job: dict[str, Any]) -> None:
-    for prompt, tokens in job["turns"]:
+    for prompt, tokens in ((20, 16), (300, 64), (20, job["long_answer"])):
         _answer(model, prompt, tokens)
 
 
 def _fill(model: Model, job: dict[str, Any]) -> None:
     """To the last token of the context."""
-    answer = min(model.info.ctx // 2, _LONG_ANSWER)
+    answer = min(model.info.ctx // 2, job["long_answer"])
     _answer(model, model.info.ctx - answer, answer)
 
 

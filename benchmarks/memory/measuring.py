@@ -74,7 +74,8 @@ def _run(cell: Cell, paths: dict[str, Path], home: Path, budget: int | None) -> 
         command += ["--max-tokens", "60", "--device", "cpu", "--ctx", str(cell.ctx)]
         command += ["--ram", str(budget)] if budget else []
     else:
-        job = {"path": str(paths[cell.model]), "way": cell.way, "turns": cell.turns, "load": load}
+        job = {"path": str(paths[cell.model]), "way": cell.way, "load": load}
+        job |= {"long_answer": cell.long_answer}
         command = [sys.executable, "-m", "benchmarks.memory.child", json.dumps(job)]
     env = {
         **os.environ,
