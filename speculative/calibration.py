@@ -43,17 +43,16 @@ class Calibration:
 
     def probabilities(self, tree: TokenTree) -> npt.NDArray[np.float64]:
         """(n,) that each node will be accepted. Children's sum to at most their parent's."""
-        n = len(tree)
         parents = tree.parents.tolist()
         own = [self.believed(c) for c in _conditionals(tree)]
         total: dict[int, float] = {}
-        for node in range(n):
-            total[parents[node]] = total.get(parents[node], 0.0) + own[node]
-        result = np.zeros(n)
-        for node, parent in enumerate(parents):
+        for parent, chance in zip(parents, own, strict=True):
+            total[parent] = total.get(parent, 0.0) + chance
+        result: list[float] = []
+        for parent, chance in zip(parents, own, strict=True):
             above = 1.0 if parent == ROOT else result[parent]
-            result[node] = above * own[node] / max(1.0, total[parent])
-        return result
+            result.append(above * chance / max(1.0, total[parent]))
+        return np.array(result, np.float64)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """``path`` was accepted of ``tree`` (whose nodes were all verified)."""
@@ -70,4 +69,5 @@ class Calibration:
 def _conditionals(tree: TokenTree) -> list[float]:
     """The stated probability of each node given its parent."""
     above = np.where(tree.parents == ROOT, 0.0, tree.scores[tree.parents])
-    return [float(p) for p in np.exp(np.minimum(tree.scores - above, 0.0))]
+    stated: list[float] = np.exp(np.minimum(tree.scores - above, 0.0)).tolist()
+    return stated

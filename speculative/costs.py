@@ -8,10 +8,10 @@ pessimistic guess.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
-
-import numpy as np
 
 __all__ = ["AHEAD_S", "DraftCost", "GapWorth", "PassCost", "Retry"]
 
@@ -114,7 +114,7 @@ class PassCost:
         if not sizes:
             raise ValueError("a pass must be measured first")
         if rows <= sizes[-1]:
-            return float(np.interp(rows, sizes, times))
+            return _between(rows, sizes, times)
         plain = times[0]  # of the fewest rows where a single one was never measured
         if self._mixture:
             row = (_HOPED_MIXTURE if hopeful else _MOST_MIXTURE) * plain
@@ -125,6 +125,16 @@ class PassCost:
         if hopeful and len(sizes) > 1:
             row = min(row, (times[-1] - plain) / (sizes[-1] - sizes[0]))
         return times[-1] + (rows - sizes[-1]) * row
+
+
+def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """``numpy.interp`` of one number: that takes longer to begin than to compute."""
+    at = bisect_right(xs, x) - 1
+    if at < 0:
+        return ys[0]
+    if xs[at] == x or at == len(xs) - 1:
+        return ys[at]
+    return (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at]) * (x - xs[at]) + ys[at]
 
 
 class DraftCost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,7 @@ def _chain(chance: float, levels: int) -> float:
     return sum(chance**level for level in range(1, levels + 1))
 
 
+@lru_cache(maxsize=64)  # of many sizes, from the same few
 def _chance(gain: float, levels: int) -> float:
     """The chance that makes a chain of ``levels`` bring ``gain``."""
     low, high = 0.0, 1.0

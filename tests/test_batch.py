@@ -63,7 +63,7 @@ def test_every_kind_of_attention_keeps_sequences_apart(name: str, tmp_path: Path
     save_tiny(name, tmp_path)
     with localrt.load(tmp_path) as model:
 
-        @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
         @given(
             lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
             shared=st.integers(0, 20),
@@ -221,16 +221,16 @@ def test_llamacpp_runs_one_after_another(tmp_path: Path) -> None:
 
 @pytest.mark.real
 @needs_kernels
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}])
-def test_smollm2_says_the_same_in_company(sampling: dict[str, Any]) -> None:
+def test_smollm2_says_the_same_in_company() -> None:
     with localrt.load(real_model("smollm2"), ctx=1024) as model:
         prompts = [
             "Name three rivers.",
-            "Why is the sky blue? " * 30,
+            "Why is the sky blue? " * 12,
             "Say hello in French.",
             "Write a haiku about the sea.",
             "What is 2 + 2?",
         ]
-        options = {"max_tokens": 24, "logprobs": 1, **sampling}
-        together = model.generate_batch(prompts, batch_size=3, **options)
-        assert all(map(same, together, one_by_one(model, prompts, **options)))
+        for sampling in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 4}):
+            options: dict[str, Any] = {"max_tokens": 10, "logprobs": 1, **sampling}
+            together = model.generate_batch(prompts, batch_size=3, **options)
+            assert all(map(same, together, one_by_one(model, prompts, **options)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,13 @@ IDS = tokens(40)
 
 def whole(decoder: Decoder, ids: list[int] = IDS) -> np.ndarray:
     return decoder.forward(Batch.extend([(decoder.cache(len(ids)), ids)]))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek-v3")
+    save_tiny("deepseek-v3", folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", sorted(DEEPSEEK_SPARSE))
@@ -208,9 +216,9 @@ def test_published_scaling(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_does_not_fit_is_one_clear_line(
-    change: dict[str, Any], message: str, tmp_path: Path
+    written: Path, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    save_tiny("deepseek-v3", tmp_path)
+    copytree(written, tmp_path, dirs_exist_ok=True)
     _change(tmp_path, change)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
         load_ours(tmp_path)

@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import closing
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,13 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits_of(store, ids), logits_of(tmp_path, ids))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3-moe")
+    save_tiny("qwen3-moe", path)
+    return path
+
+
 def edited(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -176,9 +184,9 @@ def edited(folder: Path, **changes: Any) -> Path:
     ],
 )
 def test_a_bad_config_is_one_clear_line(
-    change: dict[str, Any], message: str, tmp_path: Path
+    written: Path, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    save_tiny("qwen3-moe", tmp_path)
+    copytree(written, tmp_path, dirs_exist_ok=True)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
         load_ours(edited(tmp_path, **change))
     assert "\n" not in str(caught.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pytest
@@ -118,8 +118,9 @@ def routing(rows: int, *, count: int = COUNT, used: int = USED, seed: int = 0) -
 
 def fill(ops: NativeOps, experts: list[Expert]) -> ExpertTable:
     table = ops.expert_table(len(experts))
+    weights = {expert: expert.load(ops) for expert in experts}  # one may be there several times
     for number, expert in enumerate(experts):
-        table.put(number, expert.load(ops))
+        table.put(number, weights[expert])
     return table
 
 
@@ -158,9 +159,9 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, bound: float = 5e-3) -> 
 
 @pytest.mark.parametrize(("isa", "name"), CASES)
 def test_every_format(name: str, isa: str) -> None:
-    experts = [Expert((name, name, name), seed) for seed in range(COUNT)]
+    experts = [Expert((name, name, name), seed) for seed in range(4)]
     ops = NativeOps(threads=2, isa=isa)
-    table, x, choice = fill(ops, experts), inputs(9), routing(9)
+    table, x, choice = fill(ops, experts), inputs(9), routing(9, count=4)
     assert_close(run(ops, table, x, choice), expected(experts, x, choice))
     alone = run(ops, table, x[:1], some_rows(choice, slice(1)))
     assert_close(alone, expected(experts, x[:1], some_rows(choice, slice(1))))
@@ -178,16 +179,22 @@ WAYS = {
 }
 
 
+@cache
+def expected_of_way(way: str) -> np.ndarray:
+    return expected([WAYS[way]] * COUNT, inputs(64), routing(64))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_is_the_same_in_any_batch_and_thread_count(way: str, isa: str) -> None:
     two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
     experts = [WAYS[way]] * COUNT
-    x, choice = inputs(64), routing(64)
+    count = 64 if isa == ISAS[0] else 40
+    x, choice = inputs(64)[:count], some_rows(routing(64), slice(count))
     whole = run(two, fill(two, experts), x, choice)
-    assert_close(whole, expected(experts, x, choice))
+    assert_close(whole, expected_of_way(way)[: count * USED])
     table = fill(one, experts)
-    for rows in (1, 2, 3, 4, 5, 7, 13, 31, 64):
+    for rows in (1, 2, 3, 4, 5, 7, 13, 31, count):
         part = run(one, table, x[:rows], some_rows(choice, slice(rows)))
         assert np.array_equal(part, whole[: rows * USED])
 
@@ -233,8 +240,10 @@ def test_activations_and_biases(names: tuple[str, str, str], activation, isa: st
     assert np.array_equal(run(ops, table, x[:1], some_rows(choice, slice(1)), spec), whole[:USED])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("rows", "count", "names"), [(900, 2, "q8_0"), (90, 8, "mxfp4")])
+@pytest.mark.parametrize(
+    ("rows", "count", "names", "isa"),
+    [*((900, 2, "q8_0", isa) for isa in ISAS[:1]), *((90, 8, "mxfp4", isa) for isa in ISAS)],
+)
 def test_wide_experts_and_long_batches(rows: int, count: int, names: str, isa: str) -> None:
     """Tasks of many tiles, and rows in several chunks."""
     shape = (1024, 544)

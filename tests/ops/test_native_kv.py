@@ -105,7 +105,8 @@ class Layer:
             k = cached(k - apart, kv_format, top=31) + apart
             v = cached(v, kv_format, top=15)
         per = spec.heads // spec.kv_heads
-        scores = np.einsum("qhe,khe->hqk", q, np.repeat(k, per, axis=1)) * spec.scale
+        q, k, v = (part.swapaxes(0, 1) for part in (q, k, v))  # (heads, rows, head_dim)
+        scores = q @ np.repeat(k, per, axis=0).swapaxes(1, 2) * spec.scale
         if spec.softcap:
             scores = np.tanh(scores / spec.softcap) * spec.softcap
         if spec.window:
@@ -113,8 +114,8 @@ class Layer:
         scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        joined = np.einsum("hqk,khe->qhe", weights, np.repeat(v, per, axis=1))
-        return joined.reshape(len(seen), -1)
+        joined = weights @ np.repeat(v, per, axis=0)
+        return joined.swapaxes(0, 1).reshape(len(seen), -1)
 
 
 def turned(x: Doubles, positions: npt.NDArray[np.int64], rope: Rope | None) -> Doubles:
@@ -194,12 +195,12 @@ SPECS = {
 def test_attention_equals_float64(name: str, kv_format: KVFormat, bias: float) -> None:
     if bias and (name == "no rotary" or name == "partly rotary"):
         bias = 2.0  # the part that does not turn stays in the keys
-    layer, count = Layer.random(SPECS[name], bias=bias), 300
+    layer, count = Layer.random(SPECS[name], bias=bias), 274
     x = np.random.default_rng(1).standard_normal((count, HIDDEN)).astype(np.float32)
     ops = NativeOps(threads=2, kv_format=kv_format)
     cache = ops.kv_cache([layer.spec], count)
     outputs = []
-    for start, stop in pairwise((0, 250, 299, 300)):
+    for start, stop in pairwise((0, 250, 273, 274)):
         step = ops.begin(Batch.extend([(cache, [0] * (stop - start))]))
         outputs.append(layer.run(ops, x[start:stop], step))
         cache.advance(stop - start)
@@ -260,7 +261,8 @@ def test_far_positions_keep_their_bias() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_rows_are_the_same_for_any_rows_threads_and_lengths(isa: str, kv_format: KVFormat) -> None:
     """Bit for bit, for 1 to 64 rows at once, across blocks; every code path agrees with float64."""
-    layer, count = Layer.random(spec_of(48, heads=6), bias=10.0), 600
+    layer = Layer.random(spec_of(48, heads=6), bias=10.0)
+    count = 600 if isa == ISAS[0] else 280
     x = np.random.default_rng(3).standard_normal((count, HIDDEN)).astype(np.float32)
 
     def outputs(threads: int, chunks: list[int]) -> Doubles:
@@ -278,8 +280,6 @@ def test_rows_are_the_same_for_any_rows_threads_and_lengths(isa: str, kv_format:
     positions = np.arange(count)
     expected = layer.expected(x, positions, positions[:, None] >= positions, kv_format)
     assert usual_error(whole, expected) < SAME * (20 if kv_format == "bf16" else 1)
-    if isa == "portable":
-        whole, count = whole[:280], 280
     some = [1, 2, 3, 5, 8, 13, 21, 34, 64, 63, 7, 4, 6, 1, 1]
     for threads, chunks in ((1, [64] * (count // 64)), (2, some), (1, some), (2, [200, 1, 64])):
         ours = outputs(threads, chunks)

@@ -62,7 +62,7 @@ def test_every_tiled_format_has_a_kernel() -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_product_of_every_format(name: str) -> None:
-    tensor = random_tensor(name, 37, 768)  # a padded tile, chains of unequal length
+    tensor = random_tensor(name, 21, 768)  # a padded tile, chains of unequal length
     x = inputs(3, 768)
     assert error(product(x, tensor), expected(x, tensor)) < TOLERANCE[name]
 
@@ -72,12 +72,13 @@ def test_rows_are_the_reference_exactly(name: str) -> None:
     tensor = random_tensor(name, 53, 256)
     values = torch.from_numpy(unpack(tensor))
     tiles = tiles_of(tensor)
-    some = torch.empty(20, 256, device=DEVICE)
-    unpack_rows(tiles, some, first=7)
+    count = 20 if name in ("q4_0", "q6_k", "nf4") else 10  # rows of two programs, or of one
+    some = torch.empty(count, 256, device=DEVICE)
+    unpack_rows(tiles, some, first=9)
     index = torch.tensor([3, 52, 17, 17])
     picked = torch.empty(4, 256, device=DEVICE)
     unpack_rows(tiles, picked, index=index.to(DEVICE), factor=2.0)
-    wanted = values[7:27], 2 * values[index]
+    wanted = values[9 : 9 + count], 2 * values[index]
     if name == "nf4":
         largest = float(values.abs().max())
         assert (some.cpu() - wanted[0]).abs().max() < largest / 256
@@ -87,7 +88,7 @@ def test_rows_are_the_reference_exactly(name: str) -> None:
         assert torch.equal(picked.cpu(), wanted[1])
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     name=st.sampled_from(MANY),
     rows=st.integers(1, 70),
@@ -104,8 +105,8 @@ def test_any_shape(name: str, rows: int, spans: int, batch: int, seed: int) -> N
 
 @pytest.mark.parametrize("name", ["nvfp4", *slow("q4_0", "q6_k")])
 def test_the_cut_and_the_other_rows_change_nothing(name: str) -> None:
-    tensor = random_tensor(name, 70, 1024)
-    x = inputs(64, 1024)
+    tensor = random_tensor(name, 38, 768)
+    x = inputs(64, 768)
     whole = product(x, tensor)
     for batch in (1, 5, 16, 33):
         assert same(product(x[:batch], tensor), whole[:batch])

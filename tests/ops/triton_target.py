@@ -6,7 +6,9 @@ Import this before anything that imports Triton: the interpreter is chosen when 
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +25,9 @@ if find_spec("triton") is None:
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime import interpreter
 
-    if not isinstance(tl.sum, InterpretedFunction):
+    if not isinstance(tl.sum, interpreter.InterpretedFunction):
         pytest.skip(
             "Triton was imported before TRITON_INTERPRET=1 was set: run tests/ops alone",
             allow_module_level=True,
@@ -33,6 +35,35 @@ if DEVICE == "cpu":
 
 from localrt.quant.ops.triton.formats import layout_of  # noqa: E402
 from localrt.quant.ops.triton.linear import Tiles  # noqa: E402
+
+
+def patch_once_a_launch() -> None:
+    """The interpreter patches ``triton.language`` anew for every call of a device function, which
+    takes a quarter of the time: once a launch is enough.
+    """
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[frozenset[str]] = set()
+
+    @cache
+    def languages(fn: Any) -> frozenset[str]:
+        modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        return frozenset(module.__name__ for module in modules)
+
+    def patch_new(fn: Any) -> Any:
+        if languages(fn) in patched:
+            return interpreter._LangPatchScope()
+        patched.add(languages(fn))
+        return patch(fn)
+
+    def launch_anew(self: Any, *args: Any, **options: Any) -> None:
+        patched.clear()
+        launch(self, *args, **options)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
+
+
+if DEVICE == "cpu":
+    patch_once_a_launch()
 
 
 def tiles_of(tensor: PackedTensor) -> Tiles:

@@ -51,8 +51,10 @@ def scattered(decoder: Decoder, held: int, rows: list[int], count: int) -> Any:
     return tree
 
 
-@pytest.fixture(params=["torch", *KV_FORMATS, "ssd-bf16", "ssd-int4"])
-def decoder(request: Any, folder: Path, tmp_path: Path) -> Iterator[Decoder]:
+@pytest.fixture(scope="module", params=["torch", *KV_FORMATS, "ssd-bf16", "ssd-int4"])
+def decoder(
+    request: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Decoder]:
     kind: str = request.param
     if kind == "torch":
         yield load(folder, TorchOps(compute_format="f32", device="cpu"))
@@ -67,7 +69,8 @@ def decoder(request: Any, folder: Path, tmp_path: Path) -> Iterator[Decoder]:
         return
     places: Any = ["ssd", "ram", "ssd"]
     specs = ours.config.attention
-    tier = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format=kv_format, slots=2)
+    place = tmp_path_factory.mktemp("kv")
+    tier = KvTier(specs, places, place, capacity=CAPACITY, kv_format=kv_format, slots=2)
     ops.kv_maker = tier
     yield ours
     tier.close()

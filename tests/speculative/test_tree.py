@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.speculative.tree import ROOT, TokenTree, merge
@@ -44,6 +44,7 @@ def words(tree: TokenTree) -> dict[tuple[int, ...], float]:
     }
 
 
+@settings(max_examples=30)
 @given(trees())
 def test_a_mask_shows_the_path_and_nothing_else(tree: TokenTree) -> None:
     mask = tree.mask()
@@ -58,6 +59,7 @@ def test_a_mask_shows_the_path_and_nothing_else(tree: TokenTree) -> None:
     assert (tree.positions(7) == tree.depths + 7).all()
 
 
+@settings(max_examples=30)
 @given(trees(), st.integers(0, 30), st.integers(1, 6))
 def test_trimming_keeps_the_best_and_their_parents(
     tree: TokenTree, budget: int, depth: int
@@ -72,6 +74,7 @@ def test_trimming_keeps_the_best_and_their_parents(
     assert sorted(after.values(), reverse=True) == best
 
 
+@settings(max_examples=30)
 @given(trees("a"), trees("b"), st.integers(0, 60))
 def test_a_merged_tree_has_each_prefix_once(a: TokenTree, b: TokenTree, budget: int) -> None:
     both, one, other = merge([a, b], budget), words(a), words(b)
