@@ -35,6 +35,10 @@ def model(
     opened.close()
 
 
+# What is counted is the scheduler's and the slots': the same for all mixtures.
+one_mixture = pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+
+
 def places(
     model: Model, share: float, *, ssd: float = 0.0, shells: Where = Where.VRAM
 ) -> dict[str, Where]:
@@ -80,6 +84,7 @@ def test_layers_may_be_on_either_side(model: Model) -> None:
         assert_same(conversation(placed), want)
 
 
+@one_mixture
 def test_slots_and_cpu_share_the_work(model: Model) -> None:
     with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
         cache = placed.cache(64)
@@ -93,6 +98,7 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
     assert counts.link_bytes > 0
 
 
+@one_mixture
 def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
     def fetched(costs: ExpertCosts) -> int:
         with on_card(model, places(model, 0.5), expert_costs=costs) as placed:
@@ -127,6 +133,7 @@ def test_a_cancelled_pass_leaves_nothing_behind(model: Model) -> None:
         assert_same(conversation(placed), want)
 
 
+@one_mixture
 def test_idle_links_fill_slots(model: Model) -> None:
     def never(rows: Any, resident: Any, costs: Any, ready: Any) -> Any:
         return split_misses(0, rows, resident, costs, ready)
