@@ -53,6 +53,7 @@ def cache_in(tmp_path: Path, limit: int = 1 << 30, name: str = "a") -> PromptCac
     return PromptCache(tmp_path / "kv" / name, limit=limit)
 
 
+@pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize(("name", "options"), KINDS)
 def test_a_restored_session_goes_on_as_if_it_had_stayed(
     tmp_path: Path, name: str, options: dict[str, object]
