@@ -68,13 +68,13 @@ _VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash
 GROWTH_NBYTES = 4 << 20
 """What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
 
-MARGIN_NBYTES = 3 << 20
+MARGIN_NBYTES = 4 << 20
 """Left free of a budget: pages that two parts share, memory that comes back later than asked."""
 
-LOADING_NBYTES = 2 << 20
+LOADING_NBYTES = 3 << 20
 """What loading itself leaves behind: a refusal before it has to leave room for that."""
 
-SERVER_NBYTES = 14 << 20
+SERVER_NBYTES = 12 << 20
 """A server's libraries, the checks of its bodies, requests, threads and what is not sent yet."""
 
 MEASURING_NBYTES = 68 << 20
@@ -103,6 +103,7 @@ SMALLEST_CONTEXT = 512
 
 _KERNEL_SCRATCH_NBYTES = 3 << 20  # what the native kernels allocate for themselves
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
+_TORCH_GROWTH_NBYTES = 20 << 20  # of these, what passes take where the libraries are there already
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
 _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
@@ -452,7 +453,7 @@ def resident_forecast(
     ``budget``.
     """
     native = ops.name == "native"
-    beside = _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES if native else _TORCH_SCRATCH_NBYTES
+    beside = _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES if native else _TORCH_GROWTH_NBYTES
     return RamForecast(
         process=rss + beside,
         weights=weight_nbytes(checkpoint, ops) if ops.free_memory() is None else 0,

@@ -89,19 +89,23 @@ def test_logits_of_every_token_are_those_of_one_after_another(engine: LlamaCppEn
     pieces = list(every.logits(prompt, first=20))
     assert [piece.shape for piece in pieces] == [(64, 49152), (16, 49152)]
     assert list(every.tokens) == prompt
-    for token, expected in zip(prompt[:24], [None] * 20 + list(pieces[0][:4]), strict=True):
-        logits = single.extend([token])
-        if expected is not None:  # llama.cpp rounds differently in passes of other sizes
-            p, q = (np.exp(row - row.max()) for row in (logits, expected))
-            assert np.abs(p / p.sum() - q / q.sum()).sum() < 0.1
-    np.testing.assert_array_equal(
-        np.concatenate(list(engine.session(100).logits(prompt))).argmax(1)[20:],
-        np.concatenate(pieces).argmax(1),
-    )
+    one_by_one = np.stack([single.extend([token]).copy() for token in prompt[:24]])[20:]
+    whole = np.concatenate(list(engine.session(100).logits(prompt)))[20:]
+    got = probabilities(np.concatenate(pieces))
+    # llama.cpp rounds differently in passes of other sizes
+    assert np.abs(probabilities(one_by_one) - got[:4]).sum(1).max() < 0.2
+    assert np.abs(probabilities(whole) - got).sum(1).max() < 0.2
+
     with pytest.raises(LocalrtError, match="a session that holds none"):
         next(every.logits(prompt))
     with pytest.raises(ContextOverflowError, match="100 tokens"):
         next(engine.session(64).logits(prompt))
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    exponents = np.exp(logits - logits.max(1, keepdims=True))
+    found: np.ndarray = exponents / exponents.sum(1, keepdims=True)
+    return found
 
 
 @pytest.mark.real

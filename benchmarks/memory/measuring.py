@@ -40,7 +40,10 @@ def measure(cell: Cell, paths: dict[str, Path], home: Path) -> dict[str, Any]:
             return {**refused, "budget": None, "outcome": "no least budget"}
         budget = int(found[1]) * 1_000_000
     if not cell.cold:
-        return {"budget": budget, **_run(cell, paths, home, budget)}
+        result = {"budget": budget, **_run(cell, paths, home, budget)}
+        if cell.ram == "least" and result["outcome"] == "refused":
+            result["outcome"] = "its own least was refused"
+        return result
     with tempfile.TemporaryDirectory() as folder:
         return {"budget": budget, **_run(cell, paths, Path(folder), budget)}
 

@@ -58,18 +58,24 @@ def cached_store(
     except OSError as error:
         raise StorageError(f"{stores} cannot be made: {error.strerror}") from error
     with _alone(folder.with_name(folder.name + ".lock"), cancel):
-        if (folder / MANIFEST_NAME).is_file():
-            try:
-                return StoreCheckpoint(folder)
-            except (CheckpointError, UnsupportedModelError):
-                # A copy of what we still have, damaged or of another version: make it again.
-                shutil.rmtree(folder, ignore_errors=True)
-        elif folder.exists():  # discarded
+        store = _opened(folder)
+        if store is None:
             shutil.rmtree(folder, ignore_errors=True)
-        pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
+            pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
+            store = StoreCheckpoint(folder, verify=False)  # the bytes were summed a moment ago
     gc.collect()
-    return_free_memory()  # what packing took is wanted for the weights
-    return StoreCheckpoint(folder, verify=False)  # the bytes were summed a moment ago
+    return_free_memory()  # what packing or reading the manifest took is wanted for the weights
+    return store
+
+
+def _opened(folder: Path) -> StoreCheckpoint | None:
+    """What lies there; None where that was discarded, is damaged or of another version."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return None
+    try:
+        return StoreCheckpoint(folder)
+    except (CheckpointError, UnsupportedModelError):
+        return None
 
 
 def discard_store(folder: Path) -> None:
