@@ -57,6 +57,7 @@ __all__ = [
     "resident_account",
     "resident_forecast",
     "shorter_contexts",
+    "tree_logits_nbytes",
     "unstreamable_nbytes",
     "weight_nbytes",
 ]
@@ -68,7 +69,7 @@ _VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash
 GROWTH_NBYTES = 4 << 20
 """What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
 
-MARGIN_NBYTES = 4 << 20
+MARGIN_NBYTES = 3 << 20
 """Left free of a budget: pages that two parts share, memory that comes back later than asked."""
 
 LOADING_NBYTES = 3 << 20
@@ -106,6 +107,7 @@ _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch 
 _TORCH_GROWTH_NBYTES = 20 << 20  # of these, what passes take where the libraries are there already
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
 _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
+_TREE_ROWS, _TREE_LOGITS_NBYTES = 20, 4 << 20  # of a tree of guesses: the lesser of both
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
 _CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
 _CONTEXT_STEP = 256
@@ -261,6 +263,11 @@ def pass_logits_nbytes(vocab: int, rows: int) -> int:
     return 2 * logits_nbytes(vocab, max(0, rows - 1))
 
 
+def tree_logits_nbytes(vocab: int) -> int:
+    """What is left free beside a streamed model for the logits of guesses."""
+    return min(logits_nbytes(vocab, _TREE_ROWS), _TREE_LOGITS_NBYTES)
+
+
 def activation_nbytes(sizes: PassSizes, rows: int) -> int:
     """Hidden states, queries, codes and the widest MLP of ``rows`` rows; logits of one.
 
@@ -353,6 +360,7 @@ def placed_account(
     parts: list[tuple[Tier, str, int]] = [
         ("ram", "process", budgets.process_bytes(shape.vocab)),
         ("ram", "kernels' scratch", budgets.scratch),
+        ("ram", "logits of guesses", tree_logits_nbytes(shape.vocab)),
         ("ram", "activations", activations),
         ("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
         ("ram", "keys and values", caches["ram"]),
@@ -464,7 +472,7 @@ def resident_forecast(
 
 def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForecast:
     """Of a model that was placed within ``budget`` bytes, whose account is ``memory``."""
-    streamed = ("weights", "keys and values", "activations")
+    streamed = ("weights", "keys and values", "activations", "logits of guesses")
     fixed = memory.total() - sum(memory.nbytes(what) for what in streamed)
     return RamForecast(
         process=fixed - MARGIN_NBYTES,
