@@ -75,7 +75,7 @@ MARGIN_NBYTES = 3 << 20
 LOADING_NBYTES = 3 << 20
 """What loading itself leaves behind: a refusal before it has to leave room for that."""
 
-SERVER_NBYTES = 12 << 20
+SERVER_NBYTES = 10 << 20
 """A server's libraries, the checks of its bodies, requests, threads and what is not sent yet."""
 
 MEASURING_NBYTES = 68 << 20
@@ -107,7 +107,8 @@ _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch 
 _TORCH_GROWTH_NBYTES = 20 << 20  # of these, what passes take where the libraries are there already
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
 _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
-_TREE_ROWS, _TREE_LOGITS_NBYTES = 20, 4 << 20  # of a tree of guesses: the lesser of both
+_TREE_ROWS = 32  # of a tree of guesses, beside a streamed model
+_TREE_SHARE, _TREE_NBYTES = 0.02, 4 << 20  # of the budget for their logits, or that much
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
 _CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
 _CONTEXT_STEP = 256
@@ -263,9 +264,9 @@ def pass_logits_nbytes(vocab: int, rows: int) -> int:
     return 2 * logits_nbytes(vocab, max(0, rows - 1))
 
 
-def tree_logits_nbytes(vocab: int) -> int:
-    """What is left free beside a streamed model for the logits of guesses."""
-    return min(logits_nbytes(vocab, _TREE_ROWS), _TREE_LOGITS_NBYTES)
+def tree_logits_nbytes(vocab: int, budget: int) -> int:
+    """What is left free beside a model that is streamed in ``budget`` for the logits of guesses."""
+    return min(logits_nbytes(vocab, _TREE_ROWS), max(round(_TREE_SHARE * budget), _TREE_NBYTES))
 
 
 def activation_nbytes(sizes: PassSizes, rows: int) -> int:
@@ -360,7 +361,7 @@ def placed_account(
     parts: list[tuple[Tier, str, int]] = [
         ("ram", "process", budgets.process_bytes(shape.vocab)),
         ("ram", "kernels' scratch", budgets.scratch),
-        ("ram", "logits of guesses", tree_logits_nbytes(shape.vocab)),
+        ("ram", "logits of guesses", tree_logits_nbytes(shape.vocab, budgets.ram)),
         ("ram", "activations", activations),
         ("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
         ("ram", "keys and values", caches["ram"]),
@@ -404,14 +405,16 @@ class RamForecast:
     """What the process of a loaded model will take of RAM, by what it is made to do.
 
     ``process`` is what it takes beside the model, ``weights`` what stays in memory, rings included.
-    Of a streamed model ``room`` bounds weights and caches together: it gives weights back as caches
-    grow. ``budget`` is that of one that cannot: its passes have as many rows as fit.
+    Of a streamed model ``room`` bounds weights, caches and logits together: it gives weights back
+    as caches grow, and its passes have ``tree_rows`` rows of guesses at most. ``budget`` is that of
+    one that cannot: its passes have as many rows as fit.
     """
 
     process: int
     weights: int
     sizes: PassSizes
     room: int | None = None
+    tree_rows: int | None = None
     budget: int | None = None
 
     def nbytes(self, *, kv: int, rows: int, logit_rows: int) -> int:
@@ -444,12 +447,10 @@ class RamForecast:
         return max(0, self.budget - self.nbytes(kv=kv, rows=0, logit_rows=0))
 
     def logit_rows(self, kv: int) -> int | None:
-        """Rows with logits that a pass may have beside caches of ``kv`` bytes; None as in
-        ``spare``.
-        """
+        """Rows with logits that a pass may have beside caches of ``kv`` bytes; None: any number."""
         spare = self.spare(kv)
         if spare is None:
-            return None
+            return self.tree_rows
         row = activation_nbytes(self.sizes, 1) - activation_nbytes(self.sizes, 0)
         return spare // (row + logits_nbytes(self.sizes.vocab, 1))
 
@@ -479,6 +480,7 @@ def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForec
         weights=memory.nbytes("weights"),
         sizes=shape.pass_sizes,
         room=budget - fixed - memory.nbytes("activations"),
+        tree_rows=1 + memory.nbytes("logits of guesses") // logits_nbytes(shape.vocab, 1),
     )
 
 
