@@ -108,7 +108,7 @@ _TORCH_GROWTH_NBYTES = 20 << 20  # of these, what passes take where the librarie
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
 _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
 _TREE_ROWS = 32  # of a tree of guesses, beside a streamed model
-_TREE_SHARE, _TREE_NBYTES = 0.02, 4 << 20  # of the budget for their logits, or that much
+_TREE_SHARE, _TREE_NBYTES = 0.02, 4 << 20  # of the budget for their logits; kept free of it
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
 _CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
 _CONTEXT_STEP = 256
@@ -264,9 +264,15 @@ def pass_logits_nbytes(vocab: int, rows: int) -> int:
     return 2 * logits_nbytes(vocab, max(0, rows - 1))
 
 
-def tree_logits_nbytes(vocab: int, budget: int) -> int:
-    """What is left free beside a model that is streamed in ``budget`` for the logits of guesses."""
-    return min(logits_nbytes(vocab, _TREE_ROWS), max(round(_TREE_SHARE * budget), _TREE_NBYTES))
+def tree_logits_nbytes(vocab: int) -> int:
+    """What is left free beside a streamed model for the logits of guesses."""
+    return min(logits_nbytes(vocab, _TREE_ROWS), _TREE_NBYTES)
+
+
+def _tree_rows(vocab: int, budget: int) -> int:
+    """The most rows of a pass with guesses beside a model that is streamed in ``budget``."""
+    room = max(round(_TREE_SHARE * budget), _TREE_NBYTES)
+    return 1 + min(_TREE_ROWS, room // logits_nbytes(vocab, 1))
 
 
 def activation_nbytes(sizes: PassSizes, rows: int) -> int:
@@ -361,7 +367,7 @@ def placed_account(
     parts: list[tuple[Tier, str, int]] = [
         ("ram", "process", budgets.process_bytes(shape.vocab)),
         ("ram", "kernels' scratch", budgets.scratch),
-        ("ram", "logits of guesses", tree_logits_nbytes(shape.vocab, budgets.ram)),
+        ("ram", "logits of guesses", tree_logits_nbytes(shape.vocab)),
         ("ram", "activations", activations),
         ("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
         ("ram", "keys and values", caches["ram"]),
@@ -480,7 +486,7 @@ def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForec
         weights=memory.nbytes("weights"),
         sizes=shape.pass_sizes,
         room=budget - fixed - memory.nbytes("activations"),
-        tree_rows=1 + memory.nbytes("logits of guesses") // logits_nbytes(shape.vocab, 1),
+        tree_rows=_tree_rows(shape.vocab, budget),
     )
 
 

@@ -112,7 +112,7 @@ def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
     activations = activation_nbytes(shape.pass_sizes, rows)
     small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
     ram = budgets.ram - budgets.process_bytes(shape.vocab) - budgets.scratch - activations - small
-    ram -= tree_logits_nbytes(shape.vocab, budgets.ram)
+    ram -= tree_logits_nbytes(shape.vocab)
     vram = 0
     if request.uses_gpu:
         vram = budgets.vram - budgets.context_bytes() - activations - small
