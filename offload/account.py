@@ -57,7 +57,6 @@ __all__ = [
     "resident_account",
     "resident_forecast",
     "shorter_contexts",
-    "tree_logits_nbytes",
     "unstreamable_nbytes",
     "weight_nbytes",
 ]
@@ -107,8 +106,6 @@ _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch 
 _TORCH_GROWTH_NBYTES = 20 << 20  # of these, what passes take where the libraries are there already
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
 _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
-_TREE_ROWS = 32  # of a tree of guesses, beside a streamed model
-_TREE_SHARE, _TREE_NBYTES = 0.02, 4 << 20  # of the budget for their logits; kept free of it
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
 _CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
 _CONTEXT_STEP = 256
@@ -264,17 +261,6 @@ def pass_logits_nbytes(vocab: int, rows: int) -> int:
     return 2 * logits_nbytes(vocab, max(0, rows - 1))
 
 
-def tree_logits_nbytes(vocab: int) -> int:
-    """What is left free beside a streamed model for the logits of guesses."""
-    return min(logits_nbytes(vocab, _TREE_ROWS), _TREE_NBYTES)
-
-
-def _tree_rows(vocab: int, budget: int) -> int:
-    """The most rows of a pass with guesses beside a model that is streamed in ``budget``."""
-    room = max(round(_TREE_SHARE * budget), _TREE_NBYTES)
-    return 1 + min(_TREE_ROWS, room // logits_nbytes(vocab, 1))
-
-
 def activation_nbytes(sizes: PassSizes, rows: int) -> int:
     """Hidden states, queries, codes and the widest MLP of ``rows`` rows; logits of one.
 
@@ -367,7 +353,6 @@ def placed_account(
     parts: list[tuple[Tier, str, int]] = [
         ("ram", "process", budgets.process_bytes(shape.vocab)),
         ("ram", "kernels' scratch", budgets.scratch),
-        ("ram", "logits of guesses", tree_logits_nbytes(shape.vocab)),
         ("ram", "activations", activations),
         ("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
         ("ram", "keys and values", caches["ram"]),
@@ -412,15 +397,13 @@ class RamForecast:
 
     ``process`` is what it takes beside the model, ``weights`` what stays in memory, rings included.
     Of a streamed model ``room`` bounds weights, caches and logits together: it gives weights back
-    as caches grow, and its passes have ``tree_rows`` rows of guesses at most. ``budget`` is that of
-    one that cannot: its passes have as many rows as fit.
+    before each pass. ``budget`` is that of one that cannot: its passes have as many rows as fit.
     """
 
     process: int
     weights: int
     sizes: PassSizes
     room: int | None = None
-    tree_rows: int | None = None
     budget: int | None = None
 
     def nbytes(self, *, kv: int, rows: int, logit_rows: int) -> int:
@@ -456,7 +439,7 @@ class RamForecast:
         """Rows with logits that a pass may have beside caches of ``kv`` bytes; None: any number."""
         spare = self.spare(kv)
         if spare is None:
-            return self.tree_rows
+            return None
         row = activation_nbytes(self.sizes, 1) - activation_nbytes(self.sizes, 0)
         return spare // (row + logits_nbytes(self.sizes.vocab, 1))
 
@@ -479,14 +462,13 @@ def resident_forecast(
 
 def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForecast:
     """Of a model that was placed within ``budget`` bytes, whose account is ``memory``."""
-    streamed = ("weights", "keys and values", "activations", "logits of guesses")
+    streamed = ("weights", "keys and values", "activations")
     fixed = memory.total() - sum(memory.nbytes(what) for what in streamed)
     return RamForecast(
         process=fixed - MARGIN_NBYTES,
         weights=memory.nbytes("weights"),
         sizes=shape.pass_sizes,
         room=budget - fixed - memory.nbytes("activations"),
-        tree_rows=_tree_rows(shape.vocab, budget),
     )
 
 

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from localrt.models.timing import Clock, PipelineCounts
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
     from localrt.offload.planner import Plan
-    from localrt.quant.ops.kv import BlockCache, Bytes
+    from localrt.quant.ops.kv import BlockCache, FillBlocks
     from localrt.speculative.tree import TokenTree
 
 __all__ = [
@@ -35,15 +35,11 @@ __all__ = [
     "Forecast",
     "Forecaster",
     "Logits",
-    "PutBlocks",
     "Rates",
     "check_ids",
 ]
 
 Logits = npt.NDArray[np.float32]
-
-# Gives a session's cache the blocks from a number on, (count, block_bytes).
-PutBlocks: TypeAlias = "Callable[[int, Bytes], None]"
 
 # Called between layers (or blocks of tokens) of a pass; raises CancelledError to abandon it.
 Check = Callable[[], None]
@@ -202,9 +198,9 @@ class EngineSession(ABC):
         """What the bytes of ``blocks`` mean."""
         return ""
 
-    def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
-        """Hold ``tokens`` instead of what is held: ``read(put)`` gives the blocks, and returns how
-        many tokens they are of, which is returned.
+    def put_tokens(self, tokens: Sequence[int], read: Callable[[FillBlocks], int]) -> int:
+        """Hold ``tokens`` instead of what is held: ``read`` fills the cache with their blocks, and
+        returns how many of the tokens they are of, which is returned.
 
         Raises:
             MemoryBudgetError: there is no room for them.

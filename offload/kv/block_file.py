@@ -15,6 +15,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ import numpy as np
 from localrt.errors import StorageError
 from localrt.files import write_text
 from localrt.models.prefix import Tokens, common_prefix
-from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
 
 __all__ = ["BlockFile"]
 
 _VERSION = 1
-_PIECE = 16 << 20  # bytes read or written at once
+_PIECE, _CHECKED = 16 << 20, 4 << 20  # bytes written, and read and checked, at once
 _DATA, _ABOUT = "blocks.bin", "tokens.json"
 _NO_TOKENS: Tokens = np.empty(0, np.int64)
 
@@ -102,30 +103,23 @@ class BlockFile:
             reason = error.strerror or error
             raise StorageError(f"cannot keep the KV cache in {self.folder}: {reason}") from error
 
-    def read(self, length: int, put: Callable[[int, Bytes], None]) -> int:
-        """Give ``put(first, blocks)`` the blocks of the first ``length`` tokens, checked.
+    def read(self, length: int, fill: FillBlocks) -> int:
+        """Have ``fill`` read the blocks of the first ``length`` tokens, checked.
 
         Returns how many of the tokens that covers: fewer where the file is damaged.
         """
         count = -(-min(length, len(self.tokens)) // BLOCK_TOKENS)
-        step = max(1, _PIECE // max(1, self._block_bytes))
         good = 0
         try:
-            with (
-                (self.folder / _DATA).open("rb", buffering=0) as file,
-                ThreadPoolExecutor(1) as ahead,  # reads one piece while another is checked and put
-            ):
-                reading = ahead.submit(_read_blocks, file, min(step, count), self._block_bytes)
-                for first in range(0, count, step):
-                    blocks = reading.result()
-                    left = min(step, count - first - step)
-                    if left > 0:
-                        reading = ahead.submit(_read_blocks, file, left, self._block_bytes)
-                    whole = self._whole(first, blocks)
-                    put(first, blocks[:whole])
+            with (self.folder / _DATA).open("rb", buffering=0) as file:
+
+                def read(first: int, room: Bytes) -> int:
+                    nonlocal good
+                    whole = self._read_whole(file, first, room)
                     good = first + whole
-                    if whole < len(blocks):
-                        break
+                    return whole
+
+                fill(0, count, read)
         except (OSError, ValueError):
             pass  # as far as it went
         return min(length, len(self.tokens), good * BLOCK_TOKENS)
@@ -135,12 +129,19 @@ class BlockFile:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.tokens, self._sums, self._block_bytes = _NO_TOKENS, [], 0
 
-    def _whole(self, first: int, blocks: Bytes) -> int:
-        """How many of ``blocks`` are what was written, up to the first that is not."""
-        for index, block in enumerate(blocks):
-            if zlib.crc32(block) != self._sums[first + index]:
-                return index
-        return len(blocks)
+    def _read_whole(self, file: Any, first: int, room: Bytes) -> int:
+        """Fill ``room``; how many blocks are what was written, up to the first that is not."""
+        starts = range(0, self._block_bytes, _CHECKED)
+        pieces = [block[start : start + _CHECKED].data for block in room for start in starts]
+        with ThreadPoolExecutor(1) as ahead:  # reads on while what has come is checked
+            read = ahead.map(partial(_read_into, file), pieces)
+            for index in range(len(room)):
+                checksum = 0
+                for _ in starts:
+                    checksum = zlib.crc32(next(read), checksum)
+                if checksum != self._sums[first + index]:
+                    return index
+        return len(room)
 
     def _replace_about(
         self, tokens: Tokens, layout: str, block_bytes: int, sums: list[int]
@@ -179,12 +180,11 @@ def _write_all(file: Any, blocks: Bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _read_blocks(file: Any, count: int, block_bytes: int) -> Bytes:
-    blocks = np.empty((count, block_bytes), np.uint8)
-    view = blocks.data.cast("B")
-    while view:
-        got = file.readinto(view)
+def _read_into(file: Any, room: memoryview) -> memoryview:
+    left = room
+    while left:
+        got = file.readinto(left)
         if not got:
             raise OSError("the file ends early")
-        view = view[got:]
-    return blocks
+        left = left[got:]
+    return room

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakSet
 
 import numpy as np
 
-from localrt.quant.ops.kv import BlockCache, Bytes
+from localrt.quant.ops.kv import BlockCache, Bytes, ReadBlocks, read_pieces
 from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
 
 __all__ = ["Caches", "SplitCache", "split_batch"]
@@ -92,12 +93,14 @@ class SplitCache:
         """The host's bytes of each block, then the card's."""
         return np.concatenate([p.take_blocks(first, count) for p in self._block_parts()], axis=1)
 
-    def put_blocks(self, first: int, blocks: Bytes) -> None:
+    def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
         """See ``BlockCache``."""
-        at = 0
-        for part in self._block_parts():
-            part.put_blocks(first, blocks[:, at : at + part.block_bytes])
-            at += part.block_bytes
+        for start, blocks in read_pieces(first, count, self.block_bytes, read):
+            at = 0
+            for part in self._block_parts():
+                columns = blocks[:, at : at + part.block_bytes]
+                part.fill_blocks(start, len(blocks), partial(_copy, columns, start))
+                at += part.block_bytes
 
     def _block_parts(self) -> list[BlockCache]:
         return [part for part in self._parts.values() if isinstance(part, BlockCache)]
@@ -106,6 +109,12 @@ class SplitCache:
         """Keep some rows on both."""
         for part in self._parts.values():
             part.select(first, rows)
+
+
+def _copy(blocks: Bytes, start: int, first: int, room: Bytes) -> int:
+    """A ``ReadBlocks`` that has ``blocks`` already, from ``start`` on."""
+    room[:] = blocks[first - start : first - start + len(room)]
+    return len(room)
 
 
 class Caches:

@@ -11,7 +11,6 @@ from localrt.offload.account import (
     kv_buffer_nbytes,
     kv_tail_nbytes,
     placed_account,
-    tree_logits_nbytes,
 )
 from localrt.offload.placement import Placement
 from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
@@ -112,7 +111,6 @@ def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
     activations = activation_nbytes(shape.pass_sizes, rows)
     small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
     ram = budgets.ram - budgets.process_bytes(shape.vocab) - budgets.scratch - activations - small
-    ram -= tree_logits_nbytes(shape.vocab)
     vram = 0
     if request.uses_gpu:
         vram = budgets.vram - budgets.context_bytes() - activations - small

@@ -13,19 +13,37 @@ partial one is taken whole. Bytes only go back into a cache of the same layout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_TOKENS", "BlockCache", "Bytes", "GrowingCache", "KVCache", "grown_capacity"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "BlockCache",
+    "Bytes",
+    "FillBlocks",
+    "GrowingCache",
+    "KVCache",
+    "ReadBlocks",
+    "grown_capacity",
+    "read_pieces",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
+ReadBlocks: TypeAlias = "Callable[[int, Bytes], int]"
+"""Fills room for n blocks, (n, block_bytes), with those from a number on; how many there were."""
+
+FillBlocks: TypeAlias = "Callable[[int, int, ReadBlocks], None]"
+"""``BlockCache.fill_blocks``."""
+
 BLOCK_TOKENS = 256
 """Tokens of a block, and of a step of growth."""
+
+_PIECE = 16 << 20  # bytes of the blocks that are read at once
 
 
 class KVCache(Protocol):
@@ -76,8 +94,23 @@ class BlockCache(KVCache, Protocol):
         pass. They must lie within what is allocated.
         """
 
-    def put_blocks(self, first: int, blocks: Bytes) -> None:
-        """Put them where room is reserved; ``advance`` makes their tokens count."""
+    def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
+        """Have ``read`` give blocks ``first`` to ``first + count``, or fewer, into memory that is
+        reserved for them; ``advance`` makes their tokens count.
+        """
+
+
+def read_pieces(
+    first: int, count: int, block_bytes: int, read: ReadBlocks
+) -> Iterator[tuple[int, Bytes]]:
+    """``fill_blocks`` where blocks cannot be read in place: some at a time, and which they are."""
+    step = max(1, _PIECE // max(1, block_bytes))
+    for start in range(first, first + count, step):
+        room = np.empty((min(step, first + count - start), block_bytes), np.uint8)
+        there = read(start, room)
+        yield start, room[:there]
+        if there < len(room):
+            return
 
 
 def grown_capacity(length: int) -> int:

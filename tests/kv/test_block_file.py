@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localrt.errors import StorageError
 from localrt.offload.kv.block_file import BlockFile
-from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, ReadBlocks
 
 SIZE = 100  # bytes of a block
 
@@ -42,10 +42,10 @@ def save(file: BlockFile, tokens: list[int], layout: str = "a") -> list[int]:
 def read(file: BlockFile, length: int) -> tuple[int, Bytes]:
     got = np.zeros((-(-length // BLOCK_TOKENS), SIZE), np.uint8)
 
-    def put(first: int, blocks: Bytes) -> None:
-        got[first : first + len(blocks)] = blocks
+    def fill(first: int, count: int, read: ReadBlocks) -> None:
+        read(first, got[first : first + count])
 
-    return file.read(length, put), got
+    return file.read(length, fill), got
 
 
 @settings(max_examples=30)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from localrt.engine.native.features import FeatureRows
 from localrt.engine.native.ram_meter import RamMeter
-from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits, PutBlocks
+from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
 from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts
-from localrt.quant.ops.kv import BlockCache
+from localrt.quant.ops.kv import BlockCache, FillBlocks
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.tree import TokenTree
 
@@ -160,7 +160,7 @@ class NativeSession(EngineSession):
         blocks = self.blocks
         return "" if blocks is None else f"{blocks.kv_layout} {self._attention_key}"
 
-    def put_tokens(self, tokens: Sequence[int], read: Callable[[PutBlocks], int]) -> int:
+    def put_tokens(self, tokens: Sequence[int], read: Callable[[FillBlocks], int]) -> int:
         """See ``EngineSession``."""
         blocks = self.blocks
         if blocks is None:
@@ -168,7 +168,7 @@ class NativeSession(EngineSession):
         self.trim(0)
         self._features = None
         self._reserve(blocks, len(tokens))
-        held = read(blocks.put_blocks)
+        held = read(blocks.fill_blocks)
         blocks.advance(held)
         self._tokens = list(tokens[:held])
         return held

@@ -14,14 +14,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from localrt.engine.protocol import EngineSession, PutBlocks
+from localrt.engine.protocol import EngineSession
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
-from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
 
 __all__ = ["PromptCache", "model_key"]
 
@@ -107,15 +108,14 @@ class PromptCache:
             length = min(length, session.capacity)
             if kept is None or length < held + _LEAST_TOKENS:
                 return 0
-            source = kept
-            got = session.put_tokens(prompt[:length], lambda put: source.read(length, put))
-            if isinstance(source, _RamCopy):
-                self._in_ram.remove(source)
+            got = session.put_tokens(prompt[:length], partial(kept.read, length))
+            if isinstance(kept, _RamCopy):
+                self._in_ram.remove(kept)
             elif got < length:  # damaged
-                source.delete()
-                self._files.pop(source.folder, None)
+                kept.delete()
+                self._files.pop(kept.folder, None)
             else:
-                source.touch()
+                kept.touch()
         return got
 
     def clear(self) -> None:
@@ -195,9 +195,13 @@ class _RamCopy:
     def take(self, first: int, count: int) -> Bytes:
         return self.blocks[first : first + count]
 
-    def read(self, length: int, put: PutBlocks) -> int:
-        put(0, self.blocks[: -(-length // BLOCK_TOKENS)])
+    def read(self, length: int, fill: FillBlocks) -> int:
+        fill(0, -(-length // BLOCK_TOKENS), self._copy)
         return length
+
+    def _copy(self, first: int, room: Bytes) -> int:
+        room[:] = self.take(first, len(room))
+        return len(room)
 
 
 def model_key(path: Path, *facts: object) -> str:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.kv import GrowingCache, grown_capacity
+from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity
 from localrt.quant.ops.native.kv_select import move_rows
 
 __all__ = [
@@ -168,9 +168,9 @@ class NativeKVCache(GrowingCache):
         memory = self._memory[first * self._step : (first + count) * self._step]
         return memory.reshape(count, self._step)
 
-    def put_blocks(self, first: int, blocks: npt.NDArray[np.uint8]) -> None:
-        """See ``BlockCache``."""
-        self.take_blocks(first, len(blocks))[:] = blocks
+    def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
+        """See ``BlockCache``: in place."""
+        read(first, self.take_blocks(first, count))
 
     def layer_ready(self, layer: int) -> tuple[int, int]:
         """Where a layer's first block lies, and the bytes from one block to the next.

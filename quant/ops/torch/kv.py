@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.kv import BLOCK_TOKENS, GrowingCache
+from localrt.quant.ops.kv import BLOCK_TOKENS, GrowingCache, ReadBlocks, read_pieces
 
 __all__ = ["TorchKVCache"]
 
@@ -67,8 +67,12 @@ class TorchKVCache(GrowingCache):
         return torch.cat(parts, dim=1).cpu().numpy()
 
     @torch.inference_mode()
-    def put_blocks(self, first: int, blocks: npt.NDArray[np.uint8]) -> None:
+    def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
         """See ``BlockCache``."""
+        for start, blocks in read_pieces(first, count, self.block_bytes, read):
+            self._put(start, blocks)
+
+    def _put(self, first: int, blocks: npt.NDArray[np.uint8]) -> None:
         count, at = len(blocks), 0
         data = torch.from_numpy(blocks).to(self._k[0].device)
         for tensor in self._tensors():
