@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
 from localrt.errors import OptionError
@@ -127,19 +128,11 @@ class ModelShape:
     steps: tuple[tuple[PlacedUnit, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        steps: list[list[PlacedUnit]] = []
-        for unit in self.units:
-            if unit.kind == "embedding":
-                continue
-            if unit.kind == "expert" and steps:
-                last = steps[-1][0]
-                if last.kind == "expert" and last.layer == unit.layer:
-                    steps[-1].append(unit)
-                    continue
-            steps.append([unit])
+        computed = (unit for unit in self.units if unit.kind != "embedding")
+        steps = groupby(computed, lambda u: u.layer if u.kind == "expert" else u.name)
         routed = tuple(unit for unit in self.units if unit.kind == "expert")
         object.__setattr__(self, "routed", routed)
-        object.__setattr__(self, "steps", tuple(tuple(step) for step in steps))
+        object.__setattr__(self, "steps", tuple(tuple(step) for _, step in steps))
 
     @property
     def layers(self) -> int:

@@ -63,18 +63,15 @@ def check_grouped(device: str) -> list[Result]:
     """Each shape: results, then speeds."""
     cuda = device.startswith("cuda")
     ceiling = copy_bandwidth(device)
+    rows = ROWS if cuda else (1, 66)
     results: list[Result] = []
     for name, shape in (LARGE if cuda else SMALL).items():
-        rows, timed = (ROWS, ROWS) if cuda else ((1, 66), (1,))
 
-        def both(
-            name: str = name, shape: Shape = shape, rows: Any = rows, timed: Any = timed
-        ) -> list[Result]:
+        def both(name: str = name, shape: Shape = shape) -> list[Result]:
             layer = Layer(shape, device)
-            return [
-                layer.results(f"experts together {name}", rows),
-                *(layer.speed(f"experts of {n} rows {name}", n, ceiling) for n in timed),
-            ]
+            right = layer.results(f"experts together {name}", rows)
+            few = rows if cuda else rows[:1]
+            return [right, *(layer.speed(f"experts of {n} rows {name}", n, ceiling) for n in few)]
 
         with torch.inference_mode():
             results += guarded(f"experts together {name}", both)

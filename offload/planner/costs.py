@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
-from localrt.offload.placement import PlacedUnit
+from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.shapes import KvFormat, ModelShape
 
 __all__ = ["Costs", "expert_costs", "layer_seconds"]
+
+
+# What the seconds of a unit depend on: format, macs, bytes, kind, layer of attention, rows, on_gpu.
+_Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Costs:
     sequences: int = 1
     kv_format: KvFormat = "bf16"
     expert_hits: float | None = None
-    _cached: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
+    _cached: dict[_Key, float] = field(default_factory=dict, repr=False)
 
     def copy(self, nbytes: float) -> float:
         """Over the link."""
@@ -78,9 +83,7 @@ class Costs:
     def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
         # Units of one class take the same time; there may be thousands.
         layer = unit.layer if unit.kind == "attention" else None
-        key: tuple[object, ...] = (unit.format, unit.macs, unit.kind, layer, on_gpu)
-        if rows != self.rows:
-            key = (*key, rows, unit.nbytes)
+        key = (unit.format, unit.macs, unit.nbytes, unit.kind, layer, rows, on_gpu)
         seconds = self._cached.get(key)
         if seconds is None:
             seconds = self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)

@@ -93,7 +93,6 @@ class RingModel:
         stop = start + chunk.nbytes
         ready = 0.0
         for other in self._live:
-            taken = other.offset
-            if taken < stop and start < taken + other.nbytes and other.release > ready:
+            if other.release > ready and other.overlaps(start, stop):
                 ready = other.release
         return ready

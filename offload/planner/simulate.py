@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Literal
 
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule, split_misses
@@ -231,9 +230,6 @@ class _Replay:
         assert cost is not None, "there is a card, and there are experts"
         chosen, rows = self._touched(experts)
         hits = self.costs.expert_hits
-        if hits is not None:
-            for _ in chosen:  # the numbers that ``_chosen`` draws
-                draw()
         kept = self.in_vram if hits is None else hits
         held = sum(draw() < kept for _ in chosen)
         missing = len(chosen) - held
@@ -257,7 +253,7 @@ class _Replay:
             self.disk_free = start
             sums.busy["ssd"] += absent * nbytes / self.bytes_s
             sums.nbytes["ssd"] += absent * nbytes
-            computing = sum(repeat(cpu_each, absent))
+            computing = absent * cpu_each
             sums.waits["ssd"] += max(0.0, cpu - (begin + end - way) - computing)
             sums.chain += end + computing
             self.clock = max(begin + plan.gpu_end, cpu + way)
@@ -265,9 +261,8 @@ class _Replay:
             sums.chain += plan.end
             self.clock = begin + plan.end
         by_cpu = len(plan.cpu) + absent
-        # Added up one by one, as they are computed.
-        cpu_s = sum(repeat(cpu_each, by_cpu))
-        gpu_s = sum(repeat(cost.gpu(rows), len(plan.gpu)))
+        cpu_s = by_cpu * cpu_each
+        gpu_s = len(plan.gpu) * cost.gpu(rows)
         self.link_free = begin + plan.link_end if plan.fetch else self.link_free
         sums.busy["cpu"] += cpu_s
         sums.busy["gpu"] += gpu_s

@@ -63,8 +63,8 @@ def cached_store(
             shutil.rmtree(folder, ignore_errors=True)
             pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
             store = StoreCheckpoint(folder, verify=False)  # the bytes were summed a moment ago
-    gc.collect()
-    return_free_memory()  # what packing or reading the manifest took is wanted for the weights
+            gc.collect()  # what packing made
+    return_free_memory()  # what that or reading the manifest took is wanted for the weights
     return store
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from localrt.errors import StorageError
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, ReadBlocks
+from localrt.quant.ops.native.kv import NativeKVCache
 
 SIZE = 100  # bytes of a block
 
@@ -125,3 +127,25 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "one").exists()
     assert len(file.tokens) == 0
     assert save(file, [1, 2, 3]) == [0]
+
+
+def test_blocks_are_read_into_the_cache_itself(tmp_path: Path) -> None:
+    """A copy beside it would take memory that nobody has counted."""
+    shapes = [(8, 128)] * 4
+    tokens = list(range(2 * BLOCK_TOKENS))
+    cache, again = NativeKVCache(shapes, len(tokens)), NativeKVCache(shapes, len(tokens))
+    for each in (cache, again):
+        each.reserve(len(tokens))
+    cache.take_blocks(0, 2)[:] = np.random.default_rng(0).integers(
+        0, 256, (2, cache.block_bytes), np.uint8
+    )
+    file = BlockFile(tmp_path / "one")
+    file.write(tokens, "a", cache.block_bytes, cache.take_blocks)
+    tracemalloc.start()
+    try:
+        assert file.read(len(tokens), again.fill_blocks) == len(tokens)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(again.take_blocks(0, 2), cache.take_blocks(0, 2))
+    assert peak < cache.block_bytes / 8
