@@ -128,8 +128,10 @@ class BatchSpeculation(Generic[Owner]):
                 if looking:
                     tree = guesser.guess(each, seq.left - 1, self._check)
             trees.append(tree)
-        room = self._engine.pass_rows - len(running) - beside
-        return tuner.choose(trees, room, beside)
+        room = self._engine.pass_rows - beside
+        rows = running[0][1].tree_rows  # by what the budget leaves, the same for all
+        room = room if rows is None else min(room, rows)
+        return tuner.choose(trees, max(0, room - len(running)), beside)
 
     def _rest_after(self, guesses: int, thinking: float, plain: float | None) -> None:
         if self._looked and not guesses and plain:
