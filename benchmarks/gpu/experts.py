@@ -59,12 +59,13 @@ SCRATCH = 600 << 20
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the card's share of memory, and tokens of each turn."""
+    """A model, the card's share of memory, turns of each way, and tokens of each turn."""
 
     config: Mapping[str, Any]
     format: str
     vram: int
     scratch: int = SCRATCH
+    turns: int = 3
     tokens: int = 32
 
 
@@ -124,7 +125,8 @@ SMALL = {
         "int4-g32",
         200_000,
         scratch=50_000,
-        tokens=3,
+        turns=1,
+        tokens=2,
     )
 }
 
@@ -186,7 +188,7 @@ def mixture(device: str, name: str, size: Size) -> Result:
         skipped = "the CPU's kernels are not compiled: python3 setup.py build_ext --inplace"
         return Result(f"experts {name}", True, values={"skipped": skipped})
     layers = size.config["num_hidden_layers"]
-    turns = 2 + WAYS_RUNS * len(WAYS)
+    turns = 2 + size.turns * len(WAYS)
     logits = skewed_logits(layers, size.config["num_experts"], turns * size.tokens)
     used = size.config["num_experts_per_tok"]
     host = NativeOps()
@@ -259,7 +261,6 @@ WAYS: Mapping[str, Callable[..., Any]] = {
     "cpu": partial(fixed, on_card=False, copied=False),
     "streamed": partial(fixed, on_card=True, copied=True),
 }
-WAYS_RUNS = 3
 
 
 def compare(decoder: Decoder, size: Size) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def compare(decoder: Decoder, size: Size) -> dict[str, Any]:
     tokens(2 * size.tokens)  # fills the slots
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     values: dict[str, Any] = {}
-    for _ in range(WAYS_RUNS):
+    for _ in range(size.turns):
         for name, way in WAYS.items():
             stages.scheduler, stages.fills = way, name == "hybrid"
             before, began = decoder.residency.counts(), time.perf_counter()

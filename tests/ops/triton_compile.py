@@ -38,8 +38,8 @@ from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_block
 from tests.ops.packed import random_tensor
 
 LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g128m")
-ONE_ROW = ("q4_0", "q4_k", "mxfp4", "nvfp4")  # one for each kind of scale
 GATED = ("q4_0", "q4_k")
+ONE_ROW = ("mxfp4", "nvfp4")  # with these and those gated, one for each kind of scale
 EXPERTS = (("q4_k", 1), ("nvfp4", 64), ("q6_k", 256), ("mxfp4", 256))
 PROCESSORS = 24
 
@@ -138,8 +138,8 @@ def main() -> int:
             tiled_linear(x[:1], weight, out[:1])
         if name in GATED:
             tiled_linear(x[:1], weight, torch.zeros(1, 512, dtype=torch.bfloat16), gate="silu")
+            unpack_rows(weight, out[:2, :512], index=torch.zeros(2, dtype=torch.int64))
         unpack_rows(weight, out[:, :512], first=16)
-        unpack_rows(weight, out[:2, :512], index=torch.zeros(2, dtype=torch.int64))
     for name, rows in EXPERTS:
         experts(name, rows)
     router_logits(out, torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(64, 128))
