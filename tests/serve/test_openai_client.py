@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import localrt
+from tests.loading.test_engine_choice import write_model
 from tests.real_models import real_model
 from tests.serve.conftest import Running, needs_kernels, serving
-from tests.test_engine_choice import write_model
 
 openai = pytest.importorskip("openai")
 

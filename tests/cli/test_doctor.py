@@ -10,7 +10,7 @@ import pytest
 from localrt.cli import doctor
 from localrt.machine import hardware
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def _doctor(capsys: pytest.CaptureFixture[str], *, quick: bool = True, as_json: bool = True) -> Any:

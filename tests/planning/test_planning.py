@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import localrt
-from tests.test_cli_plan import config_folder
+from tests.cli.test_plan import config_folder
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 

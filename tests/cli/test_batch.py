@@ -9,7 +9,7 @@ import pytest
 
 from localrt.cli.run_batch import parse_prompts
 from localrt.errors import OptionError
-from tests.test_cli import assert_one_line, home, localrt
+from tests.cli.test_cli import assert_one_line, home, localrt
 
 __all__ = ["home"]  # a fixture
 

@@ -98,4 +98,4 @@ def test_probing_imports_neither_torch_nor_numpy() -> None:
         "import sys; from localrt.machine.hardware import probe; probe();"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

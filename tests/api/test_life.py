@@ -29,7 +29,7 @@ from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import extend, needs_kernels, pack_synthetic, passing, tokens
 from tests.real_models import real_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # -- in the background ---------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.quant.methods import restore
 from localrt.quantizing.quantize import QuantizeReport, Recipe, quantize_model
 from tests.models.tiny import save_tiny
-from tests.test_quantize import TEXT, distance, logits, one_thread
+from tests.quantizing.test_quantize import TEXT, distance, logits, one_thread
 
 __all__ = ["one_thread"]  # a fixture
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.quant.ops.native.abi import find_library
+from tests.loading.test_engine_choice import write_model
 from tests.models.tiny import save_tiny, tokens
 from tests.real_models import real_model
-from tests.test_engine_choice import write_model
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.5, "max_tokens": 8, "seed": 11, "logprobs": 2}

@@ -245,7 +245,7 @@ def test_cheap_commands_do_not_import_torch(home: dict[str, str]) -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_scripts_are_valid_shell() -> None:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     for name in ("scripts/chat", "scripts/test", "scripts/setup", "scripts/lint", ".ci/run"):
         subprocess.run(["bash", "-n", root / name], check=True)
         assert os.access(root / name, os.X_OK)
