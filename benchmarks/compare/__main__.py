@@ -5,6 +5,7 @@
 Each run is a process of its own: it loads the model and answers once, greedily, without guesses.
 The checkouts take turns, in changing order, after a run of each that warms up. A ratio is this
 checkout's value over the other's in the same turn. The other checkout needs its compiled kernels.
+Rows that are not measured stay in the JSON as they were.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import ROOT, cited_command, find_model, make_parser
-from benchmarks.common.record import Record, save, setting
+from benchmarks.common.record import Record, load, save_row, setting
 from localrt.formatting import table
 
 _CHILD = Path(__file__).with_name("child.py")
@@ -112,22 +113,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{checkout} has no compiled kernels: run setup.py build_ext --inplace")
         describe = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
         commits[name] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
-    record = setting(cited_command("compare", arguments), "numpy")
-    record |= {"checkouts": commits, "runs": args.runs, "results": []}
+    about = setting(cited_command("compare", arguments), "numpy")
+    record = load(args.json, rows=[])
     for row in ROWS:
         if not args.only or any(word in row.name for word in args.only):
-            record["results"].append(compare(row, checkouts, args.runs))
-            save(args.json, record)
+            found = compare(row, checkouts, args.runs)
+            found |= {"checkouts": commits, "runs": args.runs}
+            record = save_row(args.json, record, found, [each.name for each in ROWS], **about)
             print(f"{row.name} is done", flush=True)
     shown = []
-    for result in record["results"]:
+    for result in record["rows"]:
         for key, parts in result["measured"].items():
             low, high = parts["ratio"]["quartiles"]
             medians = [f"{parts[name]['median']:.4g}" for name in ("this", "against")]
             ratio = [f"{parts['ratio']['median']:.3f}", f"{low:.3f} to {high:.3f}"]
             shown.append([result["name"], key, *medians, *ratio])
     print(table(shown, ["", "median", "this", "against", "ratio", "its quartiles"], "llrrrr"))
-    differ = [result["name"] for result in record["results"] if not result["same_tokens"]]
+    differ = [result["name"] for result in record["rows"] if not result["same_tokens"]]
     print(f"THE TOKENS DIFFER: {', '.join(differ)}" if differ else "The tokens are the same.")
     return 1 if differ else 0
 
