@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from weakref import WeakSet
 
 import numpy as np
 
-from localrt.quant.ops.kv import BlockCache, Bytes, ReadBlocks, read_pieces
+from localrt.quant.ops.kv import BlockCache, Bytes, ReadBlocks, held_blocks, read_pieces
 from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
 
 __all__ = ["Caches", "SplitCache", "split_batch"]
@@ -99,7 +98,7 @@ class SplitCache:
             at = 0
             for part in self._block_parts():
                 columns = blocks[:, at : at + part.block_bytes]
-                part.fill_blocks(start, len(blocks), partial(_copy, columns, start))
+                part.fill_blocks(start, len(blocks), held_blocks(columns, start))
                 at += part.block_bytes
 
     def _block_parts(self) -> list[BlockCache]:
@@ -109,12 +108,6 @@ class SplitCache:
         """Keep some rows on both."""
         for part in self._parts.values():
             part.select(first, rows)
-
-
-def _copy(blocks: Bytes, start: int, first: int, room: Bytes) -> int:
-    """A ``ReadBlocks`` that has ``blocks`` already, from ``start`` on."""
-    room[:] = blocks[first - start : first - start + len(room)]
-    return len(room)
 
 
 class Caches:

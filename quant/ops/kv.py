@@ -29,6 +29,7 @@ __all__ = [
     "KVCache",
     "ReadBlocks",
     "grown_capacity",
+    "held_blocks",
     "read_pieces",
 ]
 
@@ -108,9 +109,20 @@ def read_pieces(
     for start in range(first, first + count, step):
         room = np.empty((min(step, first + count - start), block_bytes), np.uint8)
         there = read(start, room)
-        yield start, room[:there]
+        if there:
+            yield start, room[:there]
         if there < len(room):
             return
+
+
+def held_blocks(blocks: Bytes, first: int = 0) -> ReadBlocks:
+    """A ``ReadBlocks`` of those that are in memory, from number ``first`` on."""
+
+    def read(start: int, room: Bytes) -> int:
+        room[:] = blocks[start - first : start - first + len(room)]
+        return len(room)
+
+    return read
 
 
 def grown_capacity(length: int) -> int:

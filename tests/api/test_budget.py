@@ -1,6 +1,3 @@
-from pathlib import Path
-
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +5,6 @@ from hypothesis import strategies as st
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes, parse_size
 from localrt.offload.account import Account, check_fits
-from localrt.offload.memory.state import memory_state
 
 
 @pytest.mark.parametrize(
@@ -56,61 +52,6 @@ def test_format_bytes() -> None:
     assert [format_bytes(size) for size in sizes] == [
         *("0 B", "999 B", "98 MB", "1.1 GB", "8 GB", "1 MB"),
     ]
-
-
-def _machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_without_cgroups_memory_is_the_machines(tmp_path: Path) -> None:
-    state = memory_state(tmp_path)
-    assert state.limit is None
-    assert state.total == psutil.virtual_memory().total
-    assert 0 < state.available <= state.total
-
-
-def test_cgroup_v2_limit_of_a_parent_binds_and_page_cache_counts_as_free(tmp_path: Path) -> None:
-    state = memory_state(
-        _machine(
-            tmp_path,
-            "0::/app/worker\n",
-            {
-                "sys/fs/cgroup/app/worker/memory.max": "max\n",
-                "sys/fs/cgroup/app/memory.max": "100000000\n",
-                "sys/fs/cgroup/app/memory.current": "80000000\n",
-                "sys/fs/cgroup/app/memory.stat": "anon 50000000\ninactive_file 20000000\n"
-                "active_file 10000000\n",
-            },
-        )
-    )
-    assert (state.total, state.limit) == (100_000_000, 100_000_000)
-    assert state.available == 50_000_000
-
-
-def test_cgroup_v1_limit_in_a_container_that_sees_only_the_root(tmp_path: Path) -> None:
-    state = memory_state(
-        _machine(
-            tmp_path,
-            "3:cpuset:/\n4:memory:/docker/abc\n0::/\n",
-            {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "64000000\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "60000000\n",
-                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000000\n",
-            },
-        )
-    )
-    assert (state.total, state.available) == (64_000_000, 5_000_000)
-
-
-@pytest.mark.parametrize("path", ["/", "/../../outside"])
-def test_an_unlimited_or_foreign_cgroup_changes_nothing(tmp_path: Path, path: str) -> None:
-    unlimited = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
-    state = memory_state(_machine(tmp_path, f"4:memory:{path}\n", unlimited))
-    assert state.limit is None
 
 
 def _account(weights: int, kv: int, scratch: int = 0) -> Account:

@@ -17,16 +17,6 @@ OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("target", "draft"):
-        (folder / name).mkdir()
-        write_tiny_model(folder / name, context=256)
-    return folder / "target", folder / "draft"
-
-
 @needs_kernels
 def test_every_draft_gives_the_same_tokens(folders: tuple[Path, Path]) -> None:
     target, draft = folders

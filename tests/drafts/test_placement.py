@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import localrt
 from localrt.drafts.acceptance import known_acceptance, remember_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.offload.memory.process import current_rss
-from localrt.offload.planner import pair
-from localrt.offload.planner.pair import PairPlan, PairRequest
 from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
 from tests.conftest import write_tiny_model
+from tests.drafts.conftest import Choose
 from tests.inside import engine_of
 from tests.real_models import real_model
 
@@ -33,39 +31,10 @@ LARGE, SMALL, TOO_SMALL = (CARD.format(size) for size in ("200MB", "1600kB", "13
 OPTIONS: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("target", "draft"):
-        (folder / name).mkdir()
-        write_tiny_model(folder / name, context=256)
-    return folder / "target", folder / "draft"
-
-
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of one test is not known to the next."""
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have the planner's choice be the way of that name."""
-    plan_pair = pair.plan_pair
-
-    def choose(way: str) -> None:
-        def planned(request: PairRequest) -> PairPlan | None:
-            plan = plan_pair(request)
-            assert plan is not None
-            found = plan.way(way)  # type: ignore[arg-type]
-            assert found is not None
-            assert found.plan is not None, found.problem
-            return replace(plan, best=found)
-
-        monkeypatch.setattr(pair, "plan_pair", planned)
-
-    return choose
 
 
 @contextmanager
@@ -81,11 +50,11 @@ def note(model: localrt.Model) -> str:
 
 @pytest.mark.parametrize("way", ["draft on card", "both on card", "draft on CPU", "no draft"])
 def test_every_way_gives_the_tokens_of_plain_decoding(
-    folders: tuple[Path, Path], choose: Callable[[str], None], way: str
+    folders: tuple[Path, Path], choose_way: Choose, way: str
 ) -> None:
     with localrt.load(folders[0], device="cpu", draft="off", ctx=128) as model:
         plain = [model.generate("ab ab ab", seed=n, **_sampling(n)) for n in range(2)]
-    choose(way)
+    choose_way(way)
     with loaded(folders, LARGE, ram="8GB") as model:
         assert "forecast" in note(model)
         for n, expected in enumerate(plain):
@@ -103,16 +72,14 @@ def _sampling(n: int) -> dict[str, Any]:
     return {**OPTIONS, "temperature": 1.1 * n, "logprobs": 1}
 
 
-def test_the_way_decides_what_computes(
-    folders: tuple[Path, Path], choose: Callable[[str], None]
-) -> None:
+def test_the_way_decides_what_computes(folders: tuple[Path, Path], choose_way: Choose) -> None:
     """Which resources are busy: the card's with its draft, the CPU's with the target."""
     for way, used in (
         ("draft on card", {"cpu", "gpu"}),
         ("both on card", {"gpu", "link", "cpu"}),
         ("draft on CPU", {"gpu", "link", "cpu"}),
     ):
-        choose(way)
+        choose_way(way)
         with loaded(folders, LARGE) as model:
             engine: Any = engine_of(model)
             before = engine.counts().busy_s.get("gpu", 0.0)
@@ -125,10 +92,10 @@ def test_the_way_decides_what_computes(
 
 
 def test_a_draft_on_the_card_is_charged_to_the_clock(
-    folders: tuple[Path, Path], choose: Callable[[str], None]
+    folders: tuple[Path, Path], choose_way: Choose
 ) -> None:
     """A card a thousand times slower makes drafting slower, though it computes the same."""
-    choose("draft on card")
+    choose_way("draft on card")
     spent = []
     for device in (LARGE, "virtual:200MB@12GB/s,256MB/s,20GFLOPS"):
         with loaded(folders, device) as model:
@@ -197,11 +164,11 @@ def test_bad_input(folders: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 def test_no_memory_to_stand_for_the_cards(
-    folders: tuple[Path, Path], choose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], choose_way: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from localrt.drafts import placement as draft_placement
 
-    choose("draft on card")
+    choose_way("draft on card")
     monkeypatch.setattr(draft_placement, "_new_nbytes", lambda plan: 1 << 50)
     with loaded(folders, LARGE) as model:
         assert "no memory to stand for the virtual card's" in note(model)

@@ -13,10 +13,8 @@ import pytest
 
 import localrt
 from localrt.loading import native
-from localrt.offload.planner import pair
-from localrt.offload.planner.pair import PairPlan, PairRequest
 from localrt.quant.ops.native.abi import find_library
-from tests.conftest import write_tiny_model
+from tests.drafts.conftest import Choose
 
 pytest.importorskip("triton")
 
@@ -43,11 +41,10 @@ class CardOps(TritonOps):
         return VRAM
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder, context=256)
-    return folder
+@pytest.fixture
+def folder(folders: tuple[Path, Path]) -> Path:
+    """One model, which is its own draft."""
+    return folders[0]
 
 
 @pytest.fixture
@@ -67,28 +64,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def force(monkeypatch: pytest.MonkeyPatch, way: str) -> list[PairRequest]:
-    """Have that way chosen; what was planned for."""
-    plan_pair, requests = pair.plan_pair, list[PairRequest]()
-
-    def planned(request: PairRequest) -> PairPlan | None:
-        plan = plan_pair(request)
-        requests.append(request)
-        assert plan is not None
-        found = plan.way(way)  # type: ignore[arg-type]
-        assert found is not None
-        assert found.plan is not None, found.problem
-        return replace(plan, best=found)
-
-    monkeypatch.setattr(pair, "plan_pair", planned)
-    return requests
-
-
 @pytest.mark.slow
 def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
-    folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, devices: list[str], choose_way: Choose
 ) -> None:
-    requests = force(monkeypatch, "draft on card")
+    requests = choose_way("draft on card")
     with localrt.load(folder, device="cpu", draft="off", ctx=64) as model:
         plain = model.generate("ab", **OPTIONS)
     devices.clear()
@@ -132,12 +112,12 @@ def test_a_draft_that_the_card_has_no_room_for_stays_off_it(
 
 
 def test_a_draft_that_fails_to_load_leaves_the_target_all(
-    folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, devices: list[str], choose_way: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that others took since it was planned."""
     from localrt.drafts import loading as draft_loading
 
-    force(monkeypatch, "draft on card")
+    choose_way("draft on card")
 
     def full(*_: Any, **__: Any) -> Any:
         raise localrt.MemoryBudgetError("it needs 1 GB and 0 B of GPU memory are left")

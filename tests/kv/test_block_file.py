@@ -149,3 +149,21 @@ def test_blocks_are_read_into_the_cache_itself(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert np.array_equal(again.take_blocks(0, 2), cache.take_blocks(0, 2))
     assert peak < cache.block_bytes / 8
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_cache_that_reads_by_copies_gets_what_is_before_the_damage(
+    tmp_path: Path, damaged: int
+) -> None:
+    torch = pytest.importorskip("torch")
+    from localrt.quant.ops.torch.kv import TorchKVCache
+
+    tokens = list(range(2 * BLOCK_TOKENS))
+    cache = TorchKVCache([(2, 8, 8)], len(tokens), torch.float32, torch.device("cpu"))
+    cache.reserve(len(tokens))
+    file = BlockFile(tmp_path / "one")
+    file.write(tokens, "a", cache.block_bytes, cache.take_blocks)
+    with (tmp_path / "one" / "blocks.bin").open("r+b") as data:
+        data.seek(damaged * cache.block_bytes)
+        data.write(b"damage")
+    assert file.read(len(tokens), cache.fill_blocks) == damaged * BLOCK_TOKENS

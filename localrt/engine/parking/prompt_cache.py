@@ -22,7 +22,7 @@ import numpy as np
 from localrt.engine.protocol import EngineSession
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
-from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks, held_blocks
 
 __all__ = ["PromptCache", "model_key"]
 
@@ -196,12 +196,8 @@ class _RamCopy:
         return self.blocks[first : first + count]
 
     def read(self, length: int, fill: FillBlocks) -> int:
-        fill(0, -(-length // BLOCK_TOKENS), self._copy)
+        fill(0, -(-length // BLOCK_TOKENS), held_blocks(self.blocks))
         return length
-
-    def _copy(self, first: int, room: Bytes) -> int:
-        room[:] = self.take(first, len(room))
-        return len(room)
 
 
 def model_key(path: Path, *facts: object) -> str:
