@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.errors import LocalrtError
-from localrt.serve.bodies import read_fields
+from localrt.serve.bodies import prepare_checks, read_fields
 from localrt.serve.calls import chat_call, completion_call, prompts_of
 from localrt.serve.errors import ApiError, JsonResponse, api_error, invalid
 from localrt.serve.generating import answer, until_gone
@@ -187,6 +187,7 @@ def create_app(
         # Tokenizing is short; each thread keeps memory of its own.
         workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="localrt-serve")
         asyncio.get_running_loop().set_default_executor(workers)
+        prepare_checks()
         service.open()
         sampling = asyncio.ensure_future(_sample(service))
         try:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.serve import bodies
 from localrt.serve.bodies import check_fields, parse_json
 from localrt.serve.calls import chat_call, completion_call
 from localrt.serve.errors import ApiError, api_error
@@ -264,6 +265,15 @@ def test_any_value_follows_the_schema_or_is_refused(kind: str, value: Any) -> No
         fields = check_fields(kind, value)
         if kind != "EMBEDDINGS":
             (chat_call if kind == "CHAT" else completion_call)(fields).submissions()
+
+
+def test_requests_find_their_checks_compiled(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several that come first at once would each compile them, in megabytes."""
+    bodies._validator.cache_clear()
+    with serving(model) as running:
+        monkeypatch.setattr(bodies.fastjsonschema, "compile", None)
+        for path in ("chat/completions", "completions", "embeddings"):
+            refused(running.request("POST", f"/v1/{path}", {}), 400, "must have")
 
 
 @contextmanager
