@@ -74,7 +74,7 @@ MARGIN_NBYTES = 3 << 20
 LOADING_NBYTES = 3 << 20
 """What loading itself leaves behind: a refusal before it has to leave room for that."""
 
-SERVER_NBYTES = 10 << 20
+SERVER_NBYTES = 4 << 20
 """A server's libraries, the checks of its bodies, requests, threads and what is not sent yet."""
 
 MEASURING_NBYTES = 68 << 20
