@@ -1,7 +1,7 @@
 """Files that are replaced whole or not at all: a reader, or a crash, never meets half of one.
 
 The bytes go to another file in the same folder, are synced to the disk and renamed. Writers at the
-same time do not disturb each other: the last one wins. Folders are not created.
+same time do not disturb each other: the last one wins.
 """
 
 from __future__ import annotations
@@ -53,23 +53,29 @@ def atomic_write(
         raise
 
 
-def write_bytes(path: Path, data: bytes, *, mode: int = _MODE, sync: bool = True) -> None:
-    """Write or replace a file; options as of ``atomic_write``.
+def write_bytes(
+    path: Path, data: bytes, *, mode: int = _MODE, sync: bool = True, folder: bool = False
+) -> None:
+    """Write or replace a file; ``folder``: make the one it lies in. Else as ``atomic_write``.
 
     Raises:
         StorageError: the file cannot be written; what was there stays.
     """
     try:
+        if folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, mode=mode, sync=sync) as stream:
             stream.write(data)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def write_text(path: Path, text: str, *, mode: int = _MODE, sync: bool = True) -> None:
+def write_text(
+    path: Path, text: str, *, mode: int = _MODE, sync: bool = True, folder: bool = False
+) -> None:
     """``write_bytes`` in UTF-8. Lone surrogates, which a model's text may hold, are kept.
 
     Raises:
         StorageError: the file cannot be written; what was there stays.
     """
-    write_bytes(path, text.encode("utf-8", "surrogatepass"), mode=mode, sync=sync)
+    write_bytes(path, text.encode("utf-8", "surrogatepass"), mode=mode, sync=sync, folder=folder)

@@ -51,14 +51,23 @@ def missing_tensor(name: str) -> str:
 
 
 class WeightLoader:
-    """Hands tensors to ``ops``, once each. ``on_bytes`` gets the packed bytes of every block."""
+    """Hands tensors to ``ops``, once each. ``on_bytes`` gets the packed bytes of every block.
+
+    ``repack`` gives a matrix's blocks another format.
+    """
 
     def __init__(
-        self, checkpoint: TensorSource, ops: Ops, on_bytes: Callable[[int], None] | None = None
+        self,
+        checkpoint: TensorSource,
+        ops: Ops,
+        on_bytes: Callable[[int], None] | None = None,
+        *,
+        repack: Callable[[WeightBlock], WeightBlock] = lambda block: block,
     ) -> None:
         self._checkpoint = checkpoint
         self._ops = ops
         self._on_bytes = on_bytes
+        self._repack = repack
         self._used: set[str] = set()
 
     def matrix(self, shape: tuple[int, int], *names: str) -> Weight:
@@ -99,7 +108,7 @@ class WeightLoader:
         for name in names:
             self._used.add(name)
             for block in self._checkpoint.blocks(name):
-                yield block
+                yield self._repack(block)
                 if self._on_bytes is not None:
                     self._on_bytes(block.nbytes)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,23 +20,14 @@ from localrt.models.checkpoints.base import TensorSource
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.parts import PassState
-from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor, unpack
-from localrt.quant.ops.protocol import (
-    AttentionSpec,
-    Batch,
-    KVCache,
-    MlpSpec,
-    Ops,
-    Rope,
-    Span,
-    Weight,
-)
-from localrt.speculative.draft_head_file import HeadConfig, HeadWeights
+from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span, Weight
+from localrt.speculative.draft_head_file import HeadConfig, head_loader
 from localrt.speculative.drafter import Drafter, Rows
+from localrt.speculative.features import FeatureRows
 from localrt.speculative.source import Check
 
-__all__ = ["REMEMBERED", "DraftHead", "Features", "HeadDrafter", "TargetParts", "target_parts"]
+__all__ = ["REMEMBERED", "DraftHead", "HeadDrafter", "TargetParts", "target_parts"]
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -87,15 +77,12 @@ def target_parts(source: TensorSource, config: DecoderConfig, draft_tokens: Ints
 class DraftHead:
     """A head with its weights in ``ops``. One thread at a time uses it, and ``ops`` meanwhile."""
 
-    def __init__(self, weights: HeadWeights, target: TargetParts, ops: Ops) -> None:
-        self.config = config = weights.config
-        self.draft_tokens = weights.draft_tokens
+    def __init__(self, config: HeadConfig, target: TargetParts, ops: Ops) -> None:
+        self.config = config
         self._target = target
         self._ops = ops
-        self._decoder_config = decoder = _decoder_config(config)
-        loader = WeightLoader(weights, ops)
-        size = config.hidden_size
-        with ops.scope():
+        decoder, size = config.decoder, config.decoder.hidden_size
+        with ops.scope(), head_loader(config, ops) as loader:
 
             def square(name: str) -> Weight:
                 return loader.matrix((size, size), f"fusion.{name}.weight")
@@ -107,19 +94,18 @@ class DraftHead:
             self._ones = ops.vector(np.ones(size, np.float32))
             self._parts = [
                 part
-                for block in range(config.blocks)
+                for block in range(decoder.layers)
                 for part in (
                     load_attention(decoder, block, loader),
                     load_mlp(decoder, block, loader, None),
                 )
             ]
             self._norm = ops.vector(target.norm)
-            self._head = ops.weight((config.draft_vocab, size), target.head)
-        loader.finish()
+            self._head = ops.weight((len(config.draft_tokens), size), target.head)
 
     def cache(self, capacity: int) -> KVCache:
         """An empty cache of its own for one sequence."""
-        return self._ops.kv_cache(self._decoder_config.attention, capacity)
+        return self._ops.kv_cache(self.config.decoder.attention, capacity)
 
     def forward(
         self,
@@ -151,7 +137,7 @@ class DraftHead:
 
     def fuse(self, features: Floats, tokens: Sequence[int]) -> Floats:
         """Dynamic gating fusion of rows, (R, D): z * h1 + (1 - z) * h2."""
-        eps, rows = self.config.norm_eps, np.arange(len(tokens))
+        eps, rows = self.config.decoder.norm_eps, np.arange(len(tokens))
         embedded = self._target.embed(tokens)
         h1 = self._ops.head(features, rows, self._feature_norm, eps, self._feature)
         h2 = self._ops.head(embedded, rows, self._token_norm, eps, self._token)
@@ -170,44 +156,6 @@ def _sigmoid(x: Floats) -> Floats:
     return np.asarray(1 / (1 + np.exp(np.clip(-x, -60, 60))))
 
 
-def _decoder_config(config: HeadConfig) -> DecoderConfig:
-    """The head's blocks as a decoder of the target's hidden size."""
-    spec = AttentionSpec(
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
-        eps=config.norm_eps,
-        rope=Rope(config.inv_freq),
-        window=config.window,
-    )
-    return DecoderConfig(
-        architecture="draft_head",
-        vocab_size=config.draft_vocab,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        context_length=config.window,
-        norm_eps=config.norm_eps,
-        attention=(spec,) * config.blocks,
-        mlp=MlpSpec(activation="silu", eps=config.norm_eps),
-    )
-
-
-class Features(Protocol):
-    """The hidden states of a sequence's tokens ``first`` to ``length``."""
-
-    @property
-    def first(self) -> int:
-        """The first token whose row is held."""
-
-    @property
-    def length(self) -> int:
-        """The token behind the last one whose row is held."""
-
-    def get(self, start: int, stop: int) -> Floats:
-        """Rows of tokens ``start`` to ``stop``, (stop - start, hidden size)."""
-
-
 class HeadDrafter(Drafter):
     """The head for one session with these ``features``. ``alone`` keeps others from computing.
 
@@ -221,10 +169,10 @@ class HeadDrafter(Drafter):
     def __init__(
         self,
         head: DraftHead,
-        features: Features,
+        features: FeatureRows,
         alone: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.tokens = head.draft_tokens
+        self.tokens = head.config.draft_tokens
         self._head = head
         self._features = features
         self._alone = alone

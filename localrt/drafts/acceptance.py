@@ -35,8 +35,7 @@ def remember_acceptance(settings: Settings, target: str, draft: str, share: floa
     known[key] = round(value, 4)
     kept = dict(list(known.items())[-_MOST:])
     with suppress(OSError):
-        settings.cache_dir.mkdir(parents=True, exist_ok=True)
-        write_text(settings.cache_dir / _FILE, json.dumps(kept), sync=False)
+        write_text(settings.cache_dir / _FILE, json.dumps(kept), sync=False, folder=True)
 
 
 def _read(settings: Settings) -> dict[str, Any]:

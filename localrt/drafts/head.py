@@ -7,6 +7,7 @@ target's own kernels while no pass runs. Options and tuning are the business of 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,7 @@ from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.offload.account import draft_head_nbytes
 from localrt.settings import Settings
 from localrt.speculative.draft_head import REMEMBERED, DraftHead, HeadDrafter, target_parts
-from localrt.speculative.draft_head_file import (
-    HeadTarget,
-    is_head_folder,
-    read_head,
-)
+from localrt.speculative.draft_head_file import HeadConfig, is_head_folder, read_head
 from localrt.speculative.tree_source import TreeSource
 
 if TYPE_CHECKING:
@@ -71,22 +68,16 @@ def with_room_for_head(name: str, options: LoadOptions, settings: Settings) -> L
     """
     if options.ram is None:
         return options
+    held = REMEMBERED + min(options.ctx or _HELD_TOKENS, _HELD_TOKENS)
     # Which one fits is known when the target is there: until then there is room for the largest.
-    room = 0
-    for folder in _heads(settings) if name == OWN_HEAD else [Path(name)]:
-        try:
-            weights = read_head(folder)
-        except LocalrtError:
-            if name != OWN_HEAD:
-                raise
-            continue  # of those that nobody named, what cannot be read is left
-        nbytes = draft_head_nbytes(
-            weights.nbytes,
-            hidden=weights.config.hidden_size,
-            vocab=weights.config.draft_vocab,
-            held=REMEMBERED + min(options.ctx or _HELD_TOKENS, _HELD_TOKENS),
+    heads = _trained(settings) if name == OWN_HEAD else [read_head(Path(name))]
+    sizes = (
+        draft_head_nbytes(
+            head.nbytes, hidden=head.decoder.hidden_size, vocab=len(head.draft_tokens), held=held
         )
-        room = max(room, nbytes)
+        for head in heads
+    )
+    room = max(sizes, default=0)
     if room >= options.ram:
         raise MemoryBudgetError(
             f"a draft head takes {format_bytes(room)}, and the budget is "
@@ -95,37 +86,32 @@ def with_room_for_head(name: str, options: LoadOptions, settings: Settings) -> L
     return replace(options, ram=options.ram - room)
 
 
-def _heads(settings: Settings) -> list[Path]:
-    """The folders of the heads that were trained here."""
-    return sorted((settings.data_dir / TRAINED).glob("*"))
+def _trained(settings: Settings) -> Iterator[HeadConfig]:
+    """The heads that were trained here; as nobody named them, what cannot be read is left out."""
+    for folder in sorted((settings.data_dir / TRAINED).glob("*")):
+        with suppress(LocalrtError):
+            yield read_head(folder)
 
 
-def find_head(target: HeadTarget, settings: Settings) -> Path | None:
-    """A head for ``target`` among those that were trained here.
+def find_head(target: str, settings: Settings) -> HeadConfig | None:
+    """A head for ``target`` among those that were trained here."""
+    return next((head for head in _trained(settings) if head.target == target), None)
 
-    Sizes and tokens say whose it is: a head of another model with the same ones guesses worse,
-    which the tuner finds out.
+
+def target_identity(config: DecoderConfig, tokenizer: Tokenizer | None) -> str:
+    """What a head must have been trained on to be of use for a model: its sizes and tokens.
+
+    A head of another model with the same ones guesses worse, which the tuner finds out.
     """
-    for folder in _heads(settings):
-        with suppress(LocalrtError):  # of those that nobody named, what cannot be read is left
-            if read_head(folder).config.target == target:
-                return folder
-    return None
-
-
-def target_identity(config: DecoderConfig, tokenizer: Tokenizer | None) -> HeadTarget:
-    """What a head must have been trained on to be of use for a model."""
     digest = hashlib.sha256()
     if tokenizer is not None:
         for token in range(tokenizer.vocab_size):
             digest.update(tokenizer.token_text(token).encode("utf-8", "surrogatepass") + b"\0")
-    return HeadTarget(
-        # One name for an architecture, whatever kind of file names it.
-        architecture=ARCHITECTURES.get(config.architecture, config.architecture),
-        layers=config.layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        vocab_sha256=digest.hexdigest(),
+    # One name for an architecture, whatever kind of file names it.
+    architecture = ARCHITECTURES.get(config.architecture, config.architecture)
+    return (
+        f"{architecture} of {config.layers} layers, hidden size {config.hidden_size}, "
+        f"{config.vocab_size} tokens ({digest.hexdigest()[:16]})"
     )
 
 
@@ -146,26 +132,27 @@ class HeadDraft:
             config = read_config(self._checkpoint)
             ours = target_identity(config, target.tokenizer)
             own = name == OWN_HEAD
-            path = find_head(ours, Settings.from_environment()) if own else Path(name)
-            if path is None:
+            head = find_head(ours, Settings.from_environment()) if own else read_head(Path(name))
+            if head is None:
                 raise OptionError(
                     "there is no draft head for this model: localrt draft train makes one"
                 )
-            weights = read_head(path)
-            difference = weights.config.target.difference(ours)
-            if difference:
-                raise OptionError(f"draft head {path} was trained on another model: {difference}")
-            parts = target_parts(self._checkpoint, config, weights.draft_tokens)
+            if head.target != ours:
+                raise OptionError(
+                    f"draft head {head.path} was trained on another model: {head.target}, not "
+                    f"{ours}"
+                )
+            parts = target_parts(self._checkpoint, config, head.draft_tokens)
             with engine.alone() as ops:
                 if ops.name != "native":
                     raise OptionError(
-                        f"draft head {path} computes on the CPU kernels only: leave draft out"
+                        f"draft head {head.path} computes on the CPU kernels only: leave draft out"
                     )
-                self._head = DraftHead(weights, parts, ops)
+                self._head = DraftHead(head, parts, ops)
         except BaseException:
             self._checkpoint.close()
             raise
-        nbytes = weights.nbytes + sum(block.nbytes for block in parts.head)
+        nbytes = head.nbytes + sum(block.nbytes for block in parts.head)
         self.level_share = min(1.0, 1.5 * nbytes / max(engine.info.weight_bytes, 1))
 
     def source(self, session: EngineSession, options: Options) -> TreeSource:

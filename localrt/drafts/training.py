@@ -11,19 +11,24 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.drafts.head import target_identity
-from localrt.drafts.training_text import Prompts, Report, SequenceFile, write_text
+from localrt.drafts.training_text import (
+    Report,
+    SequenceFile,
+    beginnings,
+    chat_frame,
+    pieces,
+    write_text,
+)
 from localrt.engine.native.engine import NativeEngine
-from localrt.errors import CancelledError, MissingExtraError, OptionError, StorageError
+from localrt.errors import CancelledError, MissingExtraError, OptionError
 from localrt.files import write_bytes
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
@@ -33,7 +38,7 @@ from localrt.models.registry import read_config
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.attention import LatentSpec
 from localrt.speculative.draft_head import target_parts
-from localrt.speculative.draft_head_file import MOST_BLOCKS, HeadConfig, is_head_folder, write_head
+from localrt.speculative.draft_head_file import HeadConfig, is_head_folder, write_head
 
 if TYPE_CHECKING:
     from localrt.drafts.training_torch import Trainer
@@ -45,7 +50,7 @@ _SAVE_S = 60.0
 _BOUNDS = {
     "generate": (0, 1 << 40),
     "tokens": (1, 1 << 40),
-    "depth": (1, MOST_BLOCKS),
+    "depth": (1, 5),  # more gained nothing for Dovetail
     "vocab": (2, 1 << 20),
     "length": (16, 1 << 16),
     "batch": (1, 4096),
@@ -92,7 +97,7 @@ class TrainingReport:
     """What was trained: ``steps`` on ``tokens``, of ``text_tokens`` different ones.
 
     ``agreed`` is how often the head's best guess one, two, ... tokens ahead was the target's own,
-    on sequences that it did not learn from; ``loss`` are the cross-entropies there.
+    on sequences that it did not learn from.
     """
 
     path: Path
@@ -101,7 +106,6 @@ class TrainingReport:
     tokens: int
     text_tokens: int
     agreed: tuple[float, ...]
-    loss: tuple[float, ...]
 
 
 def train_draft(
@@ -157,17 +161,18 @@ def train_draft(
     total = max(1, round((training.tokens or 3 * text_tokens) / size))
     with closing(open_checkpoint(target)) as checkpoint:
         decoder = read_config(checkpoint)
-        config, draft_tokens = _head(parts, decoder, sequences, training)
-        trainer = Trainer(config, target_parts(checkpoint, decoder, draft_tokens), training, total)
+        values = _head(parts, decoder, sequences, training)
+        config = HeadConfig.of(out, values)
+        shared = target_parts(checkpoint, decoder, config.draft_tokens)
+        trainer = Trainer(config, shared, training, total)
     _train(trainer, sequences, learnt, training, work / "training.pt", report)
     batches = [
         range(n, min(n + training.batch, count)) for n in range(learnt, count, training.batch)
     ]
     scores = [trainer.score(*sequences.read(batch)) for batch in batches]
-    loss, agreed = np.mean(scores, axis=0).round(4).tolist()
     about: dict[str, Any] = {"steps": total, "tokens": total * size, "text_tokens": text_tokens}
-    about |= {"agreed": tuple(agreed), "loss": tuple(loss)}
-    nbytes = write_head(out, config, draft_tokens, trainer.weights(), about=about)
+    about["agreed"] = tuple(np.mean(scores, axis=0).round(4).tolist())
+    nbytes = write_head(out, {**values, "about": about}, trainer.weights())
     if not keep:
         shutil.rmtree(work, ignore_errors=True)
     return TrainingReport(path=out, nbytes=nbytes, **about)
@@ -196,11 +201,9 @@ def _sequences(
         )
     _claim(work, training, text, parts)
 
-    def given(number: int) -> Iterator[Sequence[int]]:
-        return iter([ids[number * length : (number + 1) * length]])
-
     sequences = SequenceFile(work / "text", count, length, engine.hidden_size)
-    begun = Prompts.of(parts, ids, training.seed).parts if training.generate else given
+    given = pieces(ids, length)
+    begun = beginnings(ids, chat_frame(parts), training.seed) if training.generate else given
     write_text(engine, begun, sequences, parts.eos_ids, training.seed, report)
     return sequences
 
@@ -217,12 +220,8 @@ def _claim(work: Path, training: DraftTraining, text: str | None, parts: LoadedM
     }
     data = json.dumps(record, indent=1).encode()
     file = work / "settings.json"
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{work}: {error.strerror or error}") from error
     if not file.exists():
-        write_bytes(file, data)
+        write_bytes(file, data, folder=True)
     elif file.read_bytes() != data:
         raise OptionError(
             f"{work.parent} holds a training with other options or another text: give the same "
@@ -232,24 +231,25 @@ def _claim(work: Path, training: DraftTraining, text: str | None, parts: LoadedM
 
 def _head(
     parts: LoadedModel, decoder: DecoderConfig, sequences: SequenceFile, training: DraftTraining
-) -> tuple[HeadConfig, npt.NDArray[np.int64]]:
-    """Sizes like those of the target's blocks; the vocabulary that was used most."""
+) -> dict[str, Any]:
+    """A config with sizes like those of the target's blocks; the vocabulary that was used most."""
     counts = np.bincount(sequences.tokens().reshape(-1), minlength=decoder.vocab_size)
     most = min(training.vocab, decoder.vocab_size)
-    draft_tokens = np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int64)
     spec = decoder.attention[-1]
-    head = HeadConfig(
-        target=target_identity(decoder, parts.tokenizer),
-        blocks=training.depth,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.value if isinstance(spec, LatentSpec) else spec.head_dim,
-        intermediate_size=decoder.intermediate_size,
-        draft_vocab=most,
-        norm_eps=decoder.norm_eps,
-        window=training.length,
-    )
-    return head, draft_tokens
+    return {
+        "target": target_identity(decoder, parts.tokenizer),
+        "draft_tokens": np.sort(np.argsort(-counts, kind="stable")[:most]).tolist(),
+        "vocab_size": decoder.vocab_size,
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.intermediate_size,
+        "num_hidden_layers": training.depth,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.value if isinstance(spec, LatentSpec) else spec.head_dim,
+        "rms_norm_eps": decoder.norm_eps,
+        "max_position_embeddings": training.length,
+        "sliding_window": training.length,
+    }
 
 
 def _train(

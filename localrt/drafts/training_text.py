@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
@@ -27,12 +26,22 @@ from localrt.loading.parts import LoadedModel
 from localrt.models.templates.chat_template import encode_messages
 from localrt.speculative.ngram import common_length
 
-__all__ = ["Prompts", "Report", "SequenceFile", "to_bfloat16", "write_text"]
+__all__ = [
+    "Report",
+    "SequenceFile",
+    "beginnings",
+    "chat_frame",
+    "pieces",
+    "to_bfloat16",
+    "write_text",
+]
 
 Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
 Halves = npt.NDArray[np.uint16]
 Report = Callable[[str, int, int, str], None]  # stage, tokens, in all, detail; raises to stop
+# Token ids around a user's message: up to it, and from its end to the answer's beginning.
+Frame = tuple[Sequence[int], Sequence[int]]
 # Of a sequence, by its number: what it begins with, and goes on with each time the target ends.
 Parts = Callable[[int], Iterator[Sequence[int]]]
 
@@ -96,48 +105,43 @@ class SequenceFile:
         return np.memmap(self._file, self._record, "r", shape=(self.count,))
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Beginnings of sequences: pieces of ``text``, and conversations.
+def chat_frame(loaded: LoadedModel) -> Frame | None:
+    """The frame of a model's chat template, if it has one."""
+    if loaded.tokenizer is None:
+        return None
+    first, second = (
+        encode_messages(loaded.tokenizer, loaded.template, [{"role": "user", "content": content}])
+        for content in ("0", "x")
+    )
+    before = common_length(first, second)
+    after = common_length(first[::-1], second[::-1])
+    told_apart = before + after < min(len(first), len(second))
+    return (first[:before], first[len(first) - after :]) if told_apart else None
 
-    ``frame`` are the token ids around a user's message, up to it, and from its end to the answer's
-    beginning; None without a template.
+
+def beginnings(text: Sequence[int], frame: Frame | None, seed: int) -> Parts:
+    """Pieces of ``text``, and conversations in ``frame``: half of the sequences are either.
 
     Raises:
-        OptionError: there is neither a text nor a chat template to begin with.
+        OptionError: there is neither a text nor a frame.
     """
+    if not text and frame is None:
+        raise OptionError("the model has no chat template to write from: give it a --text")
 
-    text: Sequence[int]
-    frame: tuple[Sequence[int], Sequence[int]] | None
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not self.text and self.frame is None:
-            raise OptionError("the model has no chat template to write from: give it a --text")
-
-    @classmethod
-    def of(cls, parts: LoadedModel, text: Sequence[int], seed: int) -> Prompts:
-        """For a model, with the token ids of a text."""
-        if parts.tokenizer is None:
-            return cls(text, None, seed)
-        first, second = (
-            encode_messages(parts.tokenizer, parts.template, [{"role": "user", "content": content}])
-            for content in ("0", "x")
-        )
-        before = common_length(first, second)
-        after = common_length(first[::-1], second[::-1])
-        told_apart = before + after < min(len(first), len(second))
-        frame = (first[:before], first[len(first) - after :]) if told_apart else None
-        return cls(text, frame, seed)
-
-    def parts(self, number: int) -> Iterator[Sequence[int]]:
-        """See ``Parts``."""
-        if self.frame is not None and (number % 2 == 0 or not self.text):
-            yield from cycle(self.frame)
-        random = np.random.default_rng((self.seed, number))
+    def parts(number: int) -> Iterator[Sequence[int]]:
+        if frame is not None and (number % 2 == 0 or not text):
+            yield from cycle(frame)
+        random = np.random.default_rng((seed, number))
         while True:
-            start = int(random.integers(len(self.text)))
-            yield self.text[start : start + int(random.integers(*_PIECE))]
+            start = int(random.integers(len(text)))
+            yield text[start : start + int(random.integers(*_PIECE))]
+
+    return parts
+
+
+def pieces(text: Sequence[int], length: int) -> Parts:
+    """The text as it is, ``length`` tokens for each sequence."""
+    return lambda number: iter([text[number * length : (number + 1) * length]])
 
 
 def write_text(

@@ -50,7 +50,7 @@ class HeadModel:
     """The head. ``weights`` have the names and shapes of ``HeadConfig.shapes``."""
 
     def __init__(self, config: HeadConfig, device: torch.device | str = "cpu") -> None:
-        self._config = config
+        self._config, self._spec = config, config.decoder.attention[0]
         self.weights = {
             name: _initial(name, shape).to(device).requires_grad_()
             for name, shape in config.shapes().items()
@@ -62,11 +62,12 @@ class HeadModel:
         Row i takes in ``features`` (B, T, D) of token i and ``embedded`` (B, T, D) of token i + 1;
         from the second level on, what the level before gave at row i - 1.
         """
-        frequencies = torch.tensor(self._config.inv_freq, device=features.device)
+        assert self._spec.rope is not None, "a head's blocks have positions"
+        frequencies = torch.tensor(self._spec.rope.inv_freq, device=features.device)
         angles = torch.arange(features.shape[1], device=features.device)[:, None] * frequencies
         h2 = F.silu(self._linear(self._norm(embedded, "fusion.token_norm"), "fusion.token"))
         gate = self._linear(h2, "fusion.gate_token")
-        held: list[_Levels] = [[] for _ in range(self._config.blocks)]
+        held: list[_Levels] = [[] for _ in range(self._config.decoder.layers)]
         outs: list[Tensor] = []
         for _ in range(levels):
             h1 = self._linear(self._norm(features, "fusion.feature_norm"), "fusion.feature")
@@ -84,17 +85,17 @@ class HeadModel:
         On level n, row i sees the first level up to row i - n + 1, row i - n + 2 of the second,
         ... and itself.
         """
-        c = self._config
+        spec = self._spec
         batch, length, _ = x.shape
         y = self._norm(x, f"{name}input_layernorm")
 
         def heads(part: str, count: int) -> Tensor:
             rows = self._linear(y, f"{name}self_attn.{part}_proj")
-            return rows.view(batch, length, count, c.head_dim).transpose(1, 2)
+            return rows.view(batch, length, count, spec.head_dim).transpose(1, 2)
 
-        v = heads("v", c.kv_heads)
-        q = _rotate(heads("q", c.heads), angles).to(v.dtype)
-        levels.append((_rotate(heads("k", c.kv_heads), angles).to(v.dtype), v))
+        v = heads("v", spec.kv_heads)
+        q = _rotate(heads("q", spec.heads), angles).to(v.dtype)
+        levels.append((_rotate(heads("k", spec.kv_heads), angles).to(v.dtype), v))
         rows = torch.arange(length, device=x.device)
         behind = rows[:, None] - rows  # how far a key lies behind
         last = len(levels) - 1
@@ -115,7 +116,7 @@ class HeadModel:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[f"{name}.weight"]
-        return F.rms_norm(x.float(), x.shape[-1:], weight, self._config.norm_eps)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self._config.decoder.norm_eps)
 
 
 def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -150,7 +151,7 @@ class Trainer:
         self._norm = torch.tensor(target.norm, device=device)
         head = np.concatenate([unpack(rows) for rows in target.head])
         self._head = torch.tensor(head).to(device, torch.bfloat16)
-        embedding = target.embed(range(config.target.vocab_size))
+        embedding = target.embed(range(config.decoder.vocab_size))
         self._embedding = torch.tensor(embedding).to(device, torch.bfloat16)
         self.model = HeadModel(config, device)
         with torch.no_grad():
@@ -170,7 +171,7 @@ class Trainer:
             group["lr"] = _RATE * min(1.0, rise) * max(_LEAST_RATE, fall)
         self._optimizer.zero_grad(set_to_none=True)
         levels = 1 if self.step < _SHALLOW * self.total else _LEVELS
-        total, _, agreed = self._loss(tokens, features, levels)
+        total, agreed = self._loss(tokens, features, levels)
         torch.autograd.backward(total)
         nn.utils.clip_grad_norm_(self.model.weights.values(), _CLIP)
         self._optimizer.step()
@@ -178,11 +179,9 @@ class Trainer:
         return agreed[0]
 
     @torch.no_grad()
-    def score(
-        self, tokens: npt.NDArray[np.int32], features: npt.NDArray[np.uint16]
-    ) -> tuple[list[float], list[float]]:
-        """Each level's cross-entropy, and how often its best guess is the target's."""
-        return self._loss(tokens, features, _LEVELS)[1:]
+    def score(self, tokens: npt.NDArray[np.int32], features: npt.NDArray[np.uint16]) -> list[float]:
+        """How often each level's best guess is the target's."""
+        return self._loss(tokens, features, _LEVELS)[1]
 
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
         """The head's weights, by their names."""
@@ -226,8 +225,8 @@ class Trainer:
 
     def _loss(
         self, ids: npt.NDArray[np.int32], halves: npt.NDArray[np.uint16], levels: int
-    ) -> tuple[Tensor, list[float], list[float]]:
-        """What to minimize, and each level's cross-entropy and agreement."""
+    ) -> tuple[Tensor, list[float]]:
+        """What to minimize, and each level's agreement."""
         tokens = torch.from_numpy(ids.astype(np.int64)).to(self._device)
         features = torch.from_numpy(halves.view(np.int16)).view(torch.bfloat16).to(self._device)
         truth = self._normed(features)[:, 1:]
@@ -236,7 +235,7 @@ class Trainer:
             outs = self.model(features[:, :-1].float(), embedded, levels)
         size = truth.square().mean()
         total = torch.zeros((), device=self._device)
-        losses, shares = [], []
+        shares = []
         for level, out in enumerate(outs):
             # The first rows of a deeper level have no guesses to go on from.
             normed, wanted = self._normed(out[:, level:]), truth[:, level:]
@@ -244,9 +243,8 @@ class Trainer:
             entropy, agreed = checkpoint(self._entropy, normed, wanted, use_reentrant=False)
             regression = (normed - wanted).square().mean() / size
             total = total + _LEVEL_WEIGHT**level * (entropy + _REGRESSION * regression)
-            losses.append(float(entropy.detach()))
             shares.append(float(agreed))
-        return total, losses, shares
+        return total, shares
 
     def _entropy(self, normed: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of guessed rows (B, T, D) with the target's own, and agreement."""

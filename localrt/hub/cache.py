@@ -120,8 +120,7 @@ class CachedRepo:
         if _COMMIT.fullmatch(revision):
             return
         path = self.folder / "refs" / revision
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, commit)
+        write_text(path, commit, folder=True)
 
     def has_safetensors(self, commit: str, files: list[str]) -> bool:
         """Whether the snapshot holds a complete Hugging Face model."""

@@ -130,8 +130,7 @@ def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
     path, device = cache / _DISKS, str(folder.stat().st_dev)
     profile, known = measure_disk(_large_files(folder)), _read(path)
     with suppress(OSError):  # a cache that cannot be written is measured again
-        cache.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({**known, device: profile.to_dict()}), sync=False)
+        write_text(path, json.dumps({**known, device: profile.to_dict()}), sync=False, folder=True)
     return profile
 
 

@@ -261,5 +261,4 @@ def _load(path: Path, fingerprint: Sequence[str]) -> dict[str, Any]:
 def _save(path: Path, values: dict[str, Any]) -> None:
     """A cache that cannot be written is measured again next time."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(values, indent=1), sync=False)
+        write_text(path, json.dumps(values, indent=1), sync=False, folder=True)

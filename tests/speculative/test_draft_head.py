@@ -13,11 +13,11 @@ import torch
 from localrt.drafts.training_torch import HeadModel
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
-from localrt.quant.formats import unpack
+from localrt.quant.formats import pack, unpack
 from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.draft_head import DraftHead, target_parts
-from localrt.speculative.draft_head_file import HeadConfig, HeadWeights, read_head, write_head
-from tests.speculative.tiny_head import draft_tokens, tiny_config, tiny_values
+from localrt.speculative.draft_head_file import HeadConfig
+from tests.speculative.tiny_head import random_weights, write_tiny_head
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -30,26 +30,30 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The head, and its weights as they are on disk, in float64."""
     from localrt.quant.ops.native.ops import NativeOps
 
-    config = tiny_config(tiny_folder)
-    folder = tmp_path_factory.mktemp("head")
-    write_head(folder, config, draft_tokens(config), tiny_values(config))
-    weights = read_head(folder)
+    config = write_tiny_head(tmp_path_factory.mktemp("head"), tiny_folder)
     ops = NativeOps(threads=2)
     checkpoint = open_checkpoint(tiny_folder)
-    parts = target_parts(checkpoint, read_config(checkpoint), weights.draft_tokens)
-    head = DraftHead(weights, parts, ops)
-    values = {n: _values(weights, n) for n in config.shapes()}
+    parts = target_parts(checkpoint, read_config(checkpoint), config.draft_tokens)
+    head = DraftHead(config, parts, ops)
+    # As int8 in memory, of float16 in the file.
+    values = {n: _held(v, config) for n, v in random_weights(config).items()}
     target = {
         "embedding": unpack(checkpoint.read("model.embed_tokens.weight")).astype(np.float64),
-        "head": unpack(checkpoint.read("lm_head.weight")).astype(np.float64)[weights.draft_tokens],
+        "head": unpack(checkpoint.read("lm_head.weight")).astype(np.float64)[config.draft_tokens],
         "norm": unpack(checkpoint.read("model.norm.weight")).reshape(-1).astype(np.float64),
     }
     return config, head, values, target
 
 
-def _values(weights: HeadWeights, name: str) -> np.ndarray:
-    tensor = weights.read(name)
-    return unpack(tensor).reshape(tensor.shape).astype(np.float64)
+def _held(values: np.ndarray, config: HeadConfig) -> np.ndarray:
+    if values.ndim == 2:
+        values = unpack(pack(values.astype(np.float16).astype(np.float32), config.format))
+    return values.astype(np.float64)
+
+
+def random_features(count: int, config: HeadConfig, *, seed: int) -> np.ndarray:
+    size = (count, config.decoder.hidden_size)
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
 
 def rms(x: np.ndarray, weight: np.ndarray, eps: float = 1e-5) -> np.ndarray:
@@ -81,15 +85,16 @@ def plain_head(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features and logits of rows that see each other as ``seen`` says."""
     x = plain_fusion(w, features, target["embedding"][list(tokens)])
-    angles = np.outer(positions, config.inv_freq)
+    angles = np.outer(positions, config.decoder.attention[0].rope.inv_freq)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def turned(y: np.ndarray) -> np.ndarray:
         a, b = np.split(y, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
-    size, group = config.head_dim, config.heads // config.kv_heads
-    for block in range(config.blocks):
+    spec = config.decoder.attention[0]
+    size, group = spec.head_dim, spec.heads // spec.kv_heads
+    for block in range(config.decoder.layers):
         own = {
             n.removeprefix(f"model.layers.{block}."): v
             for n, v in w.items()
@@ -120,7 +125,7 @@ def close(ours: np.ndarray, exact: np.ndarray) -> None:
 
 def test_the_fusion_is_the_papers(made: Any) -> None:
     config, head, w, target = made
-    features = np.random.default_rng(0).normal(size=(8, config.hidden_size)).astype(np.float32)
+    features = random_features(8, config, seed=0)
     exact = plain_fusion(w, features.astype(np.float64), target["embedding"][TOKENS])
     ours = head.fuse(features, TOKENS)
     assert np.abs(ours - exact).max() < 2e-3 * np.abs(exact).max()
@@ -130,7 +135,7 @@ def test_the_fusion_is_the_papers(made: Any) -> None:
 
 def test_a_sequence_is_computed_as_plain_arithmetic_says(made: Any) -> None:
     config, head, w, target = made
-    features = np.random.default_rng(2).normal(size=(8, config.hidden_size)).astype(np.float32)
+    features = random_features(8, config, seed=2)
     exact, logits = plain_head(
         config, w, target, features, TOKENS, range(8), np.tril(np.ones((8, 8), bool))
     )
@@ -140,7 +145,7 @@ def test_a_sequence_is_computed_as_plain_arithmetic_says(made: Any) -> None:
     close(ours, logits)
     cache = head.cache(32)
     _, none = head.forward(cache, features[:3], TOKENS[:3], np.arange(3), wanted=0)
-    assert none.shape == (0, config.draft_vocab)
+    assert none.shape == (0, len(config.draft_tokens))
     rest, last = head.forward(cache, features[3:], TOKENS[3:], np.arange(3, 8), wanted=1)
     np.testing.assert_array_equal(rest, whole[3:])
     np.testing.assert_array_equal(last, ours[7:])
@@ -150,7 +155,7 @@ def test_training_computes_the_same_head(made: Any) -> None:
     """Level by level: a deeper one sees true rows first, then its own line of guesses."""
     config, _, w, target = made
     length, levels = 8, 3
-    features = np.random.default_rng(3).normal(size=(length, config.hidden_size))
+    features = random_features(length, config, seed=3).astype(np.float64)
     model = HeadModel(config)
     model.weights = {name: torch.tensor(value).float() for name, value in w.items()}
     embedded = torch.tensor(target["embedding"][TOKENS]).float()

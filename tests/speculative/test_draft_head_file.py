@@ -1,4 +1,4 @@
-"""A draft head's files: what was written comes back, and damage is said in one line."""
+"""A draft head's folder: what was written comes back, and damage is said in one line."""
 
 from __future__ import annotations
 
@@ -9,131 +9,126 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save, save_file
+from safetensors.numpy import load_file, save_file
 
-from localrt.errors import CheckpointError
-from localrt.quant.formats import unpack
+from localrt.errors import LocalrtError
+from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.draft_head_file import (
-    HEAD_FILE,
     HeadConfig,
-    HeadTarget,
+    head_loader,
     is_head_folder,
     read_head,
     write_head,
 )
-from tests.speculative.tiny_head import draft_tokens, tiny_values
+from tests.speculative.tiny_head import head_values, random_weights, write_random_head
 
-TARGET = HeadTarget(
-    architecture="llama", layers=2, hidden_size=64, vocab_size=300, vocab_sha256="ab"
-)
-SIZES: dict[str, Any] = {
-    "target": TARGET,
-    "blocks": 1,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "draft_vocab": 40,
-}
-CONFIG = HeadConfig(**SIZES)
-
-
-def write(folder: Path, **options: Any) -> int:
-    return write_head(folder, CONFIG, draft_tokens(CONFIG), tiny_values(CONFIG), **options)
+VALUES = head_values("mine", 300, guessed=40)
+DATA = "model.safetensors"
 
 
 def test_what_was_written_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "head"
-    nbytes = write(folder, about={"agreed": [0.5]})
+    assert not is_head_folder(folder)
+    config = HeadConfig.of(folder, VALUES)
+    nbytes = write_head(folder, VALUES, random_weights(config))
     assert nbytes == sum(file.stat().st_size for file in folder.iterdir())
     assert is_head_folder(folder)
     assert not is_head_folder(tmp_path)
-    weights = read_head(folder)
-    assert weights.config == CONFIG
-    assert weights.about == {"agreed": [0.5]}
-    np.testing.assert_array_equal(weights.draft_tokens, draft_tokens(CONFIG))
-    for name, values in tiny_values(CONFIG).items():
-        back = unpack(weights.read(name)).reshape(values.shape)
-        assert np.abs(back - values).max() <= 8e-3 * np.abs(values).max()
-    write(folder)  # over the one that was there
-    assert read_head(folder).config == CONFIG
+    head = read_head(folder)
+    assert (head.decoder, head.target, head.window) == (config.decoder, "mine", 64)
+    assert head.draft_tokens.tolist() == VALUES["draft_tokens"]
+    assert (
+        head.nbytes == sum(w.size for w in random_weights(config).values()) * 34 // 32
+    )  # int8 with a scale for 32
+    written = load_file(folder / DATA)
+    for name, values in random_weights(config).items():
+        np.testing.assert_array_equal(
+            written[name], values.astype(np.float16) if values.ndim == 2 else values
+        )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"blocks": 6}, "blocks must be from 1 to 5, is 6"),
-        ({"kv_heads": 3}, "heads .4. must be a multiple of kv_heads .3."),
-        ({"head_dim": 24}, "head_dim must be a multiple of 16, at most 512, is 24"),
-        ({"head_dim": 1024}, "at most 512, is 1024"),
-        ({"draft_vocab": 301}, "draft_vocab must be from 2 to 300, is 301"),
-        ({"window": 0}, "window must be at least 1"),
-    ],
-)
-def test_sizes_out_of_bounds(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        HeadConfig(**{**SIZES, **change})
-
-
-KEY = "localrt_draft_head"
-
-
-def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Rewrite the record of the head."""
+def edit(**changes: Any) -> Callable[[Path], None]:
+    """Rewrite the config; None takes a value out."""
 
     def damage(folder: Path) -> None:
-        path = folder / HEAD_FILE
-        with safe_open(path, "np") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            metadata = opened.metadata()
-        record = json.loads(metadata[KEY])
-        change(record)
-        path.write_bytes(save(tensors, {KEY: json.dumps(record)}))
+        file = folder / "config.json"
+        values = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
 
     return damage
-
-
-def cut(folder: Path) -> None:
-    path = folder / HEAD_FILE
-    path.write_bytes(path.read_bytes()[:-9])
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (edit(lambda r: r.update(version=2)), "is of version 2, and .* reads 1"),
-        (lambda folder: save_file({"a": np.zeros(3)}, folder / HEAD_FILE), "no draft head's"),
-        (edit(lambda r: r["head"].pop("heads")), "is damaged: .*'heads'"),
-        (edit(lambda r: r["head"].update(heads="4")), "is damaged"),
-        (edit(lambda r: r["head"].update(blocks=2)), r"tensor model\.layers\.1"),
-        (edit(lambda r: r["head"].update(draft_vocab=41)), "its draft vocabulary"),
-        (edit(lambda r: r["head"].update(target=3)), "is damaged"),
-        (edit(lambda r: r.update(head=3)), "is damaged"),
-        (lambda folder: (folder / HEAD_FILE).write_text("{"), "is damaged"),
-        (lambda folder: (folder / HEAD_FILE).unlink(), "there is no draft head"),
-        (cut, "is damaged"),
+        (edit(num_attention_heads=None), "num_attention_heads is missing"),
+        (edit(num_attention_heads="4"), "must be an integer"),
+        (edit(sliding_window=None), "sliding_window is missing"),
+        (edit(num_key_value_heads=3), "multiple of kv_heads"),
+        (edit(head_dim=24), "head_dim must be a multiple of 16"),
+        (edit(head_dim=1024), "to 512, is 1024"),
+        (edit(draft_tokens=None), "its draft vocabulary"),
+        (edit(draft_tokens=[3]), "its draft vocabulary"),
+        (edit(draft_tokens=[3, 2]), "its draft vocabulary"),
+        (edit(draft_tokens=[3, 300]), "its draft vocabulary"),
+        (edit(draft_tokens=[3, "4"]), "its draft vocabulary"),
+        (edit(draft_tokens=[[3], [4]]), "its draft vocabulary"),
+        (edit(draft_tokens=3), "draft_tokens must be a list"),
+        (edit(architectures=["LlamaForCausalLM"]), "there is no draft head"),
+        (lambda folder: (folder / "config.json").unlink(), "there is no draft head"),
     ],
 )
-def test_damage_is_said(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
-    write(tmp_path)
+def test_a_damaged_config_is_said(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    write_random_head(tmp_path, VALUES)
     damage(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(LocalrtError, match=message):
         read_head(tmp_path)
 
 
+def cut(folder: Path) -> None:
+    path = folder / DATA
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def without_token_norm(folder: Path) -> None:
+    tensors = load_file(folder / DATA)
+    del tensors["fusion.token_norm.weight"]
+    save_file(tensors, folder / DATA)
+
+
+@pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "truncated|ends"),
+        (without_token_norm, "fusion.token_norm.weight is missing"),
+        (edit(hidden_size=32), "wrong shape"),
+        (lambda folder: (folder / DATA).write_text("{"), DATA),
+        (lambda folder: (folder / DATA).unlink(), DATA),
+    ],
+)
+def test_damaged_weights_are_said(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    from localrt.quant.ops.native.ops import NativeOps
+
+    write_random_head(tmp_path, VALUES)
+    damage(tmp_path)
+    head = read_head(tmp_path)
+
+    def load() -> None:
+        with head_loader(head, NativeOps(threads=1)) as loader:
+            loader.vector(head.decoder.hidden_size, "fusion.token_norm.weight")
+
+    with pytest.raises(LocalrtError, match=message):
+        load()
+
+
 def test_values_that_are_no_numbers_are_not_written(tmp_path: Path) -> None:
-    bad = tiny_values(CONFIG)
+    bad = random_weights(HeadConfig.of(tmp_path, VALUES))
     bad["fusion.token.weight"][0, 0] = np.nan
-    with pytest.raises(CheckpointError, match="NaN"):
-        write_head(tmp_path / "head", CONFIG, draft_tokens(CONFIG), bad)
+    with pytest.raises(LocalrtError, match="NaN"):
+        write_head(tmp_path / "head", VALUES, bad)
     assert not (tmp_path / "head").exists()
-
-
-def test_targets_are_told_apart() -> None:
-    assert TARGET.difference(TARGET) == ""
-    from dataclasses import replace
-
-    assert "other tokens" in TARGET.difference(replace(TARGET, vocab_sha256="x"))
-    assert TARGET.difference(replace(TARGET, layers=3)) == "layers 2, not 3"
-    assert "hidden size 64, not 32" in TARGET.difference(replace(TARGET, hidden_size=32))

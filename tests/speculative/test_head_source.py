@@ -21,7 +21,7 @@ from localrt.speculative.best_first import DECAY, likeliest
 from localrt.speculative.tree import TokenTree
 from tests.inside import core_of, engine_of
 from tests.speculative.test_tree import path_to
-from tests.speculative.tiny_head import DRAFT_VOCAB, draft_tokens, write_tiny_head
+from tests.speculative.tiny_head import write_tiny_head
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
@@ -64,8 +64,8 @@ def one_by_one(made: Any, session: NativeSession, history: list[int], path: list
             given, logits = inner.forward(
                 cache, given[-1:], [token], np.array([end + step]), wanted=1
             )
-    found = likeliest(logits[0], -math.inf, temperature=WARMTH, most=DRAFT_VOCAB)
-    return dict(zip(draft_tokens(config)[found.tokens].tolist(), found.logprobs, strict=True))
+    found = likeliest(logits[0], -math.inf, temperature=WARMTH, most=len(config.draft_tokens))
+    return dict(zip(config.draft_tokens[found.tokens].tolist(), found.logprobs, strict=True))
 
 
 def check_tree(made: Any, session: NativeSession, history: list[int], tree: TokenTree) -> None:
@@ -82,7 +82,7 @@ def test_a_tree_has_the_scores_of_guesses_one_after_the_other(made: Any) -> None
     tree = source.propose(PROMPT, 24, 4)
     assert len(tree) == 24
     assert tree.height > 1
-    assert set(tree.tokens.tolist()) <= set(draft_tokens(made[2]).tolist())
+    assert set(tree.tokens.tolist()) <= set(made[2].draft_tokens.tolist())
     check_tree(made, session, PROMPT, tree)
 
 
@@ -171,6 +171,6 @@ def test_a_head_of_another_model_is_refused(tiny_folder: Path, tmp_path: Path) -
     write_tiny_head(tmp_path / "head", tiny_folder)
     with (
         localrt.load(other) as model,
-        pytest.raises(localrt.OptionError, match="trained on another model: other tokens"),
+        pytest.raises(localrt.OptionError, match="trained on another model: llama of 2 layers"),
     ):
         model.generate("hi", draft=str(tmp_path / "head"))

@@ -21,10 +21,9 @@ from localrt.models.registry import read_config
 from localrt.offload.store import pack_store
 from localrt.quant.ops.native.abi import find_library
 from localrt.settings import Settings
-from localrt.speculative.draft_head_file import HEAD_FILE, HeadConfig, write_head
 from tests.engine.test_batch_streamed import CTX, LAYERS, VOCAB, open_engine
 from tests.models.tiny import tokens
-from tests.speculative.tiny_head import draft_tokens, tiny_values
+from tests.speculative.tiny_head import head_values, write_random_head
 from tests.store.synthetic import SyntheticCheckpoint
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -38,17 +37,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pack_store(source, folder / "packed")
     with closing(open_checkpoint(folder / "packed")) as checkpoint:
         target = target_identity(read_config(checkpoint), None)
-    config = HeadConfig(
-        target=target,
-        blocks=1,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        intermediate_size=96,
-        draft_vocab=90,
-        window=64,
-    )
-    write_head(folder / "head", config, draft_tokens(config), tiny_values(config))
+    values = head_values(target, VOCAB, guessed=90)
+    write_random_head(folder / "head", values)
     return folder / "packed", folder / "head"
 
 
@@ -96,8 +86,9 @@ def test_a_budget_leaves_the_head_its_room(
     with pytest.raises(MemoryBudgetError, match=r"a draft head takes .* the budget is 1 MB"):
         with_room_for_head("head", LoadOptions(ram=10**6), settings)
     damaged = folder / "damaged"
-    damaged.mkdir()
-    (damaged / HEAD_FILE).write_text("{")
+    shutil.copytree(made[1], damaged)
+    config = damaged / "config.json"
+    config.write_text(config.read_text().replace('"num_attention_heads"', '"heads"'))
     assert with_room_for_head("head", options, settings) == left
     with pytest.raises(LocalrtError):
         with_room_for_head(str(damaged), options, settings)

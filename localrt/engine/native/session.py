@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from localrt.engine.native.features import FeatureRows
 from localrt.engine.native.ram_meter import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
 from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts
 from localrt.quant.ops.kv import BlockCache, FillBlocks
 from localrt.quant.ops.protocol import KVCache
+from localrt.speculative.features import FeatureRows
 from localrt.speculative.tree import TokenTree
 
 __all__ = ["NativeSession"]

@@ -26,11 +26,6 @@ class FeatureRows:
         self._rows = np.empty((64, size), np.float32)
         self._open: Rows = np.empty((0, size), np.float32)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated now."""
-        return self._rows.nbytes
-
     def room(self, count: int) -> Rows:
         """Where the next ``count`` rows go, (count, size); ``advance`` counts them as held."""
         held = self.length - self.first
