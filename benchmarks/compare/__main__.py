@@ -54,12 +54,12 @@ ROWS = (
 
 
 def measure(row: Row, checkout: Path, cache: Path) -> dict[str, Any]:
-    """One process; a chat's KV cache is kept in ``cache``."""
+    """One process. Each checkout keeps in its own ``cache`` what it measures of the machine, and a
+    chat's KV cache.
+    """
     load = {"ram": row.ram, "ctx": -(-(row.prompt + row.tokens + 256) // 256) * 256}
     job = {**asdict(row), "model": str(find_model(row.model)), "load": load}
-    env = {**os.environ, "PYTHONPATH": str(checkout)}
-    if row.resume:
-        env["LOCALRT_CACHE"] = str(cache)
+    env = {**os.environ, "PYTHONPATH": str(checkout), "LOCALRT_CACHE": str(cache)}
     command = [sys.executable, "-P", str(_CHILD), json.dumps(job)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
     if done.returncode:
