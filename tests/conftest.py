@@ -31,6 +31,12 @@ import hypothesis
 import pytest
 
 import localrt
+from localrt.quant.ops.native import ops as native_ops
+from tests.triton_interpreter import quicken
+
+# Processes beside each other share the cores: one for each, where a test asks for none.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    native_ops._usable_cores = lambda: 1
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -40,6 +46,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 # Files that take a minute and more: begun last, one of them would keep a single process busy.
 _FIRST = (
+    "test_memory.py",
     "test_real_models.py",
     "test_gpu_check.py",
     "test_packaging.py",
@@ -59,6 +66,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

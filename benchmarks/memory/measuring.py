@@ -22,7 +22,7 @@ from benchmarks.memory.cells import Cell
 __all__ = ["measure", "problems"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_EVERY_S = 0.004
+_EVERY_S = 0.02
 _LEAST = re.compile(r"at least (\d+) MB of RAM")
 _SHARE, _BYTES = 0.03, 8_000_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")

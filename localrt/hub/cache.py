@@ -108,10 +108,13 @@ class CachedRepo:
     def link(self, commit: str, name: str, etag: str) -> None:
         """Make the blob visible as a file of the snapshot: a relative link, or the file itself."""
         blob, pointer = self.blob(etag), self.snapshot(commit) / name
+        target = Path(os.path.relpath(blob, pointer.parent))
+        if pointer.is_symlink() and pointer.readlink() == target:
+            return  # others may be reading it
         pointer.parent.mkdir(parents=True, exist_ok=True)
         pointer.unlink(missing_ok=True)
         try:
-            pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+            pointer.symlink_to(target)
         except OSError:  # Windows without the right to link
             blob.replace(pointer)
 

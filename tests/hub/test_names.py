@@ -63,7 +63,7 @@ def test_a_printed_name_is_read_back(ref: HubRef) -> None:
     assert parse_hub_ref(str(ref)) == ref
 
 
-@given(st.text(max_size=40).filter(lambda text: parse_hub_ref(text) is None))
+@given(st.text(max_size=40).filter(lambda text: text != "smollm2" and not parse_hub_ref(text)))
 def test_any_other_text_is_a_path_or_one_of_our_errors(text: str) -> None:
     with contextlib.suppress(LocalrtError):
         found = resolve(text, settings=settings_at(Path("/nowhere"), "http://127.0.0.1:9"))
