@@ -118,7 +118,7 @@ SMALL = {
         _qwen3_moe(
             **SMALLEST,
             moe_intermediate_size=64,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_experts=8,
             num_experts_per_tok=2,
         ),

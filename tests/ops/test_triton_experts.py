@@ -276,7 +276,7 @@ def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_routing(data: st.DataObject) -> None:
     ops = TritonOps(device=DEVICE)

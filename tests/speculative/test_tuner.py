@@ -87,7 +87,7 @@ RESIDENT = lambda rows: 0.03 + 0.004 * (rows - 1)  # noqa: E731
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.floats(0.0, 0.97),
     st.floats(0.0, 0.97),

@@ -182,7 +182,7 @@ def test_each_source_learns_from_its_own_guesses() -> None:
     assert len(mixed.tree(10)) == 0
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(trees("a"), trees("b"), st.integers(0, 30), st.integers(0, 20))
 def test_a_mixed_tree_is_a_tree_of_what_was_proposed(
     a: TokenTree, b: TokenTree, most: int, taken: int
