@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,12 +72,12 @@ class HeadConfig:
         size = decoder.attention[0].head_dim
         if not kernels_take_heads(size):
             raise CheckpointError(f"{path}: head_dim must be a multiple of 16, to 512, is {size}")
-        tokens = np.array(raw.sequence("draft_tokens"))
-        rising = tokens.ndim == 1 and tokens.dtype.kind == "i" and (np.diff(tokens) > 0).all()
-        if not rising or len(tokens) < 2 or not 0 <= tokens[0] <= tokens[-1] < decoder.vocab_size:
+        tokens = raw.sequence("draft_tokens") or []
+        known = all(type(token) is int and 0 <= token < decoder.vocab_size for token in tokens)
+        if len(tokens) < 2 or not known or any(a >= b for a, b in pairwise(tokens)):
             raise CheckpointError(f"{path} is damaged: its draft vocabulary")
-        window = raw.integer("sliding_window")
-        return cls(path, decoder, window, tokens, raw.text("target", ""))
+        window, target = raw.integer("sliding_window"), raw.text("target", "")
+        return cls(path, decoder, window, np.array(tokens, np.int64), target)
 
     @property
     def format(self) -> Format:

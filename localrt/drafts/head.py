@@ -137,7 +137,8 @@ class HeadDraft:
                 raise OptionError(
                     "there is no draft head for this model: localrt draft train makes one"
                 )
-            if head.target != ours:
+            sizes = head.decoder.hidden_size, head.decoder.vocab_size
+            if (head.target, *sizes) != (ours, config.hidden_size, config.vocab_size):
                 raise OptionError(
                     f"draft head {head.path} was trained on another model: {head.target}, not "
                     f"{ours}"
