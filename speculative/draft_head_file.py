@@ -33,7 +33,16 @@ from localrt.quant.formats import BF16, CODECS, Format, PackedTensor, pack, unpa
 from localrt.quant.ops.choose import kernels_take_heads
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["HeadConfig", "head_loader", "is_head_folder", "read_head", "write_head"]
+__all__ = [
+    "MOST_BLOCKS",
+    "HeadConfig",
+    "head_loader",
+    "is_head_folder",
+    "read_head",
+    "write_head",
+]
+
+MOST_BLOCKS = 5  # more gained nothing for Dovetail
 
 _CONFIG = "config.json"
 _ARCHITECTURE = "LocalrtDraftHead"
@@ -69,6 +78,10 @@ class HeadConfig:
             decoder = llama.read_config(raw)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
+        if decoder.layers > MOST_BLOCKS:
+            raise CheckpointError(
+                f"{path}: a head has at most {MOST_BLOCKS} blocks, not {decoder.layers}"
+            )
         size = decoder.attention[0].head_dim
         if not kernels_take_heads(size):
             raise CheckpointError(f"{path}: head_dim must be a multiple of 16, to 512, is {size}")

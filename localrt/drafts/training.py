@@ -38,7 +38,7 @@ from localrt.models.registry import read_config
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.attention import LatentSpec
 from localrt.speculative.draft_head import target_parts
-from localrt.speculative.draft_head_file import HeadConfig, is_head_folder, write_head
+from localrt.speculative.draft_head_file import MOST_BLOCKS, HeadConfig, is_head_folder, write_head
 
 if TYPE_CHECKING:
     from localrt.drafts.training_torch import Trainer
@@ -50,7 +50,7 @@ _SAVE_S = 60.0
 _BOUNDS = {
     "generate": (0, 1 << 40),
     "tokens": (1, 1 << 40),
-    "depth": (1, 5),  # more gained nothing for Dovetail
+    "depth": (1, MOST_BLOCKS),
     "vocab": (2, 1 << 20),
     "length": (16, 1 << 16),
     "batch": (1, 4096),

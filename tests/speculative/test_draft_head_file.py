@@ -37,14 +37,15 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     head = read_head(folder)
     assert (head.decoder, head.target, head.window) == (config.decoder, "mine", 64)
     assert head.draft_tokens.tolist() == VALUES["draft_tokens"]
-    assert (
-        head.nbytes == sum(w.size for w in random_weights(config).values()) * 34 // 32
-    )  # int8 with a scale for 32
+    weights = sum(array.size for array in random_weights(config).values())
+    assert head.nbytes == weights * 34 // 32  # int8 with a scale for 32
     written = load_file(folder / DATA)
     for name, values in random_weights(config).items():
         np.testing.assert_array_equal(
             written[name], values.astype(np.float16) if values.ndim == 2 else values
         )
+    write_head(folder, VALUES, random_weights(config))  # over the one that was there
+    assert read_head(folder).decoder == config.decoder
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
@@ -65,6 +66,7 @@ def edit(**changes: Any) -> Callable[[Path], None]:
         (edit(num_attention_heads="4"), "must be an integer"),
         (edit(sliding_window=None), "sliding_window is missing"),
         (edit(num_key_value_heads=3), "multiple of kv_heads"),
+        (edit(num_hidden_layers=6), "at most 5 blocks, not 6"),
         (edit(head_dim=24), "head_dim must be a multiple of 16"),
         (edit(head_dim=1024), "to 512, is 1024"),
         (edit(draft_tokens=None), "its draft vocabulary"),
