@@ -333,7 +333,7 @@ class ChatSession:
             "messages": self.messages,
         }
         text = json.dumps(record, ensure_ascii=False, indent=2) + "\n"
-        write_text(Path(path).expanduser(), text, mode=0o600)
+        write_text(Path(path).expanduser(), text, private=True)
 
     @classmethod
     def load(cls, host: ChatHost, path: str | Path) -> ChatSession:

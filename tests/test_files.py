@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from localrt.errors import StorageError
-from localrt.files import atomic_write, write_bytes, write_text
+from localrt.files import (
+    atomic_write,
+    keep_private,
+    private_file,
+    private_folder,
+    write_bytes,
+    write_text,
+)
 
 _DIES = """
 import os, sys
@@ -98,7 +105,7 @@ def test_permissions(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_bytes(tmp_path / "usual", b"")
-        write_bytes(tmp_path / "private", b"", mode=0o600)
+        write_bytes(tmp_path / "private", b"", private=True)
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
@@ -119,3 +126,53 @@ def test_an_aside_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None
     with atomic_write(tmp_path / "x", aside=aside) as stream:
         stream.write(b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("x", b"new")]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_what_is_private_is_so_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    before = os.umask(umask)
+    try:
+        with atomic_write(tmp_path / "shared" / "a", private=True) as stream:
+            (aside,) = (tmp_path / "shared").iterdir()
+            assert rights(aside) == 0o600  # before its first byte
+            stream.write(b"text")
+        write_text(tmp_path / "b" / "c" / "d", "text", private=True, folder=True)
+        private_folder(tmp_path / "e" / "f")
+        private_folder(tmp_path / "shared")
+        private_file(tmp_path / "shared" / "g")
+    finally:
+        os.umask(before)
+    found = {path.relative_to(tmp_path).as_posix(): rights(path) for path in tmp_path.rglob("*")}
+    folders = dict.fromkeys(("b", "b/c", "e", "e/f"), 0o700)
+    files = dict.fromkeys(("shared/a", "shared/g", "b/c/d"), 0o600)
+    assert found == {"shared": 0o755, **folders, **files}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+def test_what_an_earlier_version_shared_is_shared_no_more(tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "folder" / "file"
+    folder.mkdir()
+    file.write_bytes(b"kept")
+    folder.chmod(0o755)
+    file.chmod(0o664)
+    (tmp_path / "link").symlink_to(folder)
+    keep_private(tmp_path / "link")
+    keep_private(tmp_path / "none")
+    assert rights(folder) == 0o755
+    keep_private(folder)
+    private_file(file)
+    assert (rights(folder), rights(file), file.read_bytes()) == (0o700, 0o600, b"kept")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(OSError, match="file"):
+            private_folder(path)
+
+
+def rights(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)

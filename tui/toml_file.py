@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.errors import StorageError
-from localrt.files import write_text
+from localrt.files import keep_private, write_text
 
 __all__ = ["TomlFile"]
 
@@ -89,5 +89,5 @@ class TomlFile:
         if self.path is None:
             self._text = text
         else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, text, mode=0o600)
+            write_text(self.path, text, private=True, folder=True)
+            keep_private(self.path.parent)

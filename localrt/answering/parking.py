@@ -14,6 +14,7 @@ from localrt.engine.parking.keeper import KvKeeper, Tier
 from localrt.engine.parking.prompt_cache import PromptCache, model_key
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.errors import MemoryBudgetError
+from localrt.files import keep_private
 from localrt.formatting import parse_size
 from localrt.loading.parts import LoadedModel
 from localrt.settings import Settings
@@ -27,7 +28,9 @@ def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
         return None
     info = parts.engine.info
     key = model_key(parts.path, info.engine, info.format)
-    return PromptCache(settings.cache_dir / "kv" / key, limit=parse_size(settings.kv_disk))
+    folder = settings.cache_dir / "kv"
+    keep_private(folder)
+    return PromptCache(folder / key, limit=parse_size(settings.kv_disk))
 
 
 class Parking:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.errors import LocalrtError
+from localrt.files import private_folder
 from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, resolve
 from localrt.machine import hardware
@@ -62,7 +63,7 @@ def _examine(*, quick: bool) -> dict[str, Any]:
             memory_read_bytes_s=hardware.measure_memory_read(machine.cpu.usable_cores),
         )
         try:
-            settings.cache_dir.mkdir(parents=True, exist_ok=True)
+            private_folder(settings.cache_dir)
             machine = replace(machine, disk=hardware.measure_disk_read(settings.cache_dir))
         except OSError as error:
             notes.append(f"the disk could not be measured: {error.strerror or error}")

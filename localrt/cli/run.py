@@ -29,6 +29,7 @@ from localrt.cli.options import (
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError, OptionError
+from localrt.files import keep_private, private_folder
 from localrt.formatting import format_bytes, format_rate, format_seconds
 from localrt.settings import Settings
 
@@ -176,7 +177,8 @@ def last_run_path() -> Path:
 def _remember(chat: ChatSession, path: Path) -> None:
     """A conversation that cannot be kept is worth a line, not a failure."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
+        keep_private(path.parent)
         chat.save(path)
     except OSError as error:  # StorageError is one
         print(f"localrt: --continue will not work: {error.strerror or error}", file=sys.stderr)

@@ -35,7 +35,9 @@ def remember_acceptance(settings: Settings, target: str, draft: str, share: floa
     known[key] = round(value, 4)
     kept = dict(list(known.items())[-_MOST:])
     with suppress(OSError):
-        write_text(settings.cache_dir / _FILE, json.dumps(kept), sync=False, folder=True)
+        write_text(
+            settings.cache_dir / _FILE, json.dumps(kept), private=True, sync=False, folder=True
+        )
 
 
 def _read(settings: Settings) -> dict[str, Any]:

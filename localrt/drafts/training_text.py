@@ -22,6 +22,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import NativeSession
 from localrt.engine.sampling import Sampling, distribution, draw
 from localrt.errors import OptionError, StorageError
+from localrt.files import private_file
 from localrt.loading.parts import LoadedModel
 from localrt.models.templates.chat_template import encode_messages
 from localrt.speculative.ngram import common_length
@@ -86,6 +87,7 @@ class SequenceFile:
         record["tokens"], record["features"] = tokens, to_bfloat16(features)
         whole = self.written * self._record.itemsize
         try:
+            private_file(self._file)
             with self._file.open("ab") as stream:
                 stream.truncate(whole)
                 stream.write(record.tobytes())

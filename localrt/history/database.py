@@ -8,6 +8,7 @@ not know what a conversation is.
 
 from __future__ import annotations
 
+import glob
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.errors import StorageError
+from localrt.files import keep_private, private_file, private_folder
 
 __all__ = ["MEMORY_FIRST", "Database", "insert"]
 
@@ -97,9 +99,7 @@ class Database:
 
     def _open(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                path.touch(mode=0o600)  # nobody else's to read
+            private_folder(path.parent)
         except OSError as error:
             reason = error.strerror or error
             raise StorageError(f"cannot keep conversations in {path.parent}: {reason}") from error
@@ -112,7 +112,7 @@ class Database:
                 f"conversations go to {self.path.name}",
             )
             self._connection = _opened_or_fail(self.path)
-        except sqlite3.OperationalError as error:
+        except (OSError, sqlite3.OperationalError) as error:
             raise StorageError(f"cannot open {path}: {error}") from error
         except sqlite3.DatabaseError as error:
             aside = _put_aside(path)
@@ -196,6 +196,9 @@ def _in_memory() -> sqlite3.Connection:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
+    private_file(path)  # what SQLite writes beside it gets the same rights
+    for beside in path.parent.glob(f"{glob.escape(path.name)}[-.]*"):  # -wal, .damaged-2026...
+        keep_private(beside)
     connection = _connected(path)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -218,7 +221,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 def _opened_or_fail(path: Path) -> sqlite3.Connection:
     try:
         return _opened(path)
-    except (sqlite3.Error, _NewerError) as error:
+    except (OSError, sqlite3.Error, _NewerError) as error:
         raise StorageError(f"cannot open {path}: {error}") from error
 
 

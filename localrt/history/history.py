@@ -13,6 +13,7 @@ from typing import Any
 
 from localrt.closing import Closing
 from localrt.errors import StorageError
+from localrt.files import keep_private
 from localrt.history.conversation import Conversation
 from localrt.history.database import Database, insert
 from localrt.settings import Settings
@@ -74,7 +75,9 @@ class History(Closing):
 
     def __init__(self, path: str | Path | None = None) -> None:
         if path is None:
-            path = Settings.from_environment().data_dir / _FILE
+            folder = Settings.from_environment().data_dir
+            keep_private(folder)
+            path = folder / _FILE
         self._database = Database(None if path == _MEMORY else Path(path).expanduser())
         with self._database.transaction() as connection:
             connection.execute(_DELETE_EMPTY, (time.time() - _EMPTY_KEPT,))

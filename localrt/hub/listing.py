@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from localrt.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.files import private_folder
 from localrt.hub.cache import CachedRepo
 from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
 from localrt.hub.files import (
@@ -251,8 +252,8 @@ def note_use(name: str, settings: Settings) -> None:
     """A model of this name is used now."""
     with suppress(OSError):
         file = _use_file(name, settings)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        private_folder(file.parent)
+        file.touch(mode=0o600)
 
 
 def forget_use(name: str, settings: Settings) -> None:

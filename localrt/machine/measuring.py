@@ -130,7 +130,13 @@ def _disk(folder: Path, cache: Path, *, remeasure: bool = False) -> DiskProfile:
     path, device = cache / _DISKS, str(folder.stat().st_dev)
     profile, known = measure_disk(_large_files(folder)), _read(path)
     with suppress(OSError):  # a cache that cannot be written is measured again
-        write_text(path, json.dumps({**known, device: profile.to_dict()}), sync=False, folder=True)
+        write_text(
+            path,
+            json.dumps({**known, device: profile.to_dict()}),
+            private=True,
+            sync=False,
+            folder=True,
+        )
     return profile
 
 

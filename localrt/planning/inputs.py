@@ -18,6 +18,7 @@ from localrt.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from localrt.files import private_folder
 from localrt.formatting import parse_size
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
@@ -221,7 +222,7 @@ def _large_enough(path: Path) -> bool:
 
 
 def _kernels(settings: Settings, formats: set[str], remeasure: bool) -> MachineProfile:
-    settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    private_folder(settings.cache_dir)
     return measure_machine(
         settings.cache_dir,
         cache=settings.cache_dir,

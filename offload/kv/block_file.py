@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from localrt.errors import StorageError
-from localrt.files import write_text
+from localrt.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
 
@@ -87,8 +87,8 @@ class BlockFile:
             kept = min(same // BLOCK_TOKENS, len(self._sums), count)
         sums = self._sums[:kept]
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self.folder / _DATA).touch(mode=0o600)
+            private_folder(self.folder)
+            private_file(self.folder / _DATA)
             with (self.folder / _DATA).open("r+b", buffering=0) as file:
                 file.truncate(kept * block_bytes)
                 file.seek(kept * block_bytes)
@@ -153,7 +153,7 @@ class BlockFile:
             "tokens": tokens.tolist(),
             "sums": sums,
         }
-        write_text(self.folder / _ABOUT, json.dumps(about), sync=False)
+        write_text(self.folder / _ABOUT, json.dumps(about), private=True, sync=False)
         self.tokens, self.layout, self._block_bytes, self._sums = tokens, layout, block_bytes, sums
 
 

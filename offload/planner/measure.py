@@ -261,4 +261,4 @@ def _load(path: Path, fingerprint: Sequence[str]) -> dict[str, Any]:
 def _save(path: Path, values: dict[str, Any]) -> None:
     """A cache that cannot be written is measured again next time."""
     with suppress(OSError):
-        write_text(path, json.dumps(values, indent=1), sync=False, folder=True)
+        write_text(path, json.dumps(values, indent=1), private=True, sync=False, folder=True)

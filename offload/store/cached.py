@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from localrt.errors import CancelledError, CheckpointError, StorageError, UnsupportedModelError
+from localrt.files import private_folder
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import MANIFEST_NAME
@@ -54,7 +55,8 @@ def cached_store(
         return source
     folder = store_folder(source, stores)
     try:
-        stores.mkdir(parents=True, exist_ok=True)
+        private_folder(stores.parent)  # conversations lie beside the stores
+        stores.mkdir(exist_ok=True)
     except OSError as error:
         raise StorageError(f"{stores} cannot be made: {error.strerror}") from error
     with _alone(folder.with_name(folder.name + ".lock"), cancel):

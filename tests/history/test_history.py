@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
 from localrt.history.copies import copy_to_memory, end_answer, merge
+
+posix = pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 
 
 @pytest.fixture
@@ -293,3 +297,56 @@ def test_a_copy_in_memory_is_brought_back_with_its_branches(history: History) ->
         assert talk.options == {"seed": 1}
         assert talk.siblings(numbers[other.id]) == (numbers[first.id], numbers[other.id])
         assert talk.siblings(question.id) == (question.id,)
+
+
+# -- who may read it -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def rights(folder: Path) -> set[int]:
+    return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+
+@posix
+@pytest.mark.parametrize("fate", ["whole", "damaged", "newer"])
+def test_nobody_else_reads_any_file_of_it(tmp_path: Path, fate: str, open_umask: None) -> None:
+    folder = tmp_path / "new"
+    path = folder / "h.db"
+    with History(path) as history:
+        history.new(model="m").add("user", "secret")
+        assert len(list(folder.iterdir())) == 3  # with -wal and -shm
+        assert rights(folder) == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    if fate == "damaged":
+        path.write_bytes(b"nothing that SQLite knows" * 400)
+    elif fate == "newer":
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA user_version = 99")
+        connection.close()
+    with History(path) as history:
+        assert len(history.notes) == (fate != "whole")
+        history.new(model="m").add("user", "secret")
+        assert rights(folder) == {0o600}
+
+
+@posix
+def test_files_that_an_earlier_version_shared_are_shared_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    folder = tmp_path / "localrt"
+    History().close()
+    copy = folder / "history.db.damaged-20260101-000000"
+    copy.write_bytes(b"secret")
+    folder.chmod(0o755)
+    for path in (folder / "history.db", copy):
+        path.chmod(0o644)
+    History().close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert rights(folder) == {0o600}

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from localrt.errors import LocalrtError, OptionError
+from localrt.files import write_text
 
 __all__ = ["edited", "editor_command"]
 
@@ -46,7 +47,7 @@ def edited(text: str) -> str:
     command = editor_command()
     with tempfile.TemporaryDirectory(prefix="localrt-") as folder:
         path = Path(folder) / "message.md"
-        path.write_text(text, encoding="utf-8", errors="replace")
+        write_text(path, text, private=True, sync=False)
         try:
             status = subprocess.run([*command, str(path)], check=False).returncode
         except OSError as error:

@@ -45,7 +45,7 @@ class Exporter:
             raise StorageError(f"{path} exists: enter the same command again to replace it")
         json_file = path.suffix.lower() == ".json"
         text = as_json(conversation) if json_file else as_markdown(conversation)
-        write_text(path, text, mode=0o600)
+        write_text(path, text, private=True)
         self._asked = None
         self._written.add(path)
         return path
