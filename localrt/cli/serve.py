@@ -40,6 +40,10 @@ _CORS_HELP = (
     "let web pages of this origin send requests, like https://example.org, or all (*); "
     "may be repeated"
 )
+_CONNECTIONS_HELP = (
+    "most open connections (default: 1000, or fewer where the system allows few open files); "
+    "for more the longest idle are closed"
+)
 _FLAGS: tuple[Flag, ...] = (
     ("--host", str, None, _HOST_HELP),
     ("--port", int, None, "port (default: 8080); 0 takes a free one"),
@@ -48,6 +52,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--cors", list, "ORIGIN", _CORS_HELP),
     ("--max-running", int, "N", "most answers at a time; they share passes (default: 16)"),
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
+    ("--max-connections", int, "N", _CONNECTIONS_HELP),
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--json", bool, None, "log to stdout as JSON"),
@@ -60,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     group = parser.add_argument_group("server")
     unset = ServeOptions()
-    kept = {name: getattr(unset, name) for name in ("host", "port", "max_running", "max_queued")}
+    names = ("host", "port", "max_running", "max_queued", "max_connections")
+    kept = {name: getattr(unset, name) for name in names}
     add_flags(group, _FLAGS, **kept, cors=[], max_body="8MiB", drain=unset.drain_s)
     add_load_arguments(parser)
     add_sampling_arguments(parser)
@@ -116,6 +122,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         origins=tuple(args.cors),
         max_running=args.max_running,
         max_queued=args.max_queued,
+        max_connections=args.max_connections,
         max_body=parse_size(args.max_body),
         drain_s=args.drain,
     )

@@ -27,7 +27,7 @@ from localrt.api import Model
 from localrt.errors import LocalrtError
 from localrt.serve.bodies import prepare_checks, read_fields
 from localrt.serve.calls import chat_call, completion_call, prompts_of
-from localrt.serve.errors import ApiError, JsonResponse, api_error, invalid
+from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer, until_gone
 from localrt.serve.guard import Guard, LogLine
 from localrt.serve.openapi import describe
@@ -212,9 +212,8 @@ def create_app(
     app = Starlette(
         routes=[Route(path, function, methods=[method]) for path, method, function in _ROUTES],
         middleware=middleware,
-        exception_handlers=dict.fromkeys(
-            (ApiError, LocalrtError, HTTPException, Exception), _failed
-        ),
+        # The guard answers what else may go wrong.
+        exception_handlers=dict.fromkeys((ApiError, LocalrtError, HTTPException), _failed),
         lifespan=lifespan,
     )
     app.state.service = service
@@ -228,10 +227,4 @@ async def _sample(service: Service) -> None:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    if isinstance(error, LocalrtError):
-        error = api_error(error)
-    elif isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail, headers=error.headers)
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, f"the server failed: {type(error).__name__}")
-    return error.response()
+    return failure(error).response()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from localrt.errors import (
@@ -20,7 +22,7 @@ from localrt.errors import (
     UnsupportedModelError,
 )
 
-__all__ = ["ApiError", "JsonResponse", "api_error", "error_body", "invalid", "to_json"]
+__all__ = ["ApiError", "JsonResponse", "api_error", "error_body", "failure", "invalid", "to_json"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -30,6 +32,7 @@ _TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     501: "not_implemented_error",
     503: "unavailable_error",
@@ -110,3 +113,16 @@ def api_error(error: LocalrtError) -> ApiError:
     if isinstance(error, CancelledError):
         return ApiError(503, message, code="cancelled")
     return ApiError(500, message)
+
+
+def failure(error: BaseException) -> ApiError:
+    """Whatever went wrong, in HTTP's words; a native library's panic is no ``Exception``."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LocalrtError):
+        return api_error(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, asyncio.CancelledError):
+        return ApiError(503, "the server is stopping", code="stopping")
+    return ApiError(500, f"the server failed: {type(error).__name__}")

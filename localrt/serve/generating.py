@@ -21,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from localrt.answering.streams import joined
 from localrt.engine.types import Chunk, Metrics, ToolCall
-from localrt.errors import CancelledError, LocalrtError
+from localrt.errors import CancelledError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call, Forced
-from localrt.serve.errors import JsonResponse, api_error, error_body, invalid, to_json
+from localrt.serve.errors import JsonResponse, error_body, failure, invalid, to_json
 from localrt.serve.payloads import Envelope, Shape, usage
 from localrt.serve.service import Service
 
@@ -33,6 +33,7 @@ __all__ = ["answer", "until_gone"]
 T = TypeVar("T")
 
 _DONE = b"data: [DONE]\n\n"
+_ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 async def answer(request: Request, service: Service, call: Call, shape: Shape) -> Response:
@@ -212,8 +213,10 @@ async def _events(
             counts = usage([ends[index] for index in sorted(ends)], len(call.prompts))
             yield _event(envelope([], usage=counts))
         yield _DONE
-    except LocalrtError as error:
-        yield _event(error_body(api_error(error)))
+    except BaseException as error:  # a native library's panic too
+        if isinstance(error, _ENDS):
+            raise
+        yield _event(error_body(failure(error)))
 
 
 def _goes_on(chunk: Chunk, call: Call) -> bool:

@@ -5,24 +5,26 @@ Pure ASGI, so that it also sees what streams. It does not know bodies.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localrt.serve.errors import ApiError
+from localrt.serve.errors import ApiError, failure
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.serve.service import Service
 
 __all__ = ["Guard", "LogLine"]
 
 _OPEN = ("/health", "/openapi.json")
+_WHEN_FULL = ("/health", "/metrics")
 _GONE = 499  # as web servers log a client that went away
 
 
@@ -65,17 +67,37 @@ class Guard:
             elif not message.get("more_body", False):
                 whole = True
 
-        app = self._app
         try:
+            self._check_room(scope)
             _check(scope, self._service.options)
-        except ApiError as error:
-            app = error.response()
-        try:
-            # Who went away, or does not read, gets nothing more: the connection is closed.
-            with suppress(ClientDisconnect, TimeoutError):
-                await app(scope, receive, watched)
+            await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            pass
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a native library's panic too
+            # An answer that has begun gets nothing more: the connection is closed.
+            if status == _GONE:
+                await failure(error).response()(scope, receive, watched)
+            if isinstance(error, asyncio.CancelledError):
+                raise
         finally:
             self._note(scope, status if whole else _GONE, time.monotonic() - began)
+
+    def _check_room(self, scope: Scope) -> None:
+        """Whether a request may run beside all others.
+
+        Raises:
+            ApiError: 503.
+        """
+        host = scope["client"][0] if scope.get("client") else ""
+        if scope["path"] not in _WHEN_FULL and self._service.connections.crowded(host):
+            raise ApiError(
+                503,
+                "too many requests are open: try again later",
+                code="overloaded",
+                headers={"Connection": "close", "Retry-After": "1"},
+            )
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"]
@@ -120,14 +142,22 @@ def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
     name that it used is not this machine's, its own DNS has been pointed here.
     """
     host = headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname if host and "@" not in host else ""
+    name = _split(f"//{host}").hostname if "@" not in host else ""
     if host and is_loopback(options.host) and not is_loopback(name or ""):
         raise ApiError(403, f"this server is asked as {host[:200]!r} and answers to localhost only")
     origin = headers.get("origin")
     if origin is None or "*" in options.origins or origin in options.origins:
         return
-    if urlsplit(origin).netloc.lower() != host.lower():
+    if not host or _split(origin).netloc.lower() != host.lower():
         raise ApiError(
             403,
             f"pages of {origin[:200]!r} may not ask: start the server with --cors {origin[:200]}",
         )
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; none of one that is malformed."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")

@@ -15,10 +15,12 @@ class ServeOptions:
     """Limits of a server. Sizes in bytes, times in seconds.
 
     ``name`` is what the model is called in requests (None: its own name). ``max_running`` answers
-    share passes, ``max_queued`` wait for their turn; more are told to come back. ``origins`` are
-    the web pages that may ask (CORS), ``"*"`` all. A request must have come within
-    ``read_timeout_s``; who does not read for ``write_timeout_s`` is cut off. Answers get
-    ``drain_s`` to finish when the server stops.
+    share passes, ``max_queued`` wait for their turn; more are told to come back.
+    ``max_connections`` are open at a time, or fewer where the system has too few open files; for
+    more the longest idle are closed. ``origins`` are the web pages that may ask (CORS), ``"*"``
+    all. A request's headers must have come within ``read_timeout_s``, and so must its body; who
+    does not read for ``write_timeout_s`` is cut off. Answers get ``drain_s`` to finish when the
+    server stops.
     """
 
     host: str = "127.0.0.1"
@@ -28,6 +30,7 @@ class ServeOptions:
     origins: tuple[str, ...] = ()
     max_running: int = 16
     max_queued: int = 64
+    max_connections: int = 1000
     max_body: int = 8 << 20
     max_header: int = 32 << 10
     max_choices: int = 16
@@ -40,6 +43,7 @@ class ServeOptions:
             ("port", 0, 65535),
             ("max_running", 1, 1024),
             ("max_queued", 0, 1 << 20),
+            ("max_connections", 1, 1 << 20),
             ("max_body", 1, 1 << 40),
             ("max_header", 1024, 1 << 20),
             ("max_choices", 1, 1024),

@@ -14,7 +14,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,10 +26,13 @@ from localrt.errors import LocalrtError
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
 from localrt.serve.options import ServeOptions
+from localrt.serve.protocol import HttpProtocol
 
 __all__ = ["Server", "open_socket", "serve"]
 
-_BACKLOG = 128
+_BACKLOG = 1024
+_ACCEPTED = 8  # at a time: they take open files before one can be closed for them
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
 _AFTER_DRAIN_S = 5  # for what has been cut off to be told
@@ -94,10 +99,12 @@ class Server(uvicorn.Server):
     def __init__(self, app: Starlette, options: ServeOptions) -> None:
         # What is worth saying of a request is in the log line.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        self._connections = app.state.service.connections
+        http = partial(HttpProtocol, connections=self._connections, options=options)
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",  # the one whose headers are bounded
+                http=cast(type[asyncio.Protocol], http),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -106,7 +113,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(options.drain_s) + _AFTER_DRAIN_S,
-                h11_max_incomplete_event_size=options.max_header,
+                backlog=_ACCEPTED,
             )
         )
         self._app = app
@@ -115,7 +122,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
+        asyncio.get_running_loop().set_exception_handler(self._unexpected)
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)
         self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -126,6 +136,13 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            self._connections.make_room()  # asyncio accepts the next one in a second
+        else:
+            loop.default_exception_handler(context)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

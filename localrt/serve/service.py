@@ -18,6 +18,7 @@ from localrt.errors import OptionError
 from localrt.live import LiveModel
 from localrt.offload.account import SERVER_NBYTES
 from localrt.offload.memory.process import current_rss
+from localrt.serve.connections import Connections, most_connections
 from localrt.serve.errors import ApiError
 from localrt.serve.metrics import Metrics, render
 from localrt.serve.options import ServeOptions
@@ -45,6 +46,7 @@ class Service:
         self.options = options
         self.name = options.name or model.name
         self.metrics = Metrics()
+        self.connections = Connections(most_connections(options.max_connections))
         self.started = int(time.time())
         self.stopping = False
         self.embedding = asyncio.Lock()  # one batch at a time: they share the engine with answers

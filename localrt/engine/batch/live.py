@@ -223,7 +223,7 @@ class Live:
         except LocalrtError as error:
             self._fail(error)
             return
-        except Exception as error:  # noqa: BLE001  the thread serves others after this
+        except BaseException as error:  # noqa: BLE001  a panic too: the thread serves others after
             self._fail(LocalrtError(f"the pass failed: {type(error).__name__}: {error}"))
             self._schedule.rest(keep=0)  # what the caches hold is not known
             return
