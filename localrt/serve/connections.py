@@ -15,10 +15,14 @@ from typing import Protocol
 
 from localrt.serve.options import is_loopback
 
-__all__ = ["Connection", "Connections", "most_connections"]
+__all__ = ["CONNECTION", "Connection", "Connections", "most_connections"]
+
+CONNECTION = "localrt.connection"
+"""Where a request's state has the connection that it came by."""
 
 _RESERVE = 16  # connections that are let in to ask how the server is
 _FEWEST = 8
+_HERE = ("", 0)  # a socket without an address; ::1 by its network
 _OTHER_FILES = 256  # that the process opens later, and connections that have just come
 
 
@@ -42,6 +46,7 @@ class Connections:
         self._idle: dict[Connection, None] = {}  # the longest idle first
         self._counts: Counter[Hashable] = Counter()
         self._busy: Counter[Hashable] = Counter()
+        self._crowded: set[Connection] = set()
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -49,7 +54,7 @@ class Connections:
     def join(self, one: Connection, host: str) -> bool:
         """Take in an idle connection; False: there is no room, although idle ones were closed."""
         client = _client(host)
-        if self._counts[client] >= self._share(host) + _RESERVE and not self._close_idle(client):
+        if self._counts[client] >= self._share(client) + _RESERVE and not self._close_idle(client):
             return False
         if len(self) >= self._most + _RESERVE and not self.make_room():
             return False
@@ -73,16 +78,20 @@ class Connections:
         """Note whether a request runs in it."""
         if one not in self._clients or busy is (one not in self._idle):
             return
-        self._busy[self._clients[one]] += 1 if busy else -1
-        if busy:
-            del self._idle[one]
-        else:
+        client = self._clients[one]
+        if not busy:
+            self._busy[client] -= 1
             self._idle[one] = None
+            self._crowded.discard(one)
+            return
+        self._busy[client] += 1
+        del self._idle[one]
+        if len(self) - len(self._idle) > self._most or self._busy[client] > self._share(client):
+            self._crowded.add(one)
 
-    def crowded(self, host: str) -> bool:
-        """Whether more requests run than there is room for, all or those of ``host``."""
-        busy = len(self) - len(self._idle)
-        return busy > self._most or self._busy[_client(host)] > self._share(host)
+    def crowded(self, one: Connection) -> bool:
+        """Whether its request began when as many ran as there is room for."""
+        return one in self._crowded
 
     def make_room(self) -> bool:
         """Close the connection that has been idle for the longest; False: none is."""
@@ -96,9 +105,8 @@ class Connections:
                 return True
         return False
 
-    def _share(self, host: str) -> int:
-        here = not host or is_loopback(host.removeprefix("::ffff:"))
-        return self._most if here else max(1, self._most // 2)
+    def _share(self, client: Hashable) -> int:
+        return self._most if client in _HERE or is_loopback(str(client)) else -(-self._most // 2)
 
 
 def most_connections(wanted: int) -> int:

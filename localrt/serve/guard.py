@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localrt.serve.connections import CONNECTION
 from localrt.serve.errors import ApiError, failure
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.serve.service import Service
@@ -90,8 +91,8 @@ class Guard:
         Raises:
             ApiError: 503.
         """
-        host = scope["client"][0] if scope.get("client") else ""
-        if scope["path"] not in _WHEN_FULL and self._service.connections.crowded(host):
+        connection = scope.get("state", {}).get(CONNECTION)
+        if scope["path"] not in _WHEN_FULL and self._service.connections.crowded(connection):
             raise ApiError(
                 503,
                 "too many requests are open: try again later",

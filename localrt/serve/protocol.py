@@ -17,7 +17,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from localrt.serve.connections import Connections
+from localrt.serve.connections import CONNECTION, Connections
 from localrt.serve.errors import ApiError, error_body, to_json
 from localrt.serve.options import ServeOptions
 
@@ -45,6 +45,7 @@ class HttpProtocol(H11Protocol):
         options: ServeOptions,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.app_state = {**app_state, CONNECTION: self}
         self.conn: _HeadBound = _HeadBound(options.max_header)
         self._known = connections
         self._options = options

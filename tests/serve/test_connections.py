@@ -100,13 +100,23 @@ def test_another_machine_gets_half() -> None:
     assert [one.open for one in remote] == [False] * (80 - 66) + [True] * 66
     for one in remote[-66:]:
         known.set_busy(one, busy=True)
-    assert known.crowded("2001:db8::ffff")
-    assert not known.crowded("127.0.0.1")
+    assert sum(map(known.crowded, remote)) == 16
     assert not known.join(Peer(), "2001:db8::1")
     for one in remote[-20:]:
         known.leave(one)
-    assert not known.crowded("2001:db8::ffff")
+    assert sum(map(known.crowded, remote)) == 0
+    known.set_busy(local[0], busy=True)
+    assert not known.crowded(local[0])
     assert len(known) == 40 + 66 - 20
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_this_machine_gets_all(host: str) -> None:
+    known, peers = Connections(10), [Peer() for _ in range(10)]
+    for one in peers:
+        assert known.join(one, host)
+        known.set_busy(one, busy=True)
+    assert not any(map(known.crowded, peers))
 
 
 def test_the_last_places_are_taken_by_nobody_else() -> None:
