@@ -15,7 +15,7 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.quant.formats import unpack
 
-__all__ = ["RawConfig"]
+__all__ = ["RawConfig", "positive_number"]
 
 # Larger than any real model's; a corrupt header must not become a huge allocation.
 _LIMITS = {
@@ -24,8 +24,15 @@ _LIMITS = {
     "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12,
     "max_position_embeddings": 1 << 28,
+    "head_dim": 1 << 14,
+    "rope_dim": 1 << 14,
+    "qk_rope_head_dim": 1 << 14,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "n_routed_experts": 1 << 12,
 }
 _DEFAULT_LIMIT = 1 << 20
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 class RawConfig:
@@ -58,7 +65,9 @@ class RawConfig:
         value = self._required(key, default)
         limit = _LIMITS.get(key, _DEFAULT_LIMIT)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
-            raise self._error(f"config {key} must be an integer from 1 to {limit}, is {value!r}")
+            raise self._error(
+                f"config {key} must be an integer from 1 to {limit}, is {value!r:.60}"
+            )
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -68,9 +77,9 @@ class RawConfig:
     def number(self, key: str, default: float | None = None) -> float:
         """A finite positive number."""
         value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise self._error(f"config {key} must be a positive number, is {value!r}")
-        return float(value)
+        if (number := positive_number(value)) is None:
+            raise self._error(f"config {key} must be a positive number, is {value!r:.60}")
+        return number
 
     def optional_number(self, key: str) -> float | None:
         """A positive number, or None when absent, null or zero."""
@@ -92,7 +101,7 @@ class RawConfig:
         if value is None:
             return None
         if not isinstance(value, list | tuple):
-            raise self._error(f"config {key} must be a list, is {value!r}")
+            raise self._error(f"config {key} must be a list, is {value!r:.60}")
         return list(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
@@ -101,7 +110,7 @@ class RawConfig:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise self._error(f"config {key} must be an object, is {value!r}")
+            raise self._error(f"config {key} must be an object, is {value!r:.60}")
         return value
 
     def choice(self, key: str, default: str, table: Mapping[str, Any]) -> Any:
@@ -109,7 +118,7 @@ class RawConfig:
         name = self.text(key, default)
         if name not in table:
             known = ", ".join(table)
-            raise UnsupportedModelError(f"{key} {name!r} is not supported (known: {known})")
+            raise UnsupportedModelError(f"{key} {name!r:.60} is not supported (known: {known})")
         return table[name]
 
     def has_tensor(self, name: str) -> bool:
@@ -141,3 +150,13 @@ class RawConfig:
 
     def _error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self._checkpoint.path.name}: {message}")
+
+
+def positive_number(value: object) -> float | None:
+    """``value`` where it is a number above 0 that can be calculated with; else None.
+
+    What is nearly 0 or infinite becomes it in the first division.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if _SMALLEST <= value <= _LARGEST else None

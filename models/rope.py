@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.protocol import Rope
 
 __all__ = ["read_rope", "scaling_number", "yarn_mscale"]
@@ -38,6 +38,8 @@ def read_rope(
     if parameters is None:
         parameters = raw.mapping("rope_scaling")
     theta = scaling_number(parameters, "rope_theta", raw.number("rope_theta", default_theta))
+    if theta <= 1:
+        raise CheckpointError(f"rope_theta must be above 1, is {theta}")
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
     share = scaling_number(
         parameters, "partial_rotary_factor", raw.number("partial_rotary_factor", 1.0)
@@ -45,6 +47,21 @@ def read_rope(
     dim = raw.optional_integer("rope_dim") or int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:
         raise CheckpointError(f"rotary size must be even and at most {head_dim}, is {dim}")
+    with np.errstate(all="ignore"):  # what became of it is looked at below
+        inv_freq, scale = _scaled(raw, parameters, kind, theta, dim)
+        # Hugging Face keeps frequencies in float32; so does everything that was trained with it.
+        rounded = inv_freq.astype(np.float32)
+    if not (np.isfinite(rounded).all() and math.isfinite(scale)):
+        raise CheckpointError(
+            f"rotary scaling {kind!r} has numbers that are too large or too small"
+        )
+    return Rope(tuple(float(f) for f in rounded), scale)
+
+
+def _scaled(
+    raw: RawConfig, parameters: Mapping[str, Any], kind: str, theta: float, dim: int
+) -> tuple[Frequencies, float]:
+    """The frequencies of ``dim`` rotary dimensions, and what queries and keys are multiplied by."""
     exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
     scale = 1.0
     if kind == "default":
@@ -66,9 +83,10 @@ def read_rope(
         )
     factors = raw.vector("rope_freqs.weight")  # GGUF carries Llama 3's scaling as divisors
     if factors is not None and kind in ("default", "llama3"):
+        if len(factors) < dim // 2:
+            raise CheckpointError(f"rope_freqs.weight has {len(factors)} numbers for {dim // 2}")
         inv_freq = theta**-exponents / factors[: dim // 2]
-    # Hugging Face keeps frequencies in float32; so does everything that was trained with it.
-    return Rope(tuple(float(f) for f in inv_freq.astype(np.float32)), scale)
+    return np.asarray(inv_freq), scale
 
 
 def scaling_number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -80,19 +98,24 @@ def scaling_number(parameters: Mapping[str, Any], key: str, default: float | Non
     value = parameters.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise CheckpointError(f"rotary scaling needs a number above 0 for {key}, has {value!r}")
-    return float(value)
+    if (number := positive_number(value)) is None:
+        raise CheckpointError(f"rotary scaling needs a number above 0 for {key}, has {value!r:.60}")
+    return number
 
 
 def _original_context(raw: RawConfig, parameters: Mapping[str, Any]) -> float:
     top = raw.optional_integer("original_max_position_embeddings")
     fallback = float(top or raw.integer("max_position_embeddings"))
-    return scaling_number(parameters, "original_max_position_embeddings", fallback)
+    original = scaling_number(parameters, "original_max_position_embeddings", fallback)
+    if original < 2:  # its logarithm divides
+        raise CheckpointError(f"original_max_position_embeddings must be 2 or more, is {original}")
+    return original
 
 
 def _dynamic(raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: int) -> float:
     """The base that grows with the context."""
+    if dim == 2:
+        raise CheckpointError("dynamic rotary scaling needs more than 2 rotary dimensions")
     trained = raw.integer("max_position_embeddings")
     used = max(raw.context or trained, trained)
     factor = scaling_number(parameters, "factor")
@@ -152,9 +175,9 @@ def _longrope(
     trained = raw.integer("max_position_embeddings")
     original = _original_context(raw, parameters)
     name = "long" if (raw.context or trained) > original else "short"
-    listed = parameters.get(f"{name}_factor")
-    tensor = raw.vector(f"rope_factors_{name}.weight")
-    factors = tensor if listed is None else np.asarray(listed, dtype=np.float64)
+    factors = _listed(parameters.get(f"{name}_factor"))
+    if factors is None:
+        factors = raw.vector(f"rope_factors_{name}.weight")
     if factors is None or factors.shape != inv_freq.shape:
         raise CheckpointError(f"longrope needs {len(inv_freq)} numbers as {name}_factor")
     stretch = scaling_number(parameters, "factor", trained / original)
@@ -165,3 +188,10 @@ def _longrope(
     else:
         scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
     return np.asarray(inv_freq / factors), scale
+
+
+def _listed(values: object) -> npt.NDArray[np.floating[Any]] | None:
+    """A list of numbers as an array; None where it is anything else."""
+    if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+        return None
+    return np.asarray([float(value) for value in values])

@@ -106,7 +106,7 @@ class GgufCheckpoint(SourcedCheckpoint):
             heads = queries if stem.endswith("q_proj") else keys
             if type(heads) is not int or heads < 1 or info.shape[0] % (2 * heads):
                 raise CheckpointError(
-                    f"{self.path}: {info.shape[0]} rows of {name!r} are not {heads} heads "
+                    f"{self.path}: {info.shape[0]} rows of {name!r} are not {heads!r:.60} heads "
                     "of an even size"
                 )
             if len(info.shape) == 1 and info.format.block != 1:

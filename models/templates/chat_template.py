@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.errors import TemplateError
+from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.templates.control_text import ControlMask, Segment
 from localrt.models.tokenizers.hf import read_json, token_name
 from localrt.models.tokenizers.matcher import TokenMatcher
@@ -221,6 +222,8 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
         bos, eos = (token_name(config.get(key)) or "" for key in ("bos_token", "eos_token"))
     if not isinstance(default, str) or not default.strip():
         return None
+    if not isinstance(with_tools, str):
+        with_tools = None
     return ChatTemplate(
         default, bos=bos, eos=eos, name="model's chat template", with_tools=with_tools
     )
@@ -229,10 +232,12 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
 def _gguf_text(metadata: Mapping[str, Any], source: object, key: str) -> str:
     """The text of the ``bos`` or ``eos`` token, if the template asks for it: finding it is slow."""
     token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if token is None or not isinstance(source, str) or f"{key}_token" not in source:
+    if type(token) is not int or not isinstance(source, str) or f"{key}_token" not in source:
         return ""
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    return str(tokens[token]) if 0 <= token < len(tokens) else ""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list | PackedStrings) and 0 <= token < len(tokens):
+        return str(tokens[token])
+    return ""
 
 
 def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -252,7 +257,12 @@ def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     for path in files[::-1]:
         if path.is_file():
             name = "default" if path.parent == folder else path.stem
-            found[name] = path.read_text(encoding="utf-8")
+            try:
+                found[name] = path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise TemplateError(
+                    f"{path} cannot be read: {' '.join(str(error).split())}"
+                ) from None
     return found
 
 

@@ -97,14 +97,18 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     if model not in _KNOWN_MODELS:
         raise UnsupportedModelError(
-            f"the GGUF tokenizer model {model!r} is not known; known are {', '.join(_KNOWN_MODELS)}"
+            f"the GGUF tokenizer model {model!r:.60} is not known; known are "
+            f"{', '.join(_KNOWN_MODELS)}"
         )
     tokens = _read_tokens(metadata)
     return _byte_level(metadata, tokens) if model == "gpt2" else _sentencepiece(metadata, tokens)
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
-    pre = pre_type(metadata.get(f"{_PREFIX}pre") or "default")
+    named = metadata.get(f"{_PREFIX}pre") or "default"
+    if not isinstance(named, str):
+        raise _malformed("pre", "text", named)
+    pre = pre_type(named)
     merges = MergeTable(tokens.table, _strings(metadata, "merges"))
     vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
     # Merges may build any piece: the tokenizer spells out control tokens that they lead to
@@ -171,9 +175,13 @@ def _read_tokens(metadata: Mapping[str, Any]) -> _Tokens:
 def _strings(metadata: Mapping[str, Any], name: str) -> PackedStrings:
     """An array of strings."""
     found = metadata.get(f"{_PREFIX}{name}")
-    if found is None or isinstance(found, str):
+    if found is None:
         raise _missing(name)
-    return found if isinstance(found, PackedStrings) else PackedStrings.of(found)
+    if isinstance(found, PackedStrings):
+        return found
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise _malformed(name, "a list of strings", found)
+    return PackedStrings.of(found)
 
 
 def _numbers(metadata: Mapping[str, Any], name: str) -> npt.NDArray[Any] | None:
@@ -182,9 +190,11 @@ def _numbers(metadata: Mapping[str, Any], name: str) -> npt.NDArray[Any] | None:
     if isinstance(metadata, GgufMetadata):
         return metadata.numbers(key)
     found = metadata.get(key)
-    if isinstance(found, str):
-        raise _missing(name)
     return None if found is None else np.asarray(found)
+
+
+def _malformed(name: str, wanted: str, found: object) -> TokenizerError:
+    return TokenizerError(f"the GGUF file's {_PREFIX}{name} must be {wanted}, is {found!r:.60}")
 
 
 def _missing(name: str) -> TokenizerError:
@@ -205,7 +215,9 @@ def _vocabulary(
 
     def special_id(key: str, default: int | None = None) -> int | None:
         found = metadata.get(f"{_PREFIX}{key}_token_id", default)
-        return int(found) if found is not None and 0 <= int(found) < len(tokens.table) else None
+        if found is not None and type(found) is not int:
+            raise _malformed(f"{key}_token_id", "a number", found)
+        return found if found is not None and 0 <= found < len(tokens.table) else None
 
     bos_id, eos_id = special_id("bos", bos), special_id("eos", eos)
     ends = _end_ids(tokens) | {token for key in _END_KEYS if (token := special_id(key)) is not None}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from localrt.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, piece_bytes
 from localrt.models.tokenizers.hf_packed import read_packed
+from localrt.models.tokenizers.package_errors import package_errors
 from localrt.models.tokenizers.pieces import Pieces
 from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
 
@@ -90,7 +91,10 @@ class BackendPieces:
 
     def find(self, text: str) -> int | None:
         """The id of the piece ``text``, if there is one."""
-        found: int | None = self._backend.token_to_id(text)
+        try:
+            found: int | None = self._backend.token_to_id(text)
+        except UnicodeEncodeError:  # half a pair of surrogates is no piece
+            return None
         return found
 
 
@@ -156,11 +160,8 @@ def _read_whole(path: Path, config: Mapping[str, Any]) -> Backend:
     from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend
 
-    try:
+    with package_errors(f"{path} cannot be read as a tokenizer"):
         backend: Backend = Backend.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the package raises nothing more precise
-        reason = " ".join(str(error).split())
-        raise TokenizerError(f"{path} cannot be read as a tokenizer: {reason}") from None
     backend.no_truncation()
     backend.no_padding()
     present = backend.get_added_tokens_decoder()
@@ -170,7 +171,8 @@ def _read_whole(path: Path, config: Mapping[str, Any]) -> Backend:
             continue
         flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
         given = {flag: bool(entry[flag]) for flag in flags if flag in entry}
-        backend.add_tokens([AddedToken(name, **given)])
+        with package_errors(f"tokenizer_config.json declares {name!r:.60}, which cannot be added"):
+            backend.add_tokens([AddedToken(name, **given)])
     return backend
 
 
@@ -218,7 +220,8 @@ def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     It alone decides, as in transformers: the flags ``add_bos_token`` and ``add_eos_token`` of a
     tokenizer_config.json change nothing where there is a tokenizer.json.
     """
-    encoded = backend.encode("a", add_special_tokens=True)
+    with package_errors("the model's tokenizer cannot be used"):
+        encoded = backend.encode("a", add_special_tokens=True)
     inside = [index for index, added in enumerate(encoded.special_tokens_mask) if not added]
     if not inside:
         return tuple(encoded.ids), ()

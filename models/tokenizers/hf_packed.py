@@ -17,6 +17,7 @@ import numpy as np
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, ByteLevelTokenizer
 from localrt.models.tokenizers.merges import MergeTable
+from localrt.models.tokenizers.package_errors import is_package_error
 from localrt.models.tokenizers.pieces import PieceTable
 from localrt.models.tokenizers.vocabulary import Vocabulary
 
@@ -66,8 +67,10 @@ def read_packed(
         whole_words = bool(model.get("ignore_merges"))
         del model, vocab
         backend = Backend.from_str(json.dumps(spec))
-    except Exception:  # noqa: BLE001 - broken in one of many ways; the package says in which
-        return None
+    except BaseException as error:
+        if not is_package_error(error):
+            raise
+        return None  # broken in one of many ways; the package says in which
     return ByteLevelTokenizer(
         describe(backend, pieces),
         words=words,

@@ -162,7 +162,7 @@ def pre_type(name: str) -> PreType:
     found = _TABLE.get(name)
     if found is None:
         raise UnsupportedModelError(
-            f"the GGUF tokenizer's pre-tokenizer {name!r} is not known; known are "
+            f"the GGUF tokenizer's pre-tokenizer {name!r:.60} is not known; known are "
             f"{', '.join(KNOWN_PRE_TYPES)}"
         )
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from localrt.errors import UnsupportedModelError
+from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.config import EMBEDDING, HEAD
 from localrt.models.decoder import load_attention, load_mlp, load_norm
@@ -45,6 +45,7 @@ _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in
 
 # What checkpoints quantized by others come closest to among localrt's formats.
 _PUBLISHED = {("gptq", 4): "int4-g128m", ("awq", 4): "int4-g128m"}
+_MOST_EXPERTS = 1 << 17  # of all layers; each takes time
 # What quantizes a mixture's experts alone, and what the other matrices are then.
 _EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
 
@@ -132,6 +133,9 @@ class _Asked(WeightLoader):
     def tensors_of(self, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
         """All that the model would load."""
         config = read_config(checkpoint)
+        experts = sum(0 if spec is None else spec.router.count for spec in config.mixtures)
+        if experts > _MOST_EXPERTS:
+            raise CheckpointError(f"{checkpoint.path}: {experts} experts are more than can be")
         table = (config.vocab_size, config.hidden_size)
         self.matrix(table, EMBEDDING)
         for layer in range(config.layers):

@@ -1,0 +1,111 @@
+"""Whatever a model's config says, loading it works or ends in one line, in little memory."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.offload.planner.config_shapes import shape_from_config
+from tests.models.tiny import load_ours, save_tiny
+from tests.mutations import FUZZ, changed, changes_of, is_line, paths, refusal
+
+MOST_MEMORY = 48 << 20
+
+# One of each architecture, with the keys that only some models of it have.
+MODELS = {
+    "llama-yarn": "sliding_window head_dim partial_rotary_factor rope_scaling original_max_position"
+    "_embeddings",
+    "qwen2-window": "max_window_layers layer_types",
+    "qwen3": "use_sliding_window",
+    "gemma2": "query_pre_attn_scalar attn_logit_softcapping hidden_activation",
+    "gemma3": "rope_local_base_freq sliding_window_pattern final_logit_softcapping text_config",
+    "phi3-longrope": "original_max_position_embeddings",
+    "smollm3-nope": "no_rope_layer_interval",
+    "deepseek-v3": "moe_layer_freq scoring_func num_nextn_predict_layers",
+    "mixtral": "norm_topk_prob",
+    "qwen2-moe": "mlp_only_layers decoder_sparse_step",
+    "qwen3-moe": "num_local_experts",
+    "olmoe": "clip_qkv",
+    "granite-moe-shared": "shared_expert_intermediate_size",
+    "gpt-oss": "swiglu_alpha swiglu_limit quantization_config",
+}
+SCALINGS = "rope_type factor rope_theta original_max_position_embeddings beta_fast beta_slow mscale"
+SCALINGS += " mscale_all_dim attention_factor low_freq_factor high_freq_factor long_factor"
+SCALINGS += " short_factor partial_rotary_factor truncate full_attention"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzzed")
+
+
+@cache
+def tiny_config(folder: Path, name: str) -> dict[str, Any]:
+    save_tiny(name, folder / name)
+    config: dict[str, Any] = json.loads((folder / name / "config.json").read_text())
+    return config
+
+
+def loaded(folder: Path, name: str, config: Any, context: int | None) -> None:
+    """Load it; raises what loading raises."""
+    (folder / name / "config.json").write_text(json.dumps(config))
+    tracemalloc.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            load_ours(folder / name, context=context)
+    finally:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < MOST_MEMORY
+
+
+@FUZZ
+@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), context=st.sampled_from([None, 999]))
+def test_any_config(folder: Path, data: Any, name: str, context: int | None) -> None:
+    config = tiny_config(folder, name)
+    more = [(key,) for key in MODELS[name].split()]
+    more += [
+        (part, key) for part in ("rope_parameters", "rope_scaling") for key in SCALINGS.split()
+    ]
+    given = changed(config, data.draw(changes_of([*paths(config), *more])))
+    assert is_line(refusal(lambda: loaded(folder, name, given, context)))
+    assert is_line(refusal(lambda: shape_from_config(given, name="fuzzed")))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "told"),
+    [
+        ("phi3-longrope", ("rope_parameters", "long_factor"), {}, "needs 6 numbers"),
+        ("phi3-longrope", ("rope_parameters", "long_factor"), ["1"] * 6, "needs 6 numbers"),
+        ("phi3-longrope", ("rope_parameters", "long_factor", 0), 0.0, "too large or too small"),
+        ("phi3-longrope", ("rope_parameters", "original_max_position_embeddings"), 1, "2 or more"),
+        ("llama-yarn", ("rope_parameters", "original_max_position_embeddings"), 1, "2 or more"),
+        ("llama-yarn", ("rope_parameters", "rope_theta"), 1.0, "above 1"),
+        ("llama-yarn", ("rope_parameters", "beta_fast"), 5e-324, "number above 0"),
+        ("llama-yarn", ("head_dim",), 1 << 20, "head_dim must be"),
+        ("llama-yarn", ("rms_norm_eps",), ["x" * 1000], r"rms_norm_eps .{30,120}$"),
+    ],
+)
+def test_numbers_that_cannot_be_calculated_with(
+    folder: Path, name: str, place: Any, value: Any, told: str
+) -> None:
+    config = changed(tiny_config(folder, name), [(place, value)])
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=told):
+        loaded(folder, name, config, None)
+
+
+def test_dynamic_scaling_of_two_dimensions(folder: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.125}
+    config = changed(tiny_config(folder, "llama-yarn"), [(("rope_parameters",), scaling)])
+    with pytest.raises(CheckpointError, match="more than 2 rotary dimensions"):
+        loaded(folder, "llama-yarn", config, None)

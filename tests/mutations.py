@@ -1,0 +1,83 @@
+"""JSON documents with values that nobody meant: what readers of models' files are tested with."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from localrt.errors import LocalrtError
+
+MISSING = object()
+NUMBERS: list[Any] = [0, -1, 1, 3, 1 << 20, 1 << 31, 1 << 62, 10**400]
+NUMBERS += [0.0, -0.0, 0.5, -1.5, 5e-324, 1e-30, 1e29, 1e300, float("nan"), float("inf")]
+VALUES = [
+    *(MISSING, None, True, False, "", "x", "3", "\ud800"),
+    *NUMBERS,
+    *([], [None], [0], ["x"], [[]], [1.0] * 6, [0.0] * 6, [float("nan")] * 6, [{}]),
+    *({}, {"a": 1}, {"type": "x"}, {"rope_type": []}, {"content": 3}),
+]
+EXAMPLES = int(os.environ.get("LOCALRT_FUZZ_EXAMPLES", "100"))
+FUZZ = settings(
+    max_examples=EXAMPLES,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+Path = tuple[str | int, ...]
+
+
+def paths(document: Any, prefix: Path = ()) -> Iterator[Path]:
+    """Every place of a JSON document; of lists and long objects the first two."""
+    if isinstance(document, dict):
+        keys: list[Any] = list(document) if len(document) < 200 else list(document)[:2]
+    else:
+        keys = list(range(min(2, len(document)))) if isinstance(document, list) else []
+    for key in keys:
+        yield (*prefix, key)
+        yield from paths(document[key], (*prefix, key))
+
+
+def changed(document: Any, changes: Sequence[tuple[Path, Any]]) -> Any:
+    """A copy with other values at these places; objects are made where a place is in none."""
+    result = copy.deepcopy(document)
+    for path, given in changes:
+        at, value = result, given if given is MISSING else copy.deepcopy(given)
+        for key in path[:-1]:
+            if isinstance(at, dict) and not isinstance(at.get(key), dict | list):
+                at[key] = {}
+            if isinstance(at, list) and not (isinstance(key, int) and key < len(at)):
+                break  # another change made it something else
+            at = at[key]
+        else:
+            last = path[-1]
+            if isinstance(at, dict):
+                at[last] = value
+                if value is MISSING:
+                    del at[last]
+            elif isinstance(at, list) and isinstance(last, int) and last < len(at):
+                at[last] = None if value is MISSING else value
+    return result
+
+
+def refusal(use: Callable[[], object]) -> str:
+    """What ``use`` is told where it cannot be done, else nothing; another error goes through."""
+    try:
+        use()
+    except LocalrtError as error:
+        return str(error)
+    return ""
+
+
+def is_line(text: str) -> bool:
+    """Whether ``text`` is one line that a person would read."""
+    return "\n" not in text and len(text) < 1000
+
+
+def changes_of(places: Sequence[Path]) -> st.SearchStrategy[list[tuple[Path, Any]]]:
+    """One or two changes."""
+    change = st.tuples(st.sampled_from(places), st.sampled_from(VALUES))
+    return st.lists(change, min_size=1, max_size=2)
