@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Grammars"]
 
 _KEPT = 16  # grammars
+_LONGEST = 128 << 10  # characters; reading takes the square of a schema's properties
 # One space, or a new line and its indentation: a model must not go on with spaces for ever.
 _SPACES = r"(\n[ \t]{0,24}|[ ])?"
 
@@ -58,7 +59,12 @@ class Grammars:
         if options.json_schema is None and options.regex is None:
             return None
         name = "json_schema" if options.json_schema is not None else "regex"
-        key = f"{name} {options.json_schema or options.regex}"
+        text = options.json_schema or options.regex or ""
+        if len(text) > _LONGEST:
+            raise OptionError(
+                f"{name} is too large: {len(text)} characters, and {_LONGEST} are the most"
+            )
+        key = f"{name} {text}"
         with self._lock:
             matcher = self._matchers.get(key)
             if matcher is None:
@@ -72,7 +78,7 @@ class Grammars:
 
     def _compiled(self, name: str, options: Options) -> LLMatcher:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise MissingExtraError(
                 f"{name} needs llguidance: install it with pip install 'localrt[structured]'"
@@ -89,7 +95,12 @@ class Grammars:
             raise _refused(name, str(error)) from error
         if self._prepared is None:
             self._prepared = self._prepare()
-        matcher = LLMatcher(self._prepared, grammar, log_level=0)
+        limits = LLParserLimits(
+            initial_lexer_fuel=200_000,  # a second for the largest expression, not ten
+            max_items_in_row=20_000,  # thousands of optional properties
+            step_max_items=200_000,
+        )
+        matcher = LLMatcher(self._prepared, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(name, matcher.get_error())
         first = matcher.deep_copy()
@@ -183,4 +194,6 @@ def _refused(name: str, reason: str) -> OptionError:
 
 def _failed(matcher: LLMatcher) -> LocalrtError:
     reason = " ".join(matcher.get_error().partition("<state>")[0].split())
-    return LocalrtError(f"the answer cannot be kept within its grammar: {reason}")
+    if "satisfy the grammar" in reason:  # a token that was not allowed
+        return LocalrtError(f"the answer cannot be kept within its grammar: {reason}")
+    return OptionError(f"json_schema or regex is too complex: {reason}")

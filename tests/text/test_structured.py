@@ -154,6 +154,33 @@ def test_what_cannot_be_followed_is_said_before_any_work(
         tiny.chat(**options).send("hi")
 
 
+def test_hundreds_of_optional_fields_are_followed(tiny: localrt.Model) -> None:
+    names = [f"p{number}" for number in range(600)]
+    schema = {
+        "properties": {name: {"const": 1} for name in names},
+        "additionalProperties": False,
+        "type": "object",
+    }
+    answer = tiny.generate("hi", json_schema=schema, seed=1, max_tokens=60)
+    assert answer.text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regex": "a" * 200_000}, "regex is too large: 200000 characters"),
+        ({"json_schema": {"enum": ["a" * 200_000]}}, "json_schema is too large"),
+        ({"regex": "(a{1000}){1000}"}, "too complex"),
+    ],
+)
+def test_what_is_too_large_is_refused(
+    tiny: localrt.Model, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(localrt.OptionError, match=message) as caught:
+        tiny.generate("hi", max_tokens=4, **options)
+    assert "\n" not in str(caught.value)
+
+
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=12))
 def test_any_text_as_an_expression_is_followed_or_refused(tiny: localrt.Model, text: str) -> None:
