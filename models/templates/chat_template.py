@@ -82,7 +82,22 @@ class MessageTemplate(ABC):
         Such text goes through the template in disguise. Only where the template itself looks for
         a control token in an assistant's message (to drop its thoughts, say) does that message
         go through as it is.
+
+        Raises:
+            TemplateError: as ``render``.
         """
+        try:
+            return self._segments(messages, control_tokens, tools, extra)
+        except RecursionError:
+            raise TemplateError("the messages or the tools are nested too deeply") from None
+
+    def _segments(
+        self,
+        messages: Sequence[Message],
+        control_tokens: Iterable[str] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        extra: dict[str, Any],
+    ) -> list[Segment]:
         if self.is_plain:  # the format itself writes no control token
             return [(self.render(messages, tools=tools, **extra), False)]
         given = [list(messages), tools, extra]
@@ -344,6 +359,6 @@ def _flatten(content: object) -> str:
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise TemplateError(f"a message's content may only hold text, not {kind!r}")
+            raise TemplateError(f"a message's content may only hold text, not {kind!r:.100}")
         texts.append(text)
     return "\n".join(texts)
