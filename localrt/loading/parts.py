@@ -76,7 +76,8 @@ def load_parts(
                 cancel=cancel,
             )
         else:
-            engine, ctx = _load_llamacpp(checkpoint, options, notes, progress)
+            cache = (settings or Settings.from_environment()).cache_dir
+            engine, ctx = _load_llamacpp(checkpoint, options, cache, notes, progress)
             tokenizer = tokenizer or engine.tokenizer()
             problem = ""
         if problem:
@@ -132,11 +133,13 @@ def _reason(checkpoint: Checkpoint) -> str:
 def _load_llamacpp(
     checkpoint: Checkpoint,
     options: LoadOptions,
+    cache: Path,
     notes: list[str],
     progress: ProgressCallback | None,
 ) -> tuple[Engine, int]:
     from localrt.engine.llamacpp.engine import LlamaCppEngine  # for those who use it
     from localrt.engine.llamacpp.model import LlamaCppModel
+    from localrt.engine.llamacpp.trial import check_build
 
     if options.format is not None:
         raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
@@ -146,6 +149,7 @@ def _load_llamacpp(
     ctx = options.ctx or min(int(trained or 4096), 8192)
     if trained and ctx > int(trained):
         notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
+    check_build(cache)
     model = LlamaCppModel.load(
         checkpoint.path,
         ctx=ctx,

@@ -1,0 +1,180 @@
+"""Whether a build of llama.cpp computes on this machine, tried once in a process of its own.
+
+A build for other processors dies of an illegal instruction, and takes the process with it. So does
+one that uses AMX where the processor lists it and a virtual machine's host does not allow it: at
+the first product of matrices, not when it is loaded. The trial is a model of zeros, 40 KB. What
+came of it is kept in the cache folder, until the build or the machine is another.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from localrt.errors import MissingExtraError
+from localrt.files import write_text
+from localrt.machine.measuring import fingerprint
+
+__all__ = ["check_build", "main", "trial_command"]
+
+_FILE = "llamacpp.json"
+_TIMEOUT_S = 60.0
+# What a wrong instruction, or one on a wrong address, ends in. An abort is a check of llama.cpp's
+# own, which may be of this small model alone; a process that was killed says nothing of the build.
+_FATAL = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")
+_WINDOWS_ILLEGAL = 0xC000001D
+
+_HIDDEN, _INNER, _VOCAB = 64, 128, 256
+_U32, _F32, _STRING = 4, 6, 8  # GGUF's types of metadata
+_Q4_0 = 2  # ggml's type, which AMX's and all repacking kernels know: blocks of 32 in 18 bytes
+
+
+def check_build(cache: Path) -> None:
+    """Try the installed llama-cpp-python where that was not done; the verdict lies in ``cache``.
+
+    Raises:
+        MissingExtraError: it dies on this machine.
+    """
+    if getattr(sys, "frozen", False) or (build := _build()) is None:
+        return  # a packaged app has no interpreter; what is not installed is told elsewhere
+    identity = [*fingerprint(), *build]
+    verdict = _known(cache / _FILE, identity)
+    if verdict is None:
+        verdict = _try()
+        if verdict is None:
+            return
+        with suppress(OSError):  # a cache that cannot be written is tried again
+            text = json.dumps({"identity": identity, "dies_of": verdict})
+            write_text(cache / _FILE, text, private=True, sync=False, folder=True)
+    if verdict:
+        raise MissingExtraError(
+            f"this build of llama.cpp cannot run on this machine: it dies of {verdict}. Build it "
+            'for this machine: CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall '
+            "--no-cache-dir --no-binary llama-cpp-python llama-cpp-python; or use --engine native "
+            "where that knows the model"
+        )
+
+
+def trial_command() -> list[str]:
+    """What the trial runs."""
+    root = str(Path(__file__).resolve().parents[3])
+    start = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from localrt.engine.llamacpp.trial import main; main()"
+    )
+    return [sys.executable, "-c", start, root]
+
+
+def main() -> None:
+    """The process that may die: it loads a small model and computes some tokens, then one."""
+    from localrt.engine.llamacpp.model import LlamaCppModel
+    from localrt.engine.llamacpp.session import LlamaCppSession
+
+    with suppress(ImportError, ValueError):  # it may die: no file of what it held is wanted
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zeros.gguf"
+        path.write_bytes(_model_of_zeros())
+        model = LlamaCppModel.load(path, threads=1, device="cpu")
+        session = LlamaCppSession(model, 64)
+        session.extend(list(range(40)))
+        session.extend([1])
+        session.close()
+        model.close()
+
+
+def _try() -> str | None:
+    """What the trial died of, empty if of nothing; None where it tells nothing of the build."""
+    try:
+        code = subprocess.run(
+            trial_command(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_TIMEOUT_S,
+            check=False,
+        ).returncode
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if code >= 0:  # an error that Python tells is told again by the real thing
+        illegal = code == _WINDOWS_ILLEGAL
+        return "an illegal instruction" if illegal else ""
+    with suppress(ValueError):
+        name = signal.Signals(-code).name
+        if name in _FATAL:
+            return "an illegal instruction" if name == "SIGILL" else name
+    return None
+
+
+def _known(path: Path, identity: list[str]) -> str | None:
+    """The verdict of before, if it is of this build and machine."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        verdict = values["dies_of"] if values["identity"] == identity else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return verdict if isinstance(verdict, str) else None
+
+
+def _build() -> list[str] | None:
+    """What tells one build from another: its libraries' names, sizes and times."""
+    spec = find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        return None
+    facts = []
+    for path in sorted((Path(spec.origin).parent / "lib").glob("*")):
+        with suppress(OSError):
+            status = path.stat()
+            facts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
+    return [spec.origin, *facts]
+
+
+def _model_of_zeros() -> bytes:
+    """A GGUF file: a Llama of one layer, all its matrices in 4 bits."""
+    keys: list[tuple[str, int, bytes]] = [
+        ("general.architecture", _STRING, _text("llama")),
+        ("tokenizer.ggml.model", _STRING, _text("no_vocab")),
+        ("llama.attention.layer_norm_rms_epsilon", _F32, struct.pack("<f", 1e-5)),
+    ]
+    numbers = {
+        "vocab_size": _VOCAB,
+        "context_length": 64,
+        "embedding_length": _HIDDEN,
+        "block_count": 1,
+        "feed_forward_length": _INNER,
+        "attention.head_count": 2,
+        "rope.dimension_count": _HIDDEN // 2,
+    }
+    keys += [(f"llama.{name}", _U32, struct.pack("<I", n)) for name, n in numbers.items()]
+    square, up, down = (_HIDDEN, _HIDDEN), (_HIDDEN, _INNER), (_INNER, _HIDDEN)  # columns first
+    layer = {"attn_norm": (_HIDDEN,), "ffn_norm": (_HIDDEN,), "ffn_gate": up, "ffn_up": up}
+    layer |= dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), square)
+    tensors: dict[str, tuple[int, ...]] = {"token_embd": (_HIDDEN, _VOCAB)}
+    tensors |= {"output": (_HIDDEN, _VOCAB), "output_norm": (_HIDDEN,)}
+    tensors |= {f"blk.0.{name}": shape for name, shape in (layer | {"ffn_down": down}).items()}
+
+    table, nbytes = b"", 0
+    for name, shape in tensors.items():
+        kind = _Q4_0 if len(shape) == 2 else 0
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        table += _text(f"{name}.weight") + sizes + struct.pack("<IQ", kind, nbytes)
+        size = shape[0] * shape[1] // 32 * 18 if len(shape) == 2 else 4 * shape[0]
+        nbytes += -(-size // 32) * 32
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    head += b"".join(_text(key) + struct.pack("<I", kind) + value for key, kind, value in keys)
+    head += table
+    return head + bytes(-len(head) % 32 + nbytes)
+
+
+def _text(text: str) -> bytes:
+    """A string as GGUF has it."""
+    return struct.pack("<Q", len(text)) + text.encode()
