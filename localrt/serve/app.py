@@ -50,7 +50,7 @@ def _service(request: Request) -> Service:
 async def _fields(request: Request, kind: str) -> dict[str, Any]:
     """The checked body of a request for the model that runs."""
     service = _service(request)
-    fields = await read_fields(request, kind, service.options)
+    fields = await read_fields(request, kind, service.options, service.bodies)
     service.check_model(fields.get("model"))
     return fields
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,11 +20,12 @@ from localrt.serve import schemas
 from localrt.serve.errors import ApiError, invalid
 from localrt.serve.options import ServeOptions
 
-__all__ = ["KINDS", "check_fields", "parse_json", "prepare_checks", "read_fields"]
+__all__ = ["KINDS", "BodyRoom", "check_fields", "parse_json", "prepare_checks", "read_fields"]
 
 KINDS = ("CHAT", "COMPLETION", "EMBEDDINGS")
 """Schemas of requests."""
 
+_SMALL = 64 << 10
 _WHERE = re.compile(r"^data\.?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -37,13 +39,55 @@ def prepare_checks() -> None:
     return_free_memory()
 
 
-async def read_fields(request: Request, kind: str, options: ServeOptions) -> dict[str, Any]:
+class BodyRoom:
+    """The bytes that bodies hold together while they come; small ones always have room."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken = 0
+
+    def take(self, nbytes: int) -> None:
+        """Take in bytes of a large body, or give them back (below zero).
+
+        Raises:
+            ApiError: 503, there is no room; nothing was taken.
+        """
+        if nbytes > 0 and self._taken + nbytes > self._most:
+            raise ApiError(
+                503,
+                "too many large requests come at once: try again later",
+                code="overloaded",
+                headers={"Connection": "close", "Retry-After": "1"},
+            )
+        self._taken += nbytes
+
+
+async def read_fields(
+    request: Request, kind: str, options: ServeOptions, room: BodyRoom
+) -> dict[str, Any]:
     """The body of ``request`` as fields of the schema ``kind``, one of ``KINDS``.
 
     Raises:
-        ApiError: 400, 408 or 413, with the field that it is about.
+        ApiError: 400, 408, 413 or 503, with the field that it is about.
         ClientDisconnect: nobody waits for an answer.
     """
+    taken = 0
+
+    def grow(size: int) -> None:
+        nonlocal taken
+        more = max(0, size - _SMALL) - taken
+        room.take(more)
+        taken += more
+
+    try:
+        body = await _read(request, options, grow)
+        # Megabytes take their time, which others should not wait for.
+        return await asyncio.to_thread(lambda: check_fields(kind, parse_json(body)))
+    finally:
+        room.take(-taken)
+
+
+async def _read(request: Request, options: ServeOptions, grow: Callable[[int], None]) -> bytes:
     limit = options.max_body
     too_large = ApiError(
         413,
@@ -60,6 +104,7 @@ async def read_fields(request: Request, kind: str, options: ServeOptions) -> dic
                 size += len(part)
                 if size > limit:
                     raise too_large
+                grow(size)
                 parts.append(part)
     except TimeoutError as error:
         raise ApiError(
@@ -69,8 +114,7 @@ async def read_fields(request: Request, kind: str, options: ServeOptions) -> dic
         ) from error
     if not size and await request.is_disconnected():
         raise ClientDisconnect
-    # Megabytes take their time, which others should not wait for.
-    return await asyncio.to_thread(lambda: check_fields(kind, parse_json(b"".join(parts))))
+    return b"".join(parts)
 
 
 def parse_json(data: bytes) -> Any:

@@ -18,6 +18,7 @@ from localrt.errors import OptionError
 from localrt.live import LiveModel
 from localrt.offload.account import SERVER_NBYTES
 from localrt.offload.memory.process import current_rss
+from localrt.serve.bodies import BodyRoom
 from localrt.serve.connections import Connections, most_connections
 from localrt.serve.errors import ApiError
 from localrt.serve.metrics import Metrics, render
@@ -25,6 +26,7 @@ from localrt.serve.options import ServeOptions
 
 __all__ = ["Service"]
 
+_BODIES = 8  # of the largest size, that may come at once
 _WINDOW_S = 10  # of the gauge of tokens per second
 _LONGEST_RETRY_S = 60
 _UNREAD_CHUNKS = 128  # beyond what the network's buffers hold
@@ -46,6 +48,7 @@ class Service:
         self.options = options
         self.name = options.name or model.name
         self.metrics = Metrics()
+        self.bodies = BodyRoom(_BODIES * options.max_body)
         self.connections = Connections(most_connections(options.max_connections))
         self.started = int(time.time())
         self.stopping = False

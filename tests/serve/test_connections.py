@@ -276,6 +276,21 @@ def test_a_short_body_that_nobody_reads_leaves_the_connection(server: Running) -
         assert asking.sock is used
 
 
+def test_large_bodies_that_do_not_end_are_bounded_together(model: Any) -> None:
+    with serving(model, max_body=1 << 20) as running, ExitStack() as stack:
+        head = UNFINISHED.replace(b"9", str(1 << 20).encode())
+        for _ in range(12):
+            raw = stack.enter_context(connected(running.port, head))
+            raw.sendall(b" " * ((1 << 20) - 1))
+        large = {"prompt": "a", "user": "x" * 900_000, "max_tokens": 1}
+        wait_for(lambda: running.service.bodies._taken > 7 << 20)
+        refused(running.request("POST", "/v1/completions", large), 503, "large requests")
+        assert running.chat(max_tokens=1)[0] == 200
+        stack.close()
+        wait_for(lambda: running.service.bodies._taken == 0)
+        assert running.request("POST", "/v1/completions", large)[0] == 200
+
+
 # -- panics ----------------------------------------------------------------------------------------
 
 
