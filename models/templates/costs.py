@@ -382,17 +382,11 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     "attr": _called,
     "batch": _batched,
     "center": _padded,
-    "default": _nothing,
-    "d": _nothing,
-    "count": _nothing,
-    "first": _nothing,
     "format": _formatted,
     "indent": _indented,
     "int": _numbered,
     "items": _nothing,
     "join": _joined_filter,
-    "last": _nothing,
-    "length": _nothing,
     "list": _listed,
     "map": _stepped,
     "pprint": _squared,
@@ -416,9 +410,12 @@ _FILTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def filter_cost(name: str) -> Callable[..., Any]:
-    """What charges the filter ``name``."""
-    return _FILTERS.get(name, _whole)
+_FREE_FILTERS = frozenset(["count", "d", "default", "first", "last", "length"])
+
+
+def filter_cost(name: str) -> Callable[..., Any] | None:
+    """What charges the filter ``name``; None where it costs next to nothing."""
+    return None if name in _FREE_FILTERS else _FILTERS.get(name, _whole)
 
 
 # Tests ----------------------------------------------------------------------------------------

@@ -253,6 +253,8 @@ class _EscapeFormatter(_ChargedFields, SandboxedEscapeFormatter):
 def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The filter ``function``, charged before and after it runs."""
     cost = filter_cost(name)
+    if cost is None:
+        return function
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)

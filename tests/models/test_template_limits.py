@@ -211,6 +211,12 @@ def test_the_library_refuses_what_is_nested_too_deeply() -> None:
             render(HELLO, tools=[{"parameters": tool}])
 
 
+@pytest.mark.parametrize("tools", [5, "tools"])
+def test_tools_that_are_no_list_are_refused(tools: Any) -> None:
+    with pytest.raises(TemplateError, match="tools must be a list"):
+        ChatTemplate("{{ tools }}").render(HELLO, tools=tools)
+
+
 # Real templates -------------------------------------------------------------------------------
 
 CHATML = (
