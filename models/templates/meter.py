@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set, ValuesView
 from contextvars import ContextVar
 from functools import reduce
 from operator import add
-from time import thread_time
+from time import perf_counter, thread_time
 from typing import Any, NoReturn
 
 from jinja2 import TemplateRuntimeError, Undefined
@@ -25,7 +25,7 @@ _UNITS = 36_000_000
 _UNITS_PER_GIVEN = 128  # more for each unit that was given: a long conversation is rendered too
 _SECONDS = 0.3  # of the thread's processor time: a busy machine refuses no good template
 _SECONDS_PER_GIVEN = 1e-6
-_REVIEW = 65_536  # units from one look at the clock to the next
+_REVIEW = 131_072  # units from one look at the clock to the next
 _DEEPEST = 500  # containers within containers, where Python's own limit is about a thousand
 _MAX_BITS = 16_384  # of an integer
 _HOLD = 65_536  # characters; longer texts are given back once nothing refers to them
@@ -43,8 +43,8 @@ class Meter:
     """
 
     __slots__ = (
+        "_began",
         "_check",
-        "_deadline",
         "_extended",
         "_given",
         "_given_ids",
@@ -52,6 +52,8 @@ class Meter:
         "_held_limit",
         "_held_units",
         "_limit",
+        "_overdue",
+        "_seconds",
         "_spent",
     )
 
@@ -62,7 +64,9 @@ class Meter:
         self._spent = 0
         self._limit = _UNITS
         self._check = _REVIEW
-        self._deadline = thread_time() + _SECONDS
+        self._seconds = _SECONDS
+        self._began = 0.0  # by the thread's clock, at the first review
+        self._overdue = 0.0  # by the wall's clock, before which the thread's need not be asked
         self._held: list[tuple[str, int]] = []
         self._held_units = 0
         self._held_limit = _UNITS // 4
@@ -86,13 +90,21 @@ class Meter:
     def _review(self) -> None:
         if self._spent > self._limit:
             self._release()
-        if self._spent > self._limit or thread_time() > self._deadline:
+        if self._spent > self._limit or self._is_late():
             self._extend()
         if self._spent > self._limit:
             _too_large()
-        if thread_time() > self._deadline:
+        if self._is_late():
             raise TemplateRuntimeError("it takes too long")
         self._check = min(self._limit, self._spent + _REVIEW)
+
+    def _is_late(self) -> bool:
+        if not self._overdue:  # asking for a thread's time is slow on some machines
+            self._began = thread_time()
+            self._overdue = perf_counter() + self._seconds
+        if perf_counter() < self._overdue:
+            return False
+        return thread_time() - self._began > self._seconds
 
     def _extend(self) -> None:
         """Allow for what was given; it is measured only here, since few renders come to this."""
@@ -100,7 +112,9 @@ class Meter:
             self._extended = True
             size = _measure(self._given, 1 << 40)
             self._limit += _UNITS_PER_GIVEN * size
-            self._deadline += _SECONDS_PER_GIVEN * size
+            self._seconds += _SECONDS_PER_GIVEN * size
+            if self._overdue:
+                self._overdue += _SECONDS_PER_GIVEN * size
 
     def _hold(self, text: str, amount: int) -> None:
         """Charge a long ``text`` until nothing refers to it: some templates add to one often."""
