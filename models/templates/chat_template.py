@@ -65,7 +65,7 @@ class MessageTemplate(ABC):
         Raises:
             TemplateError: the template refused the messages or failed; its own words, on one line.
         """
-        if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+        if not isinstance(tools, (list, tuple, type(None))):
             raise TemplateError("tools must be a list of mappings")
         shaped = [_shape(message, parts=self._wants_parts) for message in messages]
         return self._render(shaped, tools, add_generation_prompt, extra)

@@ -159,7 +159,9 @@ def _searched(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _called(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> Any:
-    for item in (*args, *kwargs.values()):
+    for item in args:
+        meter.key(item)
+    for item in kwargs.values():
         meter.key(item)
     return value
 
@@ -218,19 +220,22 @@ _METHODS: dict[type, dict[str, Callable[..., Any]]] = {
 }
 
 
-def charge_method(meter: Meter, owner: Any, name: str, *args: Any, **kwargs: Any) -> None:
+def charge_method(
+    meter: Meter, owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     """Charge the method ``name`` of ``owner``, before it is called.
 
     Raises:
         TemplateRuntimeError: a method of a built-in type that templates have no use for.
     """
-    for kind in (type(owner), *type(owner).__mro__):
-        if (methods := _METHODS.get(kind)) is None:
-            continue
-        if name in methods:
-            methods[name](meter, owner, *args, **kwargs)
-            return
-        break
+    methods = _METHODS.get(type(owner))
+    if methods is None:
+        kinds = (kind for kind in type(owner).__mro__ if kind in _METHODS)
+        methods = _METHODS.get(next(kinds, object), {})
+    cost = methods.get(name)
+    if cost is not None:
+        cost(meter, owner, *args, **kwargs)
+        return
     module = (owner if isinstance(owner, type) else type(owner)).__module__
     if module in ("builtins", "markupsafe"):
         kind = type(owner)

@@ -166,7 +166,9 @@ class Meter:
     def show(self, value: Any) -> str:
         """``value`` as text, as an output tag writes it."""
         text: str = value if type(value) is str else self._text(value)
-        self.spend(len(text) + 16)
+        self._spent += len(text) + 16
+        if self._spent > self._check:
+            self._review()
         return text
 
     def _text(self, value: Any) -> str:
@@ -200,7 +202,7 @@ class Meter:
             length += len(value)
         if length > _SMALL:
             return self.concat(values)
-        self.spend(length)
+        self._spent += length
         return "".join(values)
 
     def _add_two(self, left: Any, right: Any) -> Any:
@@ -250,6 +252,9 @@ class Meter:
         """``left % right``: a remainder, or printf's formatting."""
         if type(left) in _SCALARS:
             return left % right
+        return self._format(left, right)
+
+    def _format(self, left: Any, right: Any) -> Any:
         sizes: Iterable[Any] = (right,)
         if isinstance(right, (tuple, list)):
             sizes = right
@@ -302,6 +307,8 @@ class Meter:
         kind = type(result)
         if result is source:
             pass
+        elif kind is str and len(result) <= _SMALL:
+            self.spend(4 * len(result) + 64)
         elif kind is str:
             self._keep(result, units(result))
         elif kind is list or kind is tuple:

@@ -144,12 +144,19 @@ def _is_small(node: nodes.Expr) -> bool:
     """Whether comparing with ``node`` costs next to nothing, whatever it is compared with."""
     if isinstance(node, (nodes.Tuple, nodes.List)):
         return all(isinstance(item, nodes.Const) for item in node.items)
-    return isinstance(node, nodes.Const)
+    return isinstance(node, (nodes.Const, nodes.Compare, nodes.Not, nodes.Test))
 
 
 def _getitem(code: MeteredCodeGenerator, node: nodes.Getitem, frame: Frame) -> None:
-    if not isinstance(node.arg, nodes.Slice):
+    if isinstance(node.arg, nodes.Const):
         code.visit_Getitem(node, frame)
+        return
+    if not isinstance(node.arg, nodes.Slice):
+        code.write("environment.getitem(")
+        code.visit(node.node, frame)
+        code.write(", ")
+        code.call("key", node.arg, frame=frame)
+        code.write(")")
         return
     bounds = node.arg
     code.write("meter.part(")

@@ -151,25 +151,30 @@ class _MeteredEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call what a template calls."""
         meter = METER.get()
-        if len(args) + len(kwargs) > _FEW:
+        if len(args) > _FEW or len(kwargs) > _FEW:
             meter.spend(32 * len(args) + 128 * len(kwargs))
         if type(__obj) is Macro:
             return super().call(__context, __obj, *args, **kwargs)
         owner = getattr(__obj, "__self__", None)
-        given = {name: item for name, item in kwargs.items() if name not in _ADDED}
+        if type(owner) is str:  # its methods are safe, where they are in the table, and plain
+            for added in _ADDED:
+                kwargs.pop(added, None)
+            charge_method(meter, owner, __obj.__name__, args, kwargs)
+            return meter.took(__obj(*args, **kwargs), owner)
         if owner is not None:
-            charge_method(meter, owner, getattr(__obj, "__name__", ""), *args, **given)
+            given = {name: item for name, item in kwargs.items() if name not in _ADDED}
+            charge_method(meter, owner, getattr(__obj, "__name__", ""), args, given)
         elif __obj is dict or __obj is _Namespace:
             for item in args:
                 meter.spend(meter.weigh(item))
         result = super().call(__context, __obj, *args, **kwargs)
         return meter.took(result, owner)
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """An item, or an attribute of that name."""
-        if type(argument) is not str and type(argument) is not int:
-            METER.get().key(argument)
-        return super().getitem(obj, argument)
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """An attribute, or an item of that name; a message's are looked up at once."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """``str.format``, each field of which is charged."""
@@ -203,6 +208,7 @@ class _MeteredEnvironment(ImmutableSandboxedEnvironment):
         return super()._compile(source, filename)
 
 
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _ADDED = ("_loop_vars", "_block_vars")  # by the compiled code to the arguments of every call
 
 
@@ -266,7 +272,18 @@ def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return Steps(meter, result, 32)
         return meter.took(result, value)
 
-    return charged
+    return _quick_trim(charged) if name == "trim" else charged
+
+
+def _quick_trim(trim: Callable[..., Any]) -> Callable[..., Any]:
+    """``trim`` with a short way for what most templates do to every message."""
+
+    def quick(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(value) is str and not args and not kwargs:
+            return METER.get().took(value.strip(), value)
+        return trim(value, *args, **kwargs)
+
+    return quick
 
 
 def _charged_test(name: str, function: Any) -> Any:
