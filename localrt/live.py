@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncAnswer", "LiveModel"]
 
+_LONG_PROMPT = 1 << 15  # characters
+
 
 class LiveModel(Closing):
     """Made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
@@ -38,6 +41,8 @@ class LiveModel(Closing):
             self._reserved = reserve_ram
         room = core.budgets.kv_room
         self._live = Live(core.engine, core.parts.tokenizer, limits, room=room)
+        # Long prompts take turns, and keep no short one waiting.
+        self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="localrt-prompt")
 
     def submit(
         self,
@@ -90,7 +95,11 @@ class LiveModel(Closing):
             return self.submit(prompt, cancel=cancel, notify=notify, **options)
 
         try:
-            return AsyncAnswer(await asyncio.to_thread(submit), ready)
+            if _characters(prompt) > _LONG_PROMPT:
+                answer = await loop.run_in_executor(self._long_prompts, submit)
+            else:
+                answer = await asyncio.to_thread(submit)
+            return AsyncAnswer(answer, ready)
         except asyncio.CancelledError:
             cancel.set()  # the thread may be about to queue it
             raise
@@ -161,6 +170,15 @@ class AsyncAnswer(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """Stop; the last chunk has finish reason ``"cancelled"``."""
         self._answer.cancel()
+
+
+def _characters(prompt: object) -> int:
+    """Of a prompt, with all that its messages hold."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, Mapping):
+        return sum(map(_characters, prompt.values()))
+    return sum(map(_characters, prompt)) if isinstance(prompt, list | tuple) else 0
 
 
 def _until_closed(answer: LiveAnswer) -> Iterator[Chunk]:

@@ -34,12 +34,12 @@ def embed(
         raise OptionError("embed takes a list of texts: [text] for a single one")
     _ = core.engine.hidden_size  # an engine without hidden states raises, whatever else is wrong
     chosen = _pooling(pooling, core.parts.pooling)
-    tokens = [_tokens(core, text, index) for index, text in enumerate(texts)]
 
     def check() -> None:
         if cancel is not None and cancel.is_set():
             raise CancelledError("the embedding was cancelled")
 
+    tokens = [_tokens(core, text, index, check) for index, text in enumerate(texts)]
     check()
     vectors = pooled_states(core.engine, tokens, chosen, check=check)
     if not normalize:
@@ -87,16 +87,25 @@ def _pooling(asked: str, made_for: str) -> Pooling:
     raise OptionError(f"pooling must be auto, {' or '.join(POOLINGS)}, is {asked!r}")
 
 
-def _tokens(core: Core, text: str | Sequence[int], index: int) -> list[int]:
-    """A text's ids.
+def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> list[int]:
+    """A text's ids; ``check`` may end the reading of a long one.
 
     Raises:
         OptionError: there are none, or one that the model does not have.
         ContextOverflowError: they are more than the context holds.
     """
     which = f"text {index} (counting from 0)"
+
+    def watch(count: int) -> None:
+        check()
+        if count > core.ctx:
+            raise ContextOverflowError(
+                f"{which} has {count} tokens or more and the context holds {core.ctx}: split it, "
+                "or raise --ctx"
+            )
+
     ids = (
-        core.requests.tokenizer.encode(text)
+        core.requests.encode(text, watch)
         if isinstance(text, str)
         else [int(token) for token in text]
     )

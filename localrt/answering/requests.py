@@ -13,10 +13,16 @@ from localrt.drafts.choice import Drafts
 from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, MakeParser, Request
 from localrt.engine.types import Message
-from localrt.errors import ContextOverflowError, OptionError, TemplateError, TokenizerError
+from localrt.errors import (
+    CancelledError,
+    ContextOverflowError,
+    OptionError,
+    TemplateError,
+    TokenizerError,
+)
 from localrt.loading.parts import LoadedModel
 from localrt.models.templates.chat_template import encode_messages
-from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.progress import ProgressCallback
 from localrt.text.harmony import HarmonyParser, harmony_messages, is_harmony
 from localrt.text.structured import Grammars
@@ -27,6 +33,8 @@ __all__ = ["RequestBuilder"]
 
 # Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
 _ANSWER_SHARE = 4
+# Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
+_TOLD = 8192
 
 
 class RequestBuilder:
@@ -75,7 +83,8 @@ class RequestBuilder:
             LocalrtError: the prompt or an option cannot be used.
         """
         chosen = read_options(self._defaults, options)
-        ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen)
+        cancel = cancel or threading.Event()
+        ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen, self._watch(cancel))
         chat = not raw and token_ids is None
         # A plain chat format ends an answer by what begins the next turn.
         stops = (*chosen.stop, *self._template.stop_strings) if chat else chosen.stop
@@ -93,12 +102,20 @@ class RequestBuilder:
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
             constraint=constraint,
             parser=self._parser(ids, tools, constraint is None) if chat else None,
-            cancel=cancel or threading.Event(),
+            cancel=cancel,
             on_progress=on_progress,
         )
 
+    def encode(self, text: str, watch: Watch = ignore_count) -> list[int]:
+        """The ids of a plain text."""
+        watch(self.tokenizer.least_tokens(text))
+        return self.tokenizer.encode(text, watch=watch)
+
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        watch: Watch = ignore_count,
     ) -> list[int]:
         """The conversation's ids, as the chat template writes it before an answer."""
         template = self._template
@@ -106,16 +123,43 @@ class RequestBuilder:
             raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
         given = harmony_messages(messages) if is_harmony(template.tool_source) else messages
         shaped = for_template(given)
+        watch(sum(self._least_tokens(each) for each in shaped if isinstance(each, Mapping)))
         try:
-            return encode_messages(self.tokenizer, template, shaped, tools=tools)
+            return encode_messages(self.tokenizer, template, shaped, tools=tools, watch=watch)
         except TemplateError:
             # Some put arguments together as text, where most want them as values.
             as_text = for_template(given, arguments_as_text=True)
             if as_text == shaped:
                 raise
-            return encode_messages(self.tokenizer, template, as_text, tools=tools)
+            return encode_messages(self.tokenizer, template, as_text, tools=tools, watch=watch)
 
     # -- parts -----------------------------------------------------------------------------------
+
+    def _watch(self, cancel: threading.Event) -> Watch:
+        """What ends the reading of a prompt that is cancelled, or much too long."""
+        ctx = self._parts.ctx
+
+        def watch(count: int) -> None:
+            if cancel.is_set():
+                raise CancelledError("the request was cancelled")
+            if count > 2 * ctx + _TOLD:
+                raise ContextOverflowError(
+                    f"the prompt has {count} tokens or more and the context holds {ctx}: shorten "
+                    "it, raise --ctx, or use overflow='drop_oldest'"
+                )
+
+        return watch
+
+    def _least_tokens(self, message: Message) -> int:
+        """What a message becomes at least: templates trim texts, and leave out earlier thoughts."""
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+        return sum(
+            self.tokenizer.least_tokens(text.rpartition(CLOSE)[2].strip())
+            for text in texts
+            if isinstance(text, str)
+        )
 
     def _ends(self, chat: bool) -> frozenset[int]:
         """The ids that end an answer; those that hand over to a tool are not always declared."""
@@ -160,6 +204,7 @@ class RequestBuilder:
         raw: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         options: Options,
+        watch: Watch,
     ) -> list[int]:
         if (prompt is None) == (token_ids is None):
             raise OptionError("give either a prompt or token_ids")
@@ -169,16 +214,16 @@ class RequestBuilder:
             if not prompt:
                 raise OptionError("the prompt is empty: write something to answer")
             if raw:
-                ids = self.tokenizer.encode(prompt)
+                ids = self.encode(prompt, watch)
             else:
-                ids = self.render([{"role": "user", "content": prompt}], tools)
+                ids = self.render([{"role": "user", "content": prompt}], tools, watch)
         else:
             assert prompt is not None
             if raw:
                 raise OptionError("raw takes a string, not a list of messages")
             if not prompt:
                 raise OptionError("the list of messages is empty")
-            ids = self._fitted(prompt, tools, options)
+            ids = self._fitted(prompt, tools, options, watch)
         if not ids:
             raise OptionError("the prompt is empty: there is nothing to continue")
         return ids
@@ -188,16 +233,23 @@ class RequestBuilder:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         options: Options,
+        watch: Watch,
     ) -> list[int]:
         """The conversation's ids; oldest turns dropped where the options ask for it."""
-        ids = self.render(messages, tools)
         if options.overflow == "error":
-            return ids
+            return self.render(messages, tools, watch)
         ctx = self._parts.ctx
         room = ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
-        start = head
-        while len(ids) > room:
+        start, shown = head, messages
+        while True:
+            try:
+                ids = self.render(shown, tools, watch)
+                count = f"{len(ids)} tokens"
+            except ContextOverflowError:
+                ids, count = None, "too many tokens"
+            if ids is not None and len(ids) <= room:
+                return ids
             # A turn begins at a user message: tool results and answers go with it.
             start = next(
                 (i for i in range(start + 1, len(messages)) if messages[i]["role"] == "user"),
@@ -205,8 +257,7 @@ class RequestBuilder:
             )
             if start >= len(messages):
                 raise ContextOverflowError(
-                    f"the last message alone has {len(ids)} tokens with the system prompt and the "
-                    f"context holds {ctx}: shorten it or raise --ctx"
+                    f"the last message alone has {count} with the system prompt and the context "
+                    f"holds {ctx}: shorten it or raise --ctx"
                 )
-            ids = self.render([*messages[:head], *messages[start:]], tools)
-        return ids
+            shown = [*messages[:head], *messages[start:]]

@@ -58,7 +58,8 @@ async def answer(request: Request, service: Service, call: Call, shape: Shape) -
         answers: list[AsyncAnswer] = []
         stack.callback(_ended, service, answers)
         for one in submissions:
-            answers.append(await service.live.asubmit(client=_client(request), **one))
+            submitted = service.live.asubmit(client=_client(request), **one)
+            answers.append(await until_gone(request, submitted))
             if service.stopping:  # while it was on its way
                 answers[-1].cancel()
         model = service.name

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from localrt.errors import TemplateError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.templates.control_text import ControlMask, Segment
+from localrt.models.tokenizers.base import Watch, ignore_count
 from localrt.models.tokenizers.hf import read_json, token_name
 from localrt.models.tokenizers.matcher import TokenMatcher
 
@@ -290,16 +291,24 @@ def _named_source(entry: object) -> tuple[str, str]:
     raise TemplateError("an entry of the model's chat_template list lacks its name or template")
 
 
-def encode_chat(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer, segments: Sequence[Segment], watch: Watch = ignore_count
+) -> list[int]:
     """Token ids of a rendered chat, as if it were one text, but for the control tokens in it.
 
-    The tokenizer adds its BOS only where no template could have written one.
+    The tokenizer adds its BOS only where no template could have written one. ``watch`` hears at
+    first how many tokens there must be, then how many there are so far.
     """
     written = any(counts for _, counts in segments)
     ids: list[int] = []
+
+    def watch_all(count: int) -> None:
+        watch(len(ids) + count)
+
+    watch(sum(tokenizer.least_tokens(text) for text, _ in segments))
     for index, (text, counts) in enumerate(_separate(tokenizer, segments)):
         first = index == 0 and not written
-        ids += tokenizer.encode(text, add_special=first, parse_special=counts)
+        ids += tokenizer.encode(text, add_special=first, parse_special=counts, watch=watch_all)
     return ids
 
 
@@ -325,18 +334,20 @@ def encode_messages(
     tokenizer: Tokenizer,
     template: MessageTemplate,
     messages: Sequence[Message],
+    *,
+    watch: Watch = ignore_count,
     **options: Any,
 ) -> list[int]:
     """Token ids of ``messages``; nothing in them can become a control token.
 
-    ``options`` are those of ``MessageTemplate.render``.
+    ``options`` are those of ``MessageTemplate.render``, ``watch`` that of ``encode_chat``.
 
     Raises:
         TemplateError: the template refused the messages.
     """
     names = map(tokenizer.token_text, tokenizer.special_ids)
     segments = template.render_segments(messages, control_tokens=names, **options)
-    return encode_chat(tokenizer, segments)
+    return encode_chat(tokenizer, segments, watch)
 
 
 def _shape(message: Message, *, parts: bool) -> dict[str, Any]:

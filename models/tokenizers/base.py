@@ -9,10 +9,18 @@ from __future__ import annotations
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
+from typing import TypeAlias
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "Tokenizer", "Watch", "ignore_count"]
+
+Watch: TypeAlias = Callable[[int], None]
+"""Hears now and then how many tokens a text has become so far; raises to end that."""
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+def ignore_count(count: int) -> None:
+    """The ``Watch`` that lets every text become tokens to its end."""
 
 
 class Detokenizer:
@@ -65,14 +73,24 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = False
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        watch: Watch = ignore_count,
     ) -> list[int]:
         """Token ids of ``text``.
 
         ``add_special`` adds what the model adds around plain text (BOS, mostly); ``parse_special``
         reads control tokens written in the text (``<|im_start|>``) as themselves: for rendered chat
-        templates, never for what a user typed.
+        templates, never for what a user typed. ``watch`` is called at least every few thousand
+        tokens of a long text.
         """
+
+    def least_tokens(self, text: str) -> int:
+        """No more than ``text`` becomes, from its length and the longest token; 0: not known."""
+        return 0
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:

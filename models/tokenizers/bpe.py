@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from localrt.models.tokenizers.base import Watch, ignore_count
 from localrt.models.tokenizers.matcher import TokenMatcher
 from localrt.models.tokenizers.merges import MergeTable
 from localrt.models.tokenizers.pieces import PieceTable
@@ -38,8 +39,12 @@ _CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 
 _CACHED_CHARS = 48
 _CACHED_WORDS = 1 << 13  # some 2 MB when full
-_LONG_TEXT = 1 << 14  # characters; cutting into words puts some 170 bytes aside for each
-_WORD_START = re.compile("(?<=[a-z])(?= [a-z])")
+_LONG_TEXT = 1 << 14  # bytes, about; cutting into words puts some 170 bytes aside for each
+_LONGEST_WORD = 1 << 16  # characters; a longer one is cut there
+_OPEN = 3  # words at the end of a stretch, which the text behind it may change
+# No normal form joins these to what precedes them.
+_STARTER = re.compile("[\0-\u02ff\u0370-\u0482\u048a-\u0590\u3041-\u3096\u4e00-\u9fff가-\ud7a3]")
+_SHRINKS = 3  # times, at most, when NFC puts characters together
 
 
 def piece_bytes(piece: str) -> bytes:
@@ -56,8 +61,8 @@ class ByteLevelTokenizer(VocabularyTokenizer):
     With ``whole_words`` a word that is one of them is taken as it is, whatever ``merges`` say.
     ``added`` are matched as a whole, and the vocabulary's special ones only with ``parse_special``;
     they stand for their names. What lies between goes through ``normalizer`` and ``pre_tokenizer``,
-    which ends in the byte alphabet. ``cut_long`` says that these never look across a space between
-    two small ASCII letters: long text is cut there, to save memory.
+    which ends in the byte alphabet. ``cut_long`` says that the one is NFC, and that the other finds
+    the same words when it begins at any of them: long text is read in stretches then.
     """
 
     def __init__(
@@ -83,37 +88,76 @@ class ByteLevelTokenizer(VocabularyTokenizer):
         self._cut_long = cut_long
         found = {char: words.find(char) for char in BYTE_TO_CHAR}
         self._byte_ids = {char: token for char, token in found.items() if token is not None}
+        missing = [byte for byte, char in enumerate(BYTE_TO_CHAR) if char not in self._byte_ids]
+        self._left_out = bytes(missing)
         self._cached = lru_cache(_CACHED_WORDS)(self._merge)
 
-    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
+    def least_tokens(self, text: str) -> int:
+        """See ``Tokenizer``."""
+        if len(text) < _LONG_TEXT:
+            return 0
+        size = len(text.encode("utf-8", "surrogatepass").translate(None, self._left_out))
+        if self._normalizer is not None and not text.isascii():
+            size = size // _SHRINKS if self._cut_long else 0
+        names = (len(self.token_text(token).encode()) for token in self._literal)
+        return -(-size // max(self._words.longest, *names, 1))
+
+    def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
         ids: list[int] = []
+
+        def watch_word(count: int) -> None:
+            watch(len(ids) + count)
+
         for part in self._added.split(text, () if parse_special else self.special_ids):
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            for stretch in self._stretches(part):
-                normal = self._normalizer.normalize_str(stretch) if self._normalizer else stretch
-                for word, _ in self._pre_tokenizer.pre_tokenize_str(normal):
-                    ids += self._cached(word) if len(word) <= _CACHED_CHARS else self._merge(word)
+            for words in self._words_of(part):
+                watch_word(0)
+                for word in words:
+                    if len(word) <= _CACHED_CHARS:
+                        ids += self._cached(word)
+                    else:
+                        ids += self._merge(word, watch_word)
         return ids
 
-    def _stretches(self, text: str) -> Iterator[str]:
-        """``text`` in pieces that no word reaches across, where there are such places."""
-        start = 0
-        while self._cut_long and len(text) - start > _LONG_TEXT:
-            found = _WORD_START.search(text, start + _LONG_TEXT)
-            if found is None:
-                break
-            yield text[start : found.start()]
-            start = found.start()
-        yield text[start:] if start else text
+    def _words_of(self, text: str) -> Iterator[Iterator[str]]:
+        """The words of ``text``, those of a stretch at a time."""
+        rest = ""
+        for stretch, last in self._stretches(text):
+            rest += self._normalizer.normalize_str(stretch) if self._normalizer else stretch
+            words = self._pre_tokenizer.pre_tokenize_str(rest)
+            count = len(words)
+            if not last:
+                count -= _OPEN
+                # A character's bytes may be two words.
+                while count > 0 and words[count][1][0] < words[count - 1][1][1]:
+                    count -= 1
+                if count <= 0 and len(rest) < _LONGEST_WORD:
+                    continue
+                count = count if count > 0 else len(words)
+            yield (word for word, _ in words[:count])
+            rest = rest[words[count][1][0] :] if count < len(words) else ""
 
-    def _merge(self, word: str) -> tuple[int, ...]:
+    def _stretches(self, text: str) -> Iterator[tuple[str, bool]]:
+        """``text`` in pieces that are normalized alone, and whether each is the last."""
+        start, size = 0, max(1, _LONG_TEXT if text.isascii() else _LONG_TEXT // 3)
+        while self._cut_long and len(text) - start > size:
+            stop = start + size
+            if self._normalizer is not None:
+                found = _STARTER.search(text, stop, start + _LONGEST_WORD)
+                stop = start + _LONGEST_WORD if found is None else found.start()
+            yield text[start:stop], stop >= len(text)
+            start = stop
+        if start < len(text):
+            yield text[start:], True
+
+    def _merge(self, word: str, watch: Watch = ignore_count) -> tuple[int, ...]:
         """Ids of ``word``; bytes without a piece are left out."""
         if self._whole_words and (token := self._words.find(word)) is not None:
             return (token,)
         known = self._byte_ids
-        return tuple(self._merges.merge([known[char] for char in word if char in known]))
+        return tuple(self._merges.merge([known[char] for char in word if char in known], watch))
 
     def _byte_id(self, byte: int) -> int | None:
         return self._byte_ids.get(BYTE_TO_CHAR[byte])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.models.tokenizers.base import Watch
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, piece_bytes
 from localrt.models.tokenizers.hf_packed import read_packed
 from localrt.models.tokenizers.package_errors import package_errors
@@ -50,7 +51,7 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         self._added = frozenset(backend.get_added_tokens_decoder())
         self._decoder = decoder
 
-    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
+    def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids

@@ -8,6 +8,7 @@ left to the package as a whole, errors included.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ _EXTRAS = (
     "end_of_word_suffix",
     "byte_fallback",
 )
+# What a pattern looks at before a match: then words depend on where a text begins.
+_LOOKS_BACK = re.compile(r"\(\?<[=!]|(?<![\[\\])\^|\\[bBAGK]")
 _STEPS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "ByteLevel"}
 
 
@@ -79,6 +82,7 @@ def read_packed(
         added=names,
         normalizer=backend.normalizer,
         pre_tokenizer=backend.pre_tokenizer,
+        cut_long=_can_be_cut(spec),
     )
 
 
@@ -102,9 +106,26 @@ def _is_plain(spec: Mapping[str, Any]) -> bool:
     return late <= {False} or (late == {True} and spec["normalizer"] is None)
 
 
+def _can_be_cut(spec: Mapping[str, Any]) -> bool:
+    """Whether words are the same when a text begins at any of them; see ``ByteLevelTokenizer``."""
+    if spec["normalizer"] is not None and _kinds(spec["normalizer"], "normalizers") != ["NFC"]:
+        return False
+    return all(
+        not step.get("add_prefix_space")
+        and step.get("behavior", "Isolated") in ("Isolated", "Removed")
+        and not _LOOKS_BACK.search(step.get("pattern", {}).get("Regex", ""))
+        for step in _steps(spec["pre_tokenizer"], "pretokenizers")
+    )
+
+
 def _kinds(part: Mapping[str, Any], steps: str) -> list[str]:
-    """The type of each of a part's steps, which a sequence lists under ``steps``."""
-    return [step["type"] for step in (part[steps] if part["type"] == "Sequence" else [part])]
+    """The type of each of a part's steps."""
+    return [step["type"] for step in _steps(part, steps)]
+
+
+def _steps(part: Mapping[str, Any], steps: str) -> list[Mapping[str, Any]]:
+    """A part's steps, which a sequence lists under ``steps``."""
+    return part[steps] if part["type"] == "Sequence" else [part]
 
 
 def _are_ids(vocab: Mapping[str, Any]) -> bool:

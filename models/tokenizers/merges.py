@@ -2,7 +2,8 @@
 
 The rule is that of the ``tokenizers`` package and of SentencePiece: of equally good pairs the
 leftmost is joined. ``MergeTable`` ranks pairs of ids by a list of merges, in integer arrays of 19
-bytes for each merge. Does not know how text becomes the first symbols.
+bytes for each merge. Long words are joined a block at a time. Does not know how text becomes the
+first symbols.
 """
 
 from __future__ import annotations
@@ -15,25 +16,59 @@ import numpy as np
 
 from localrt.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tokenizers.base import Watch, ignore_count
 from localrt.models.tokenizers.pieces import PieceTable, bucket_count, bucket_order, chunks
 
 __all__ = ["MergeTable", "join_neighbours"]
 
+_BLOCK = 2048  # symbols; joining puts some 400 bytes aside for each
+_OPEN = 4  # of what a block became: its end, which the symbols behind it may change
 _NONE = 1 << 32  # a rank behind all others
 _SHORT = 64  # ids; up to here a scan of the whole word beats a queue
 _HALF = 24  # bits of an id in a pair's key; no GGUF array has more strings
 
 
 Symbol = TypeVar("Symbol", int, str)
+Join = Callable[[Symbol, Symbol], tuple[float, Symbol] | None]
 
 
 def join_neighbours(
-    symbols: Sequence[Symbol], join: Callable[[Symbol, Symbol], tuple[float, Symbol] | None]
+    symbols: Sequence[Symbol], join: Join[Symbol], watch: Watch = ignore_count
 ) -> list[Symbol]:
     """``symbols`` with all neighbours joined that can be, in almost linear time.
 
-    ``join`` gives the rank of two neighbours, the lowest first, and what they become.
+    ``join`` gives the rank of two neighbours, the lowest first, and what they become. ``watch``
+    hears how many there are so far.
+
+    A boundary between two joined symbols that is one when their own symbols alone are joined is
+    one in the whole, too: until a pair across some boundary is the best, each side is joined as it
+    would be alone. So blocks are joined alone, and again as one where their boundary does not hold.
     """
+    found: list[Symbol] = []
+    blocks: list[tuple[int, int, int, int]] = []  # begin, size, found before, the last one's begin
+    begin, size, last = 0, _BLOCK, 0
+    while begin < len(symbols):
+        parts = _joined(symbols[begin : begin + size], join)
+        stop = begin + (parts[1][0] if len(parts) > 1 else size)  # of the first
+        across = _joined(symbols[last:stop], join) if found else ()
+        if found and all(last + start != begin for start, _ in across):
+            begin, before, count, last = blocks.pop()
+            size += 2 * before  # so that it grows until the boundary holds
+            del found[count:]
+            continue
+        blocks.append((begin, size, len(found), last))
+        ends = begin + size >= len(symbols)
+        kept = len(parts) if ends else max(1, len(parts) - _OPEN)
+        found += [symbol for _, symbol in parts[:kept]]
+        last = begin + parts[kept - 1][0]
+        begin += parts[kept][0] if kept < len(parts) else size
+        size = _BLOCK
+        watch(len(found))
+    return found
+
+
+def _joined(symbols: Sequence[Symbol], join: Join[Symbol]) -> list[tuple[int, Symbol]]:
+    """The rule for one block: where each joined symbol begins, and the symbol."""
     joined = list(symbols)
     count = len(joined)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
@@ -60,9 +95,9 @@ def join_neighbours(
                 offers[left] = new = offer(left)
                 if new is not None:
                     heappush(queue, new)
-    at, result = 0, list[Symbol]()
+    at, result = 0, list[tuple[int, Symbol]]()
     while at < count:
-        result.append(joined[at])
+        result.append((at, joined[at]))
         at = after[at]
     return result
 
@@ -106,9 +141,9 @@ class MergeTable:
         self._keys = keys[ranks].data
         self._ranks, self._begins, self._joined = ranks.data, places.data, joined.data
 
-    def merge(self, ids: list[int]) -> list[int]:
+    def merge(self, ids: list[int], watch: Watch = ignore_count) -> list[int]:
         """``ids`` of one word with all merges applied."""
-        return self._scan(ids) if len(ids) <= _SHORT else join_neighbours(ids, self._join)
+        return self._scan(ids) if len(ids) <= _SHORT else join_neighbours(ids, self._join, watch)
 
     def _join(self, left: int, right: int) -> tuple[int, int] | None:
         rank = self._rank(left, right)

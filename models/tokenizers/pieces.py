@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cached_property
 from math import isqrt
 from typing import Protocol
 
@@ -65,6 +66,17 @@ class PieceTable:
         if self._members is None:
             return np.ones(len(self), np.bool_)
         return np.asarray(self._members).view(np.bool_)
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest piece."""
+        longest = 0
+        for start, stop in chunks(len(self)):
+            offsets = self.pieces.offsets[start : stop + 1].astype(np.int64)
+            begins = (self._data[offsets[0] : offsets[-1]] & 0xC0) != 0x80  # of characters
+            counts = np.append(0, np.cumsum(begins))[offsets - offsets[0]]
+            longest = max(longest, int(np.diff(counts).max()))
+        return longest
 
     def only(self, members: npt.NDArray[np.bool_]) -> PieceTable:
         """The same table in which only ids that are true in ``members`` are found."""

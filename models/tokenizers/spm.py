@@ -9,13 +9,14 @@ back to their UTF-8 bytes. Does not know where the vocabulary was stored.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from localrt.models.tokenizers.base import Watch, ignore_count
 from localrt.models.tokenizers.matcher import TokenMatcher
 from localrt.models.tokenizers.merges import join_neighbours
 from localrt.models.tokenizers.pieces import PieceTable
@@ -26,6 +27,7 @@ __all__ = ["SentencePieceTokenizer"]
 SPACE = "▁"
 _CACHED_CHARS = 48
 _CACHED_CHUNKS = 1 << 15
+_HEARD = 4096  # tokens between two calls of a watch
 
 
 class SentencePieceTokenizer(VocabularyTokenizer):
@@ -60,11 +62,22 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self._added = TokenMatcher(
             {text.replace(SPACE, " "): token for text, token in added.items()}
         )
+        self._name_lengths = [len(text) for text in added]
         self._boundary = _boundary(words)
         self._cached = lru_cache(_CACHED_CHUNKS)(self._merge)
 
-    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
+    def least_tokens(self, text: str) -> int:
+        """See ``Tokenizer``."""
+        if self._swallow_space:
+            return 0
+        return -(-len(text) // max(self._words.longest, *self._name_lengths, 1))
+
+    def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
         ids: list[int] = []
+
+        def watch_part(count: int) -> None:
+            watch(len(ids) + count)
+
         after_token, swallow = True, False
         ignored = () if parse_special else self.special_ids
         for part in self._added.split(text.replace(SPACE, " "), ignored):
@@ -75,19 +88,37 @@ class SentencePieceTokenizer(VocabularyTokenizer):
             plain = part.lstrip() if swallow else part
             if plain:
                 prefix = " " if after_token and self._space_prefix else ""
-                ids += self._encode_plain(prefix + plain)
+                ids += self._encode_plain(prefix + plain, watch_part)
                 after_token = swallow = False
         return ids
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str, watch: Watch) -> list[int]:
         ids: list[int] = []
-        for chunk in self._boundary.split(text.replace(" ", SPACE)):
-            ids += self._cached(chunk) if len(chunk) <= _CACHED_CHARS else self._merge(chunk)
+        heard = 0
+
+        def watch_chunk(count: int) -> None:
+            watch(len(ids) + count)
+
+        for chunk in self._chunks(text.replace(" ", SPACE)):
+            if len(chunk) <= _CACHED_CHARS:
+                ids += self._cached(chunk)
+            else:
+                ids += self._merge(chunk, watch_chunk)
+            if len(ids) > heard + _HEARD:
+                heard = len(ids)
+                watch(heard)
         return ids
 
-    def _merge(self, chunk: str) -> tuple[int, ...]:
+    def _chunks(self, text: str) -> Iterator[str]:
+        start = 0
+        for found in self._boundary.finditer(text):
+            yield text[start : found.start()]
+            start = found.start()
+        yield text[start:]
+
+    def _merge(self, chunk: str, watch: Watch = ignore_count) -> tuple[int, ...]:
         """Ids of a chunk: best-scoring merges first."""
-        symbols = join_neighbours(list(chunk), self._join)
+        symbols = join_neighbours(chunk, self._join, watch)
         return tuple(token for symbol in symbols for token in self._symbol_ids(symbol))
 
     def _join(self, left: str, right: str) -> tuple[float, str] | None:

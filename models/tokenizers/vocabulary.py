@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.models.tokenizers.pieces import Pieces
 
 __all__ = ["Vocabulary", "VocabularyTokenizer"]
@@ -51,7 +51,7 @@ class VocabularyTokenizer(Tokenizer):
         self.strip_space = vocabulary.strip_space
 
     @abstractmethod
-    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
+    def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
         """Ids of valid Unicode text that is not empty; no BOS, no EOS."""
 
     @abstractmethod
@@ -59,13 +59,23 @@ class VocabularyTokenizer(Tokenizer):
         """The token of one byte, if the vocabulary has it."""
 
     def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = False
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        watch: Watch = ignore_count,
     ) -> list[int]:
         """See ``Tokenizer``; lone surrogates stand for their bytes."""
         ids: list[int] = []
+
+        def watch_all(count: int) -> None:
+            watch(len(ids) + count)
+
         for part in _valid_parts(text):
+            watch_all(0)
             if isinstance(part, str):
-                ids += self._encode_text(part, parse_special)
+                ids += self._encode_text(part, parse_special, watch_all)
             else:
                 ids += self._encode_bytes(part)
         if not parse_special and not self._forbidden.isdisjoint(ids):
@@ -85,7 +95,7 @@ class VocabularyTokenizer(Tokenizer):
     def _encode_bytes(self, data: bytes) -> list[int]:
         """One token for each byte; U+FFFD where the vocabulary lacks one of them."""
         ids = [token for byte in data if (token := self._byte_id(byte)) is not None]
-        return ids if len(ids) == len(data) else self._encode_text("\ufffd", False)
+        return ids if len(ids) == len(data) else self._encode_text("\ufffd", False, ignore_count)
 
     def _spell_out(self, ids: list[int]) -> list[int]:
         """``ids`` with control tokens that text ran into replaced by the bytes of their names.

@@ -4,6 +4,7 @@ The package is built from the same key-values, with the vocabulary and merges as
 """
 
 import json
+import random
 import subprocess
 import sys
 from functools import cache
@@ -27,6 +28,24 @@ from tests.tokenizers.varied_text import varied_strings
 PRE_TYPES = ["qwen2", "llama-bpe", "smollm", "falcon", "deepseek-v3"]
 REAL = ["smollm2", "qwen0.5b"]
 NORMAL, CONTROL, USER = 1, 3, 4
+RUNS = [
+    "a",
+    "B",
+    "é",
+    "e\u0301",
+    "\u0301",
+    "漢",
+    "あ",
+    "ῼ",
+    "1",
+    "²",
+    " ",
+    "\n",
+    "\r",
+    "\t",
+    "\xa0",
+]
+RUNS += ["'", "'s", "'RE", "-", "/", "_", "!", "👋", "\u200d", "\u0e31", "\u1100", "\u1161"]
 
 
 def as_a_whole(metadata: dict[str, Any], pre_name: str) -> Backend:
@@ -95,12 +114,50 @@ def test_agrees_on_any_text(pre_name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("pre_name", KNOWN_PRE_TYPES)
-def test_long_text_is_cut_where_no_word_reaches_across(
+def test_long_text_is_read_in_stretches_that_change_nothing(
     pre_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bpe, "_LONG_TEXT", 1)
     for text in varied_strings(200, seed=6):
-        agree(made(pre_name), text.replace("1", "y z").replace("  ", " b c ").replace(" \n", " d"))
+        agree(made(pre_name), text)
+    rng = random.Random(7)
+    for _ in range(100):  # what patterns treat apart, in long and short runs
+        runs = (rng.choice(RUNS) * rng.choice([1, 1, 2, 7]) for _ in range(rng.randrange(12)))
+        agree(made(pre_name), "".join(runs))
+
+
+@pytest.mark.parametrize("pre_name", PRE_TYPES)
+@given(text=st.text(st.sampled_from("".join(RUNS)), max_size=40))
+def test_stretches_change_nothing(pre_name: str, text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "_LONG_TEXT", 1)
+        agree(made(pre_name), text)
+
+
+@given(text=st.text(st.sampled_from("".join(RUNS)), max_size=60), times=st.integers(1, 9))
+def test_a_text_has_no_fewer_tokens_than_its_length_says(text: str, times: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "_LONG_TEXT", 1)
+        for name in ("qwen2", "llama-bpe"):
+            ours, _ = made(name)
+            assert ours.least_tokens(text * times) <= len(ours.encode(text * times))
+    assert made("llama-bpe")[0].least_tokens("a" * 100_000) >= 10_000
+
+
+def test_reading_a_long_text_can_be_ended() -> None:
+    ours, _ = made("llama-bpe")
+    for text in ("one two " * 20_000, "x" * 200_000):
+        heard: list[int] = []
+
+        def watch(count: int) -> None:
+            heard.append(count)  # noqa: B023 - it is called here alone
+            if count > 10_000:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            ours.encode(text, watch=watch)
+        assert heard == sorted(heard)
+        assert 10_000 < heard[-1] < 40_000
 
 
 @pytest.mark.parametrize("pre_name", PRE_TYPES)

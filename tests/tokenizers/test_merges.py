@@ -10,6 +10,7 @@ from tokenizers import models
 
 from localrt.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tokenizers import merges
 from localrt.models.tokenizers.merges import MergeTable
 from localrt.models.tokenizers.pieces import PieceTable
 
@@ -18,39 +19,51 @@ LETTERS = "abc漢"
 
 def random_merges(rng: random.Random, count: int) -> tuple[list[str], list[str]]:
     """Pieces and merges in which the same piece is built in several ways, and some twice."""
-    pieces, merges = list(LETTERS), []
+    pieces, pairs = list(LETTERS), []
     for _ in range(count):
         left, right = rng.choice(pieces), rng.choice(pieces)
         if len(left + right) <= 9:
-            merges.append(f"{left} {right}")
+            pairs.append(f"{left} {right}")
             if left + right not in pieces:
                 pieces.append(left + right)
-    rng.shuffle(merges)
-    return pieces, merges
+    rng.shuffle(pairs)
+    return pieces, pairs
 
 
-def both(pieces: list[str], merges: list[str]) -> tuple[MergeTable, models.BPE]:
+def both(pieces: list[str], pairs: list[str]) -> tuple[MergeTable, models.BPE]:
     table = PieceTable(PackedStrings.of(pieces))
     vocab = {piece: token for token, piece in enumerate(pieces)}
-    theirs = models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges])
-    return MergeTable(table, PackedStrings.of(merges)), theirs
+    theirs = models.BPE(vocab, [tuple(pair.split(" ")) for pair in pairs])
+    return MergeTable(table, PackedStrings.of(pairs)), theirs
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 60))
 def test_agrees_with_the_package(rng: random.Random, count: int) -> None:
-    pieces, merges = random_merges(rng, count)
-    ours, theirs = both(pieces, merges)
+    pieces, pairs = random_merges(rng, count)
+    ours, theirs = both(pieces, pairs)
     for _ in range(8):
         word = "".join(rng.choices(LETTERS, k=rng.choice([0, 1, 2, 5, 20, 64, 65, 100, 300])))
         expected = [token.id for token in theirs.tokenize(word)]
         assert ours.merge([pieces.index(char) for char in word]) == expected
 
 
+@given(st.randoms(use_true_random=False), st.integers(0, 60), st.integers(1, 5))
+def test_blocks_of_any_size_agree(rng: random.Random, count: int, open_: int) -> None:
+    pieces, pairs = random_merges(rng, count)
+    ours, theirs = both(pieces, pairs)
+    word = "".join(rng.choices(LETTERS, k=rng.choice([65, 100, 300])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merges, "_BLOCK", rng.choice([1, 2, 5, 30]))
+        patch.setattr(merges, "_OPEN", open_)
+        found = ours.merge([pieces.index(char) for char in word])
+    assert found == [token.id for token in theirs.tokenize(word)]
+
+
 @pytest.mark.parametrize("letters", ["a", "ab", LETTERS])
 def test_a_word_of_100_000_characters_takes_no_quadratic_time(letters: str) -> None:
     rng = random.Random(1)
-    pieces, merges = random_merges(rng, 60)
-    ours, theirs = both(pieces, merges)
+    pieces, pairs = random_merges(rng, 60)
+    ours, theirs = both(pieces, pairs)
     word = "".join(rng.choices(letters, k=100_000))
     ids = [pieces.index(char) for char in word]
     begin = time.process_time()
@@ -61,8 +74,8 @@ def test_a_word_of_100_000_characters_takes_no_quadratic_time(letters: str) -> N
 
 def test_a_merge_is_split_at_its_first_space() -> None:
     words = PieceTable(PackedStrings.of(["a", " b", "b ", "a b", "ab "]))
-    merges = MergeTable(words, PackedStrings.of(["a  b", "a b "]))
-    assert [merges.merge([0, 1]), merges.merge([0, 2])] == [[3], [4]]
+    table = MergeTable(words, PackedStrings.of(["a  b", "a b "]))
+    assert [table.merge([0, 1]), table.merge([0, 2])] == [[3], [4]]
 
 
 @pytest.mark.parametrize("merge", ["", "a", "a ", " a", " "])

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.errors import TokenizerError
-from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 
 __all__ = ["LlamaCppTokenizer"]
 
@@ -37,7 +37,12 @@ class LlamaCppTokenizer(Tokenizer):
         self.strip_space = bool(first) and self.token_bytes(first[0]).startswith(b" ")
 
     def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = False
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        watch: Watch = ignore_count,
     ) -> list[int]:
         """Token ids of ``text``; see the contract for the two options."""
         data = text.encode("utf-8", "replace")
