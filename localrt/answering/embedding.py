@@ -104,11 +104,12 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
                 "or raise --ctx"
             )
 
-    ids = (
-        core.requests.encode(text, watch)
-        if isinstance(text, str)
-        else [int(token) for token in text]
-    )
+    if isinstance(text, str):
+        tokenizer = core.requests.tokenizer
+        watch(tokenizer.least_tokens(text))
+        ids = tokenizer.encode(text, watch=watch)
+    else:
+        ids = [int(token) for token in text]
     if not ids or (isinstance(text, str) and not text):
         raise OptionError(f"{which} is empty: there is nothing to embed")
     if not 0 <= min(ids) <= max(ids) < core.info.vocab_size:

@@ -106,11 +106,6 @@ class RequestBuilder:
             on_progress=on_progress,
         )
 
-    def encode(self, text: str, watch: Watch = ignore_count) -> list[int]:
-        """The ids of a plain text."""
-        watch(self.tokenizer.least_tokens(text))
-        return self.tokenizer.encode(text, watch=watch)
-
     def render(
         self,
         messages: Sequence[Message],
@@ -123,7 +118,6 @@ class RequestBuilder:
             raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
         given = harmony_messages(messages) if is_harmony(template.tool_source) else messages
         shaped = for_template(given)
-        watch(sum(self._least_tokens(each) for each in shaped if isinstance(each, Mapping)))
         try:
             return encode_messages(self.tokenizer, template, shaped, tools=tools, watch=watch)
         except TemplateError:
@@ -137,22 +131,24 @@ class RequestBuilder:
 
     def _watch(self, cancel: threading.Event) -> Watch:
         """What ends the reading of a prompt that is cancelled, or much too long."""
-        ctx = self._parts.ctx
 
         def watch(count: int) -> None:
             if cancel.is_set():
                 raise CancelledError("the request was cancelled")
-            if count > 2 * ctx + _TOLD:
-                raise ContextOverflowError(
-                    f"the prompt has {count} tokens or more and the context holds {ctx}: shorten "
-                    "it, raise --ctx, or use overflow='drop_oldest'"
-                )
+            self._check_length(count, 2 * self._parts.ctx + _TOLD)
 
         return watch
 
-    def _least_tokens(self, message: Message) -> int:
+    def _check_length(self, count: int, most: int) -> None:
+        if count > most:
+            raise ContextOverflowError(
+                f"the prompt has {count} tokens or more and the context holds {self._parts.ctx}: "
+                "shorten it, raise --ctx, or use overflow='drop_oldest'"
+            )
+
+    def _least_tokens(self, message: object) -> int:
         """What a message becomes at least: templates trim texts, and leave out earlier thoughts."""
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else [content]
         texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
         return sum(
@@ -214,9 +210,10 @@ class RequestBuilder:
             if not prompt:
                 raise OptionError("the prompt is empty: write something to answer")
             if raw:
-                ids = self.encode(prompt, watch)
+                self._check_length(self.tokenizer.least_tokens(prompt), self._parts.ctx)
+                ids = self.tokenizer.encode(prompt, watch=watch)
             else:
-                ids = self.render([{"role": "user", "content": prompt}], tools, watch)
+                ids = self._short_enough([{"role": "user", "content": prompt}], tools, watch)
         else:
             assert prompt is not None
             if raw:
@@ -228,6 +225,16 @@ class RequestBuilder:
             raise OptionError("the prompt is empty: there is nothing to continue")
         return ids
 
+    def _short_enough(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        watch: Watch,
+    ) -> list[int]:
+        """``render``, unless the messages' lengths alone are too much for the context."""
+        self._check_length(sum(map(self._least_tokens, messages)), self._parts.ctx)
+        return self.render(messages, tools, watch)
+
     def _fitted(
         self,
         messages: Sequence[Message],
@@ -237,14 +244,14 @@ class RequestBuilder:
     ) -> list[int]:
         """The conversation's ids; oldest turns dropped where the options ask for it."""
         if options.overflow == "error":
-            return self.render(messages, tools, watch)
+            return self._short_enough(messages, tools, watch)
         ctx = self._parts.ctx
         room = ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
         start, shown = head, messages
         while True:
             try:
-                ids = self.render(shown, tools, watch)
+                ids = self._short_enough(shown, tools, watch)
                 count = f"{len(ids)} tokens"
             except ContextOverflowError:
                 ids, count = None, "too many tokens"

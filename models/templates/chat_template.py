@@ -296,8 +296,7 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered chat, as if it were one text, but for the control tokens in it.
 
-    The tokenizer adds its BOS only where no template could have written one. ``watch`` hears at
-    first how many tokens there must be, then how many there are so far.
+    The tokenizer adds its BOS only where no template could have written one.
     """
     written = any(counts for _, counts in segments)
     ids: list[int] = []

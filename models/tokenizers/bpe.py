@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from localrt.models.tokenizers.base import Watch, ignore_count
 from localrt.models.tokenizers.matcher import TokenMatcher
 from localrt.models.tokenizers.merges import MergeTable
+from localrt.models.tokenizers.package_errors import package_errors
 from localrt.models.tokenizers.pieces import PieceTable
 from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
 
@@ -125,8 +126,9 @@ class ByteLevelTokenizer(VocabularyTokenizer):
         """The words of ``text``, those of a stretch at a time."""
         rest = ""
         for stretch, last in self._stretches(text):
-            rest += self._normalizer.normalize_str(stretch) if self._normalizer else stretch
-            words = self._pre_tokenizer.pre_tokenize_str(rest)
+            with package_errors("the model's tokenizer cannot encode this text"):
+                rest += self._normalizer.normalize_str(stretch) if self._normalizer else stretch
+                words = self._pre_tokenizer.pre_tokenize_str(rest)
             count = len(words)
             if not last:
                 count -= _OPEN

@@ -50,11 +50,18 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         self._lock = threading.Lock()  # whether control tokens count is a flag on the backend
         self._added = frozenset(backend.get_added_tokens_decoder())
         self._decoder = decoder
+        pieces = vocabulary.pieces
+        self._longest = pieces.longest if isinstance(pieces, BackendPieces) else 0
+
+    def least_tokens(self, text: str) -> int:
+        """See ``Tokenizer``."""
+        return -(-len(text) // self._longest) if self._longest else 0
 
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            with package_errors("the model's tokenizer cannot encode this text"):
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def _byte_id(self, byte: int) -> int | None:
@@ -77,11 +84,16 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
 
 
 class BackendPieces:
-    """``Pieces`` of a vocabulary that the package holds."""
+    """``Pieces`` of a vocabulary that the package holds.
+
+    ``longest`` are the most characters of a text that one token stands for; 0: there is no bound.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._count = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self._count = max(vocab.values(), default=-1) + 1
+        self.longest = max(map(len, vocab), default=0) if _keeps_characters(backend) else 0
 
     def __len__(self) -> int:
         return self._count
@@ -267,6 +279,29 @@ def _decoder(spec: Mapping[str, Any] | None) -> _Decoder:
             f"{_KNOWN_DECODERS}"
         )
     return _Decoder("space", space, "ByteFallback" in kinds, strip)
+
+
+def _keeps_characters(backend: Backend) -> bool:
+    """Whether each character of a text is in some token's piece, or is several tokens."""
+    normalizer = json.loads(backend.normalizer.__getstate__()) if backend.normalizer else {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    return (
+        all(step["type"] == "Prepend" or _replaces_one(step) for step in steps)
+        and (backend.pre_tokenizer is None or type(backend.pre_tokenizer).__name__ == "Metaspace")
+        and bool(getattr(backend.model, "byte_fallback", False))
+        and not any(
+            entry.lstrip or entry.rstrip for entry in backend.get_added_tokens_decoder().values()
+        )
+    )
+
+
+def _replaces_one(step: Mapping[str, Any]) -> bool:
+    """Whether a normalizer's step puts something in the place of one character."""
+    return (
+        step["type"] == "Replace"
+        and len(step["pattern"].get("String", "")) == 1
+        and bool(step["content"])
+    )
 
 
 def _fallback_byte(piece: str) -> bytes | None:

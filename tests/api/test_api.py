@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,49 @@ def test_bad_prompts(tiny: localrt.Model) -> None:
         tiny.generate(token_ids=[10**6])
     with pytest.raises(localrt.ContextOverflowError, match="512"):
         tiny.generate("x" * 600)
+
+
+def test_a_prompt_that_is_much_too_long_is_refused_by_its_length(
+    tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(tiny.tokenizer), "encode", None)  # nothing is tokenized
+    text = "a" * 200_000
+    asked: list[dict[str, object]] = [
+        {"prompt": text},
+        {"prompt": text, "raw": True},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+        {"prompt": [{"role": "assistant", "content": "<think>no</think>" + text}]},
+    ]
+    for arguments in asked:
+        with pytest.raises(localrt.ContextOverflowError, match=r"tokens or more .* 512: shorten"):
+            tiny.generate(**arguments)
+    with pytest.raises(localrt.ContextOverflowError, match=r"text 0 .* tokens or more"):
+        tiny.embed([text])
+
+
+def test_an_old_turn_that_is_much_too_long_is_dropped(tiny: localrt.Model) -> None:
+    messages = [
+        {"role": "user", "content": "a" * 200_000},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "hello"},
+    ]
+    found = tiny.generate(messages, overflow="drop_oldest", **GREEDY)
+    assert found.text == tiny.generate(messages[2:], **GREEDY).text
+
+
+def test_a_prompt_that_is_being_read_can_be_cancelled(
+    tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancel = threading.Event()
+    least = type(tiny.tokenizer).least_tokens
+
+    def cancelled(self: Any, text: str) -> int:
+        cancel.set()
+        return int(least(self, text))
+
+    monkeypatch.setattr(type(tiny.tokenizer), "least_tokens", cancelled)
+    with pytest.raises(localrt.CancelledError):
+        tiny.generate("a" * 5_000, cancel=cancel)
 
 
 def test_closing_the_iterator_stops_and_frees_the_session(tiny: localrt.Model) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,29 @@ def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> so
         + body
     )
     return raw
+
+
+def test_a_long_prompt_keeps_no_short_one_waiting(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = type(server.model.tokenizer)
+    encode, go_on = tokenizer._encode_text, threading.Event()
+
+    def slowly(self: Any, text: str, *rest: Any) -> Any:
+        if len(text) > 1 << 15:
+            assert go_on.wait(60)
+        return encode(self, text, *rest)
+
+    monkeypatch.setattr(tokenizer, "_encode_text", slowly)
+    monkeypatch.setattr(tokenizer, "least_tokens", lambda self, text: 0)
+    with ThreadPoolExecutor(8) as threads:
+        long = [threads.submit(server.chat, "a" * 40_000) for _ in range(6)]
+        assert server.chat(max_tokens=2)[0] == 200
+        assert not any(one.done() for one in long)
+        go_on.set()
+        for one in long:
+            status, body, _ = one.result()
+            assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("stream", [False, True])

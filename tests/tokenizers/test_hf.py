@@ -18,7 +18,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 
 from localrt.errors import TokenizerError, UnsupportedModelError
-from localrt.models.tokenizers import hf, load_tokenizer
+from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.hf_packed import read_packed
 from localrt.models.tokenizers.pieces import PieceTable
@@ -79,6 +79,24 @@ def save(folder: Path, backend: Backend, config: dict[str, Any] | None = None) -
     return folder
 
 
+LOOKS_BACK = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {
+            "type": "Split",
+            "pattern": {"Regex": r"(?<=a)\w+|\w+"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        },
+    ],
+}
+
 BACKENDS = {
     "byte-level": byte_level,
     "prefixed": lambda: byte_fallback(prefixed=True),
@@ -138,6 +156,51 @@ def test_packed_tables_yield_what_the_package_yields(
     names = [whole.token_text(token) for token in tokens] + ["", "none such"]
     assert [packed.token_id(name) for name in names] == [whole.token_id(name) for name in names]
     assert (packed.special_ids, packed.eos_ids) == (whole.special_ids, whole.eos_ids)
+
+
+def test_long_text_is_read_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the file's pattern or normalizer sees what is before a word."""
+    backend = byte_level()
+    whole = load(save(tmp_path, backend))
+    texts = varied_strings(300, seed=8)
+    expected = [whole.encode(text) for text in texts]
+    read: list[int] = []
+    cut = bpe.ByteLevelTokenizer._words_of
+
+    def counted(self: bpe.ByteLevelTokenizer, text: str) -> Any:
+        for words in cut(self, text):
+            read.append(len(text))
+            yield words
+
+    monkeypatch.setattr(bpe, "_LONG_TEXT", 1)
+    monkeypatch.setattr(bpe.ByteLevelTokenizer, "_words_of", counted)
+    assert [whole.encode(text) for text in texts] == expected
+    assert len(read) > 3 * len(texts)
+    for part, other in (("pre_tokenizer", LOOKS_BACK), ("normalizer", {"type": "Lowercase"})):
+        spec = json.loads(backend.to_str()) | {part: other}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        read.clear()
+        load(tmp_path).encode("one two three four five six seven", parse_special=True)
+        assert len(read) == 1
+
+
+def test_a_text_has_no_fewer_tokens_than_its_length_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bpe, "_LONG_TEXT", 1)
+    ours = load(folder)
+    for text in varied_strings(300, seed=9):
+        assert ours.least_tokens(text) <= len(ours.encode(text, parse_special=True))
+    assert ours.least_tokens("a" * 100_000) > 500
+
+
+def test_a_text_that_the_package_cannot_encode_is_one_clear_line(tmp_path: Path) -> None:
+    backend = Backend(models.Unigram([("a", -1.0), ("b", -2.0)]))  # no unknown token
+    backend.decoder = decoders.Metaspace()
+    tokenizer = load(save(tmp_path, backend))
+    assert tokenizer.encode("ab", add_special=False) == [0, 1]
+    with pytest.raises(TokenizerError, match="cannot encode this text"):
+        tokenizer.encode("c")
 
 
 def undescribed(_: Backend, pieces: PieceTable) -> Vocabulary:
