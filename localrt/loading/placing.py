@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.errors import StorageError
@@ -18,8 +21,8 @@ from localrt.loading.cards import open_card
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
 from localrt.loading.options import LoadOptions, byte_counter
 from localrt.machine.measuring import machine_profile
-from localrt.models.checkpoints import Checkpoint, StoreCheckpoint
-from localrt.models.checkpoints.unit_memory import StoreDiscardedError
+from localrt.models.checkpoints import Checkpoint
+from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
@@ -43,7 +46,8 @@ from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.reading.loading import Reading
 from localrt.offload.shapes import KvFormat, parse_kv_format
-from localrt.offload.store.cached import cached_store, discard_store
+from localrt.offload.store.cached import cached_store
+from localrt.offload.store.mending import mend_unit
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
@@ -53,6 +57,7 @@ __all__ = ["load_placed"]
 
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20
+_MENDED = "parts of the packed copy were damaged and have been made again from the model"
 
 
 def load_placed(
@@ -120,35 +125,30 @@ def load_placed(
     ]
     resident = sum(unit.nbytes for unit in loaded)
 
-    def opened(store: StoreCheckpoint) -> Streamed:
-        kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
-        if kv_tier is not None and isinstance(ops, NativeOps):
-            ops.kv_maker = kv_tier
-        return open_pipeline(
-            store,
-            config,
-            plan.placement,
-            Devices(
-                ops=ops,
-                clock=card.clock,
-                card=card.accelerator,
-                expert_costs=expert_costs(plan.request.costs()),
-            ),
-            Reading(
-                mode=disk.mode,
-                discard=None if store is checkpoint else lambda: discard_store(store.path),
-            ),
-            budget=plan.for_weights_and_caches(),
-            shortage=MemoryPressure(free_vram=card.free_memory),
-            kv_tier=kv_tier,
-            on_bytes=byte_counter(resident, progress, cancel),
-        )
+    def mend(unit: StoredUnit, data: npt.NDArray[np.uint8]) -> None:
+        mend_unit(checkpoint.path, store.path, unit, data)
+        if _MENDED not in notes:
+            notes.append(_MENDED)
 
-    try:
-        streamed = opened(store)
-    except StoreDiscardedError:
-        notes.append("the packed copy was damaged and has been made again")
-        streamed = opened(cached_store(checkpoint, stores, progress=packed, cancel=cancel))
+    kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
+    if kv_tier is not None and isinstance(ops, NativeOps):
+        ops.kv_maker = kv_tier
+    streamed = open_pipeline(
+        store,
+        config,
+        plan.placement,
+        Devices(
+            ops=ops,
+            clock=card.clock,
+            card=card.accelerator,
+            expert_costs=expert_costs(plan.request.costs()),
+        ),
+        Reading(mode=disk.mode, mend=None if store is checkpoint else mend),
+        budget=plan.for_weights_and_caches(),
+        shortage=MemoryPressure(free_vram=card.free_memory),
+        kv_tier=kv_tier,
+        on_bytes=byte_counter(resident, progress, cancel),
+    )
     rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
     engine = NativeEngine(
         Decoder(streamed),

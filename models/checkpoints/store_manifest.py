@@ -7,12 +7,16 @@ or hostile manifest ends in one line. It knows neither how weights are packed no
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors_header import read_json
@@ -83,6 +87,10 @@ class StoredUnit:
     nbytes: int
     sha256: str
     tensors: tuple[UnitTensor, ...]
+
+    def is_whole(self, data: npt.NDArray[np.uint8]) -> bool:
+        """Whether ``data`` is what was written."""
+        return hashlib.sha256(data.data).hexdigest() == self.sha256
 
 
 @dataclass(frozen=True, slots=True)

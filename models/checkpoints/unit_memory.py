@@ -6,11 +6,10 @@ are for as long as that is used.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +20,10 @@ from localrt.models.checkpoints.store_manifest import StoredUnit, UnitTensor
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 
-__all__ = ["StoreDiscardedError", "UnitMemory", "Verifier"]
+__all__ = ["Mend", "UnitMemory", "Verifier"]
 
 Bytes = npt.NDArray[np.uint8]
+Mend: TypeAlias = Callable[[StoredUnit, Bytes], None]
 
 
 class UnitMemory:
@@ -85,36 +85,28 @@ class UnitMemory:
         return self._data[tensor.offset : tensor.offset + tensor.nbytes]
 
 
-class StoreDiscardedError(CheckpointError):
-    """A packed copy was damaged, and is made anew when the model is loaded again."""
-
-
 class Verifier:
     """Compares each unit of the store at ``path`` with the SHA-256 in its manifest, once.
 
-    ``discard`` forgets a store that is damaged and can be made again.
+    ``mend`` makes a damaged unit again, in its memory and its file; it raises CheckpointError where
+    that cannot be done.
     """
 
-    def __init__(
-        self, path: Path, *, enabled: bool = True, discard: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, path: Path, *, enabled: bool = True, mend: Mend | None = None) -> None:
         self._path = path
         self._enabled = enabled
-        self._discard = discard
+        self._mend = mend
         self._seen: set[str] = set()
 
     def __call__(self, unit: StoredUnit, data: Bytes) -> None:
-        """Raises CheckpointError when the unit is damaged."""
+        """Raises CheckpointError when the unit is damaged, and stays so."""
         if not self._enabled or unit.name in self._seen:
             return
-        if hashlib.sha256(data.data).hexdigest() == unit.sha256:
-            self._seen.add(unit.name)
-            return
-        damaged = f"{self._path}: unit {unit.name} in {unit.file} is damaged"
-        if self._discard is None:
-            raise CheckpointError(
-                f"{damaged} (its SHA-256 is not that of the manifest): copy or quantize the model "
-                "again"
-            )
-        self._discard()
-        raise StoreDiscardedError(f"{damaged}: load the model again, which packs it anew")
+        if not unit.is_whole(data):
+            if self._mend is None:
+                raise CheckpointError(
+                    f"{self._path}: unit {unit.name} in {unit.file} is damaged (its SHA-256 is not "
+                    "that of the manifest): copy or quantize the model again"
+                )
+            self._mend(unit, data)
+        self._seen.add(unit.name)

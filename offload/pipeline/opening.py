@@ -65,7 +65,7 @@ def open_pipeline(
     units as they are read, and may raise.
 
     Raises:
-        CheckpointError: a file is truncated or damaged; StoreDiscardedError after ``discard``.
+        CheckpointError: a file is truncated or damaged.
         MemoryBudgetError: the card's memory is too small for the placement.
     """
     held = ExitStack()
@@ -87,7 +87,7 @@ def open_pipeline(
             units={unit.name: unit for unit in store.manifest.units},
             files=files,
             rows=rows,
-            verify=Verifier(store.path, enabled=reading.verify, discard=reading.discard),
+            verify=Verifier(store.path, enabled=reading.verify, mend=reading.mend),
             stages={},
         )
         streamed = Streamed(config, _open(setup, budget, shortage, kv_tier, on_bytes))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.unit_memory import Mend
 from localrt.offload.reading.files import ReadMode, StoreFiles
 
 __all__ = ["Reading", "read_units"]
@@ -22,14 +23,14 @@ Bytes = npt.NDArray[np.uint8]
 class Reading:
     """How a store is read. ``files`` stands in for the store's own.
 
-    With ``verify`` each unit is compared with its SHA-256, once; ``discard`` forgets a store that
-    is damaged and can be made again. ``stall_s``: how long a disk may be silent.
+    With ``verify`` each unit is compared with its SHA-256, once; see ``Verifier`` for ``mend``.
+    ``stall_s``: how long a disk may be silent.
     """
 
     mode: ReadMode
     files: StoreFiles | None = None
     verify: bool = True
-    discard: Callable[[], None] | None = None
+    mend: Mend | None = None
     stall_s: float = 60.0
 
 
