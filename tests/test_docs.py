@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
 # Of a code span, what is a file of ours: a path with a known ending, or a folder.
 _PATH = re.compile(r"`([\w./-]+(?:\.(?:py|h|cpp|md|json|toml|tcss)|/))`")
 _ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
