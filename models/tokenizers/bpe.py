@@ -40,8 +40,9 @@ _CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 
 _CACHED_CHARS = 48
 _CACHED_WORDS = 1 << 13  # some 2 MB when full
-_LONG_TEXT = 1 << 14  # bytes, about; cutting into words puts some 170 bytes aside for each
-_LONGEST_WORD = 1 << 16  # characters; a longer one is cut there
+# In bytes, about: cutting into words puts some 170 bytes aside for each.
+_LONG_TEXT = 1 << 14
+_LONGEST_WORD = 1 << 15  # a longer one is cut there
 _OPEN = 3  # words at the end of a stretch, which the text behind it may change
 # No normal form joins these to what precedes them.
 _STARTER = re.compile("[\0-\u02ff\u0370-\u0482\u048a-\u0590\u3041-\u3096\u4e00-\u9fff가-\ud7a3]")
@@ -124,8 +125,8 @@ class ByteLevelTokenizer(VocabularyTokenizer):
 
     def _words_of(self, text: str) -> Iterator[Iterator[str]]:
         """The words of ``text``, those of a stretch at a time."""
-        rest = ""
-        for stretch, last in self._stretches(text):
+        rest, width = "", 1 if text.isascii() else 3  # bytes of a character
+        for stretch, last in self._stretches(text, width):
             with package_errors("the model's tokenizer cannot encode this text"):
                 rest += self._normalizer.normalize_str(stretch) if self._normalizer else stretch
                 words = self._pre_tokenizer.pre_tokenize_str(rest)
@@ -135,20 +136,20 @@ class ByteLevelTokenizer(VocabularyTokenizer):
                 # A character's bytes may be two words.
                 while count > 0 and words[count][1][0] < words[count - 1][1][1]:
                     count -= 1
-                if count <= 0 and len(rest) < _LONGEST_WORD:
+                if count <= 0 and width * len(rest) < _LONGEST_WORD:
                     continue
                 count = count if count > 0 else len(words)
             yield (word for word, _ in words[:count])
             rest = rest[words[count][1][0] :] if count < len(words) else ""
 
-    def _stretches(self, text: str) -> Iterator[tuple[str, bool]]:
+    def _stretches(self, text: str, width: int) -> Iterator[tuple[str, bool]]:
         """``text`` in pieces that are normalized alone, and whether each is the last."""
-        start, size = 0, max(1, _LONG_TEXT if text.isascii() else _LONG_TEXT // 3)
+        start, size, most = 0, max(1, _LONG_TEXT // width), _LONGEST_WORD // width
         while self._cut_long and len(text) - start > size:
             stop = start + size
             if self._normalizer is not None:
-                found = _STARTER.search(text, stop, start + _LONGEST_WORD)
-                stop = start + _LONGEST_WORD if found is None else found.start()
+                found = _STARTER.search(text, stop, start + most)
+                stop = start + most if found is None else found.start()
             yield text[start:stop], stop >= len(text)
             start = stop
         if start < len(text):
