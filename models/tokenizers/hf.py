@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HuggingFaceTokenizer", "hf_tokenizer", "read_json", "token_name"]
 
+_BEGINNING = 1 << 14  # characters
 _KNOWN_DECODERS = "ByteLevel, Metaspace, Replace with ByteFallback"
 
 
@@ -58,6 +59,15 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         return -(-len(text) // self._longest) if self._longest else 0
 
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
+        # The package reads a text at once, and puts some 150 bytes aside for each token: what it
+        # begins with tells whether the rest is wanted.
+        size = _BEGINNING
+        while size < len(text):
+            watch(len(self._encoded(text[:size], parse_special)))
+            size *= 4
+        return self._encoded(text, parse_special)
+
+    def _encoded(self, text: str, parse_special: bool) -> list[int]:
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             with package_errors("the model's tokenizer cannot encode this text"):
