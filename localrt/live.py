@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncAnswer", "LiveModel"]
 
-_LONG_PROMPT = 1 << 15  # characters
+_LONG_PROMPT = 1 << 15  # characters, with those of a schema that binds the answer
 
 
 class LiveModel(Closing):
@@ -95,7 +95,7 @@ class LiveModel(Closing):
             return self.submit(prompt, cancel=cancel, notify=notify, **options)
 
         try:
-            if _characters(prompt) > _LONG_PROMPT:
+            if _characters([prompt, options.get("json_schema")]) > _LONG_PROMPT:
                 answer = await loop.run_in_executor(self._long_prompts, submit)
             else:
                 answer = await asyncio.to_thread(submit)
@@ -177,7 +177,7 @@ def _characters(prompt: object) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Mapping):
-        return sum(map(_characters, prompt.values()))
+        return sum(map(_characters, prompt)) + sum(map(_characters, prompt.values()))
     return sum(map(_characters, prompt)) if isinstance(prompt, list | tuple) else 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from localrt.live import LiveModel
 from tests.inside import engine_of
 from tests.serve.conftest import Running, serving
 from tests.waits import wait_for
@@ -44,27 +45,44 @@ def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> so
     return raw
 
 
-def test_a_long_prompt_keeps_no_short_one_waiting(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+LARGE = {"type": "object", "description": "a" * 40_000}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"text": "a" * 40_000}, 400),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": LARGE},
+                }
+            },
+            200,
+        ),
+    ],
+    ids=["prompt", "schema"],
+)
+def test_what_takes_long_to_read_keeps_no_short_request_waiting(
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], status: int
 ) -> None:
-    tokenizer = type(server.model.tokenizer)
-    encode, go_on = tokenizer._encode_text, threading.Event()
+    submit, go_on = LiveModel.submit, threading.Event()
 
-    def slowly(self: Any, text: str, *rest: Any) -> Any:
-        if len(text) > 1 << 15:
+    def slowly(self: LiveModel, prompt: Any = None, **options: Any) -> Any:
+        if len(str(prompt)) + len(str(options)) > 30_000:
             assert go_on.wait(60)
-        return encode(self, text, *rest)
+        return submit(self, prompt, **options)
 
-    monkeypatch.setattr(tokenizer, "_encode_text", slowly)
-    monkeypatch.setattr(tokenizer, "least_tokens", lambda self, text: 0)
-    with ThreadPoolExecutor(8) as threads:
-        long = [threads.submit(server.chat, "a" * 40_000) for _ in range(6)]
-        assert server.chat(max_tokens=2)[0] == 200
-        assert not any(one.done() for one in long)
-        go_on.set()
-        for one in long:
-            status, body, _ = one.result()
-            assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    monkeypatch.setattr(LiveModel, "submit", slowly)
+    with ThreadPoolExecutor(6) as threads:
+        long = [threads.submit(server.chat, max_tokens=2, **fields) for _ in range(5)]
+        try:
+            assert server.chat(max_tokens=2)[0] == 200
+            assert [one.result() for one in long if one.done()] == []
+        finally:
+            go_on.set()
+        assert {one.result()[0] for one in long} == {status}
 
 
 @pytest.mark.parametrize("stream", [False, True])
