@@ -6,12 +6,13 @@ for asyncio. Passes, memory and turns are the business of ``localrt.engine.batch
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.answering.core import Core
 from localrt.answering.streams import joined
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncAnswer", "LiveModel"]
 
+T = TypeVar("T")
+
 _LONG_PROMPT = 1 << 15  # characters, with those of a schema that binds the answer
+_SWITCH_S = 1e-4
 
 
 class LiveModel(Closing):
@@ -96,7 +100,7 @@ class LiveModel(Closing):
 
         try:
             if _characters([prompt, options.get("json_schema")]) > _LONG_PROMPT:
-                answer = await loop.run_in_executor(self._long_prompts, submit)
+                answer = await loop.run_in_executor(self._long_prompts, _giving_way, submit)
             else:
                 answer = await asyncio.to_thread(submit)
             return AsyncAnswer(answer, ready)
@@ -170,6 +174,20 @@ class AsyncAnswer(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """Stop; the last chunk has finish reason ``"cancelled"``."""
         self._answer.cancel()
+
+
+def _giving_way(work: Callable[[], T]) -> T:
+    """The result of ``work``, which computes in Python for long.
+
+    A pass gives way to other threads at each of its steps, and after Python's 5 ms every time it
+    would take several times as long.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        return work()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _characters(prompt: object) -> int:

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,9 +35,6 @@ _ACCEPTED = 8  # at a time: they take open files before one can be closed for th
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
-# Until a thread that computes in Python lets another go on. A pass gives way at each of its steps:
-# with Python's 5 ms, somebody's long prompt would slow all others' answers several times.
-_SWITCH_S = 1e-4
 _AFTER_DRAIN_S = 5  # for what has been cut off to be told
 
 
@@ -93,13 +89,8 @@ def serve(
     if on_ready is not None:
         shown = f"[{host}]" if ":" in host else host
         server.ready = lambda: on_ready(f"http://{shown}:{port}")
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-    try:
-        with contextlib.closing(bound):
-            server.run(sockets=[bound])
-    finally:
-        sys.setswitchinterval(interval)
+    with contextlib.closing(bound):
+        server.run(sockets=[bound])
 
 
 class Server(uvicorn.Server):
