@@ -29,7 +29,8 @@ __all__ = ["AsyncAnswer", "LiveModel"]
 
 T = TypeVar("T")
 
-_LONG_PROMPT = 1 << 15  # characters, with those of a schema that binds the answer
+_READ = ("tools", "json_schema", "regex")  # options that are read with a prompt
+_LONG_PROMPT = 1 << 15  # characters, with theirs
 _SWITCH_S = 1e-4
 
 
@@ -99,7 +100,7 @@ class LiveModel(Closing):
             return self.submit(prompt, cancel=cancel, notify=notify, **options)
 
         try:
-            if _characters([prompt, options.get("json_schema")]) > _LONG_PROMPT:
+            if _characters(prompt, *map(options.get, _READ)) > _LONG_PROMPT:
                 answer = await loop.run_in_executor(self._long_prompts, _giving_way, submit)
             else:
                 answer = await asyncio.to_thread(submit)
@@ -190,13 +191,18 @@ def _giving_way(work: Callable[[], T]) -> T:
         sys.setswitchinterval(interval)
 
 
-def _characters(prompt: object) -> int:
-    """Of a prompt, with all that its messages hold."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, Mapping):
-        return sum(map(_characters, prompt)) + sum(map(_characters, prompt.values()))
-    return sum(map(_characters, prompt)) if isinstance(prompt, list | tuple) else 0
+def _characters(*values: object) -> int:
+    """Of texts, at whatever depth they are."""
+    count, left = 0, list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            left += (*value, *value.values())
+        elif isinstance(value, list | tuple):
+            left += value
+    return count
 
 
 def _until_closed(answer: LiveAnswer) -> Iterator[Chunk]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from localrt.errors import TemplateError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.templates.control_text import ControlMask, Segment
-from localrt.models.tokenizers.base import Watch, ignore_count
+from localrt.models.tokenizers.base import Watch, behind, ignore_count
 from localrt.models.tokenizers.hf import read_json, token_name
 from localrt.models.tokenizers.matcher import TokenMatcher
 
@@ -300,14 +300,11 @@ def encode_chat(
     """
     written = any(counts for _, counts in segments)
     ids: list[int] = []
-
-    def watch_all(count: int) -> None:
-        watch(len(ids) + count)
-
+    later = behind(ids, watch)
     watch(sum(tokenizer.least_tokens(text) for text, _ in segments))
     for index, (text, counts) in enumerate(_separate(tokenizer, segments)):
         first = index == 0 and not written
-        ids += tokenizer.encode(text, add_special=first, parse_special=counts, watch=watch_all)
+        ids += tokenizer.encode(text, add_special=first, parse_special=counts, watch=later)
     return ids
 
 

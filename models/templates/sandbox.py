@@ -58,7 +58,7 @@ class SandboxedTemplate:
             raise TemplateError(f"the {name} is longer than {_MAX_SOURCE} characters")
         try:
             with _metered({}):
-                self._template = _environment().from_string(source)
+                self._template = _MeteredEnvironment().from_string(source)
             return
         except TemplateSyntaxError as error:
             reason = f"line {error.lineno}: {_one_line(error.message)}"
@@ -219,10 +219,6 @@ def _counted(stream: TokenStream) -> Iterator[Token]:
         yield token
 
 
-def _environment() -> _MeteredEnvironment:
-    return _MeteredEnvironment()
-
-
 class _Namespace(Namespace):
     """``namespace()``; it is not shown by what is in it, which may be itself."""
 
@@ -230,7 +226,9 @@ class _Namespace(Namespace):
         return "<Namespace>"
 
 
-class _ChargedFields(SandboxedFormatter):
+class _Formatter(SandboxedFormatter):
+    """``str.format`` whose fields are charged."""
+
     def format_field(self, value: Any, format_spec: str) -> str:
         meter = METER.get()
         size = spec_size(format_spec)
@@ -248,11 +246,7 @@ class _ChargedFields(SandboxedFormatter):
         return super().convert_field(value, conversion)
 
 
-class _Formatter(_ChargedFields):
-    """``str.format`` whose fields are charged."""
-
-
-class _EscapeFormatter(_ChargedFields, SandboxedEscapeFormatter):
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
     """``Markup.format`` whose fields are charged."""
 
 

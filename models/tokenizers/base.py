@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from typing import TypeAlias
 
-__all__ = ["Detokenizer", "Tokenizer", "Watch", "ignore_count"]
+__all__ = ["Detokenizer", "Tokenizer", "Watch", "behind", "ignore_count"]
 
 Watch: TypeAlias = Callable[[int], None]
 """Hears now and then how many tokens a text has become so far; raises to end that."""
@@ -21,6 +21,11 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 def ignore_count(count: int) -> None:
     """The ``Watch`` that lets every text become tokens to its end."""
+
+
+def behind(ids: Sequence[int], watch: Watch) -> Watch:
+    """For what is read behind ``ids``, as long as they are by then: ``watch`` hears of both."""
+    return lambda count: watch(len(ids) + count)
 
 
 class Detokenizer:

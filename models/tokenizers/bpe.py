@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from localrt.models.tokenizers.base import Watch, ignore_count
+from localrt.models.tokenizers.base import Watch, behind, ignore_count
 from localrt.models.tokenizers.matcher import TokenMatcher
 from localrt.models.tokenizers.merges import MergeTable
 from localrt.models.tokenizers.package_errors import package_errors
@@ -101,26 +101,27 @@ class ByteLevelTokenizer(VocabularyTokenizer):
         size = len(text.encode("utf-8", "surrogatepass").translate(None, self._left_out))
         if self._normalizer is not None and not text.isascii():
             size = size // _SHRINKS if self._cut_long else 0
+        return -(-size // self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes that one token stands for, at most."""
         names = (len(self.token_text(token).encode()) for token in self._literal)
-        return -(-size // max(self._words.longest, *names, 1))
+        return max(self._words.longest, *names, 1)
 
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
         ids: list[int] = []
-
-        def watch_word(count: int) -> None:
-            watch(len(ids) + count)
-
         for part in self._added.split(text, () if parse_special else self.special_ids):
             if isinstance(part, int):
                 ids.append(part)
                 continue
             for words in self._words_of(part):
-                watch_word(0)
+                watch(len(ids))
                 for word in words:
                     if len(word) <= _CACHED_CHARS:
                         ids += self._cached(word)
                     else:
-                        ids += self._merge(word, watch_word)
+                        ids += self._merge(word, behind(ids, watch))
         return ids
 
     def _words_of(self, text: str) -> Iterator[Iterator[str]]:

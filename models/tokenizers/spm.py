@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.tokenizers.base import Watch, ignore_count
+from localrt.models.tokenizers.base import Watch, behind, ignore_count
 from localrt.models.tokenizers.matcher import TokenMatcher
 from localrt.models.tokenizers.merges import join_neighbours
 from localrt.models.tokenizers.pieces import PieceTable
@@ -27,6 +27,7 @@ __all__ = ["SentencePieceTokenizer"]
 SPACE = "▁"
 _CACHED_CHARS = 48
 _CACHED_CHUNKS = 1 << 15
+_SHORT_TEXT = 1 << 12  # characters, which are read in no time
 _HEARD = 4096  # tokens between two calls of a watch
 
 
@@ -68,16 +69,18 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 
     def least_tokens(self, text: str) -> int:
         """See ``Tokenizer``."""
-        if self._swallow_space:
+        leaves_out = self._vocabulary.unknown is None and len(self._byte_ids) < 256
+        if self._swallow_space or leaves_out or len(text) < _SHORT_TEXT:
             return 0
-        return -(-len(text) // max(self._words.longest, *self._name_lengths, 1))
+        return -(-len(text) // self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters that one token stands for, at most."""
+        return max(self._words.longest, *self._name_lengths, 1)
 
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
         ids: list[int] = []
-
-        def watch_part(count: int) -> None:
-            watch(len(ids) + count)
-
         after_token, swallow = True, False
         ignored = () if parse_special else self.special_ids
         for part in self._added.split(text.replace(SPACE, " "), ignored):
@@ -88,22 +91,18 @@ class SentencePieceTokenizer(VocabularyTokenizer):
             plain = part.lstrip() if swallow else part
             if plain:
                 prefix = " " if after_token and self._space_prefix else ""
-                ids += self._encode_plain(prefix + plain, watch_part)
+                ids += self._encode_plain(prefix + plain, behind(ids, watch))
                 after_token = swallow = False
         return ids
 
     def _encode_plain(self, text: str, watch: Watch) -> list[int]:
         ids: list[int] = []
         heard = 0
-
-        def watch_chunk(count: int) -> None:
-            watch(len(ids) + count)
-
         for chunk in self._chunks(text.replace(" ", SPACE)):
             if len(chunk) <= _CACHED_CHARS:
                 ids += self._cached(chunk)
             else:
-                ids += self._merge(chunk, watch_chunk)
+                ids += self._merge(chunk, behind(ids, watch))
             if len(ids) > heard + _HEARD:
                 heard = len(ids)
                 watch(heard)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
+from localrt.models.tokenizers.base import Tokenizer, Watch, behind, ignore_count
 from localrt.models.tokenizers.pieces import Pieces
 
 __all__ = ["Vocabulary", "VocabularyTokenizer"]
@@ -68,14 +68,10 @@ class VocabularyTokenizer(Tokenizer):
     ) -> list[int]:
         """See ``Tokenizer``; lone surrogates stand for their bytes."""
         ids: list[int] = []
-
-        def watch_all(count: int) -> None:
-            watch(len(ids) + count)
-
         for part in _valid_parts(text):
-            watch_all(0)
+            watch(len(ids))
             if isinstance(part, str):
-                ids += self._encode_text(part, parse_special, watch_all)
+                ids += self._encode_text(part, parse_special, behind(ids, watch))
             else:
                 ids += self._encode_bytes(part)
         if not parse_special and not self._forbidden.isdisjoint(ids):

@@ -7,7 +7,7 @@ again; another process that reads or mends it meets the same bytes. Knows no pip
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,8 @@ def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:
     """Fill ``data`` (bytes of the unit,) from the model at ``model``, and write it to ``store``.
 
     Raises:
-        CheckpointError: the model is another by now, or damaged; the store is packed anew when it
-            is next asked for.
+        CheckpointError: the model is another by now, or damaged, or the store cannot be written;
+            if it can be removed, it is packed anew when it is next asked for.
     """
     damaged = f"{store}: unit {unit.name} in {unit.file} is damaged"
     try:
@@ -38,24 +38,25 @@ def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:
             _fill(source, unit, data)
         if not unit.is_whole(data):
             raise CheckpointError("it is not the model that was packed")
-    except LocalrtError as error:
-        discard_store(store)
+        _write(store / unit.file, unit.offset, data)
+    except (LocalrtError, OSError) as error:
+        with suppress(OSError):
+            discard_store(store)
         raise CheckpointError(
             f"{damaged}, and cannot be made again from {model} ({error}): load the model again, "
             "which packs it anew"
         ) from error
-    try:
-        path = store / unit.file
-        with path.open("r+b") as stream:
-            status = os.fstat(stream.fileno())
-            stream.seek(unit.offset)
-            stream.write(data.data)
-            stream.flush()
-            # Nothing has changed for those who go by the time: the bytes are what they were.
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-            os.fsync(stream.fileno())
-    except OSError:  # of a disk that fails, what is in memory is right
-        discard_store(store)
+
+
+def _write(path: Path, offset: int, data: Bytes) -> None:
+    with path.open("r+b") as stream:
+        status = os.fstat(stream.fileno())
+        stream.seek(offset)
+        stream.write(data.data)
+        stream.flush()
+        # Nothing has changed for those who go by the time: the bytes are what they were.
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.fsync(stream.fileno())
 
 
 def _fill(source: Checkpoint, unit: StoredUnit, data: Bytes) -> None:

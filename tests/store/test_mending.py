@@ -10,7 +10,7 @@ import pytest
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
-from localrt.offload.store import pack_store
+from localrt.offload.store import mending, pack_store
 from localrt.offload.store.mending import mend_unit
 from tests.models.tiny import save_tiny
 from tests.real_models import real_model
@@ -61,3 +61,22 @@ def test_another_model_is_refused_and_the_store_is_packed_anew(tmp_path: Path) -
     assert (out / unit.file).read_bytes() == whole
     with pytest.raises(CheckpointError):
         open_checkpoint(out)
+
+
+def test_what_cannot_be_written_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are read again by the next pass, and are not looked at then."""
+    model, out = tmp_path / "model", tmp_path / "store"
+    model.mkdir()
+    save_tiny("llama", model)
+    with closing(packed(model, out)) as store:
+        unit = store.manifest.units[1]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mending.os, "fsync", full)
+    monkeypatch.setattr(mending, "discard_store", full)
+    with pytest.raises(CheckpointError, match=r"damaged, and cannot .*No space left"):
+        mend_unit(model, out, unit, np.zeros(unit.nbytes, np.uint8))

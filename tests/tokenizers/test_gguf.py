@@ -103,6 +103,22 @@ def test_a_merge_that_builds_a_control_token_does_not_let_text_reach_it() -> Non
     assert tokenizer.encode("<s>", parse_special=True) == [257]
 
 
+@pytest.mark.parametrize("unit", ["a", "hello world ", " ", "漢", "<0x41>"])
+def test_sentencepiece_long_text_has_no_fewer_tokens_than_its_length_says(unit: str) -> None:
+    tokenizer, text = sentencepiece(), unit * 5000
+    least = tokenizer.least_tokens(text)
+    assert 0 < least <= len(tokenizer.encode(text))
+    heard: list[int] = []
+
+    def watch(count: int) -> None:
+        heard.append(count)
+        if count > least // 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        tokenizer.encode(text, watch=watch)
+
+
 def test_phi3_role_tokens_take_the_whitespace_after_them() -> None:
     tokens = [("<s>", CONTROL), ("<|user|>", CONTROL), ("▁", NORMAL), ("h", NORMAL), ("▁h", NORMAL)]
     scores = [0.0, 0.0, -2.0, -3.0, -1.0]
