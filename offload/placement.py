@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-__all__ = ["KvPlace", "PlacedUnit", "Placement", "UnitKind", "Where"]
+__all__ = ["LEAST_CARD_ROWS", "KvPlace", "PlacedUnit", "Placement", "UnitKind", "Where"]
+
+LEAST_CARD_ROWS = 65
+"""Rows from which on a pass may have another placement: more than decoding and verifying have, so
+that what was measured never changes which processor computes an answer.
+"""
 
 UnitKind = Literal["embedding", "attention", "mlp", "expert", "norm", "head"]
 KvPlace = Literal["vram", "ram", "ssd"]
@@ -40,6 +45,14 @@ class Where(StrEnum):
         self.copied = value in ("ram-to-gpu", "ssd-to-gpu")
         self.on_gpu = value in ("vram", "ram-to-gpu", "ssd-to-gpu")
 
+    @property
+    def crossed(self) -> Where:
+        """The same, but that what the CPU computes is copied and computed by the card."""
+        return _CROSSED.get(self, self)
+
+
+_CROSSED = {Where.RAM: Where.LINK, Where.SSD: Where.SSD_LINK}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedUnit:
@@ -66,6 +79,10 @@ class Placement:
     ``ram_ring`` and ``vram_ring`` are the bytes that units read or copied in a pass go through:
     first in, first out, at least as large as the largest of them. ``prefill_rows`` is the most rows
     of one pass.
+
+    In passes of ``card_rows`` rows or more (0: in none) the units of ``crossing``, which the CPU
+    computes otherwise, are copied over the link and computed by the card, and so are the experts of
+    a mixture that it does not hold. Attention never is: its keys and values are where they are.
     """
 
     where: Mapping[str, Where]
@@ -73,6 +90,8 @@ class Placement:
     ram_ring: int = 0
     vram_ring: int = 0
     prefill_rows: int = 512
+    card_rows: int = 0
+    crossing: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("ram_ring", "vram_ring"):
@@ -80,3 +99,18 @@ class Placement:
                 raise ValueError(f"{name} must not be negative, is {getattr(self, name)}")
         if self.prefill_rows < 1:
             raise ValueError(f"prefill_rows must be at least 1, is {self.prefill_rows}")
+        if self.card_rows and self.card_rows < LEAST_CARD_ROWS:
+            raise ValueError(
+                f"card_rows must be 0 or at least {LEAST_CARD_ROWS}, is {self.card_rows}"
+            )
+
+    def crosses(self, rows: int) -> bool:
+        """Whether a pass of ``rows`` rows has the card compute what the CPU does otherwise."""
+        return 0 < self.card_rows <= rows
+
+    def on(self, rows: int) -> Mapping[str, Where]:
+        """The places in a pass of ``rows`` rows."""
+        if not self.crossing or not self.crosses(rows):
+            return self.where
+        where = self.where
+        return {**where, **{name: where[name].crossed for name in self.crossing}}

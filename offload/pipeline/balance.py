@@ -73,6 +73,7 @@ class Balance(WeightMemory):
         self._experts = experts
         self._most_experts = 0 if experts is None else experts.nbytes
         self._ring_growth = 0  # bytes that the ring takes beyond what was planned
+        self._crossing = False  # the card computes what can cross the link
         self._withheld = 0  # bytes of the budget that others have needed
         self._given: list[Stage] = []  # the latest last
         self._at_load = self.ram_nbytes
@@ -144,6 +145,14 @@ class Balance(WeightMemory):
             raise
 
     # -- before and after a pass -----------------------------------------------------------------
+
+    def follow(self, *, crossing: bool) -> None:
+        """The pass that begins has the card compute what can cross the link, or the CPU."""
+        if crossing is self._crossing:
+            return
+        self._crossing = crossing
+        if any(stage.place(crossing=True) is not stage.where for stage in self._stages):
+            self._schedule()  # what was copied ahead is of the other kind
 
     def make_room(self, growth: int) -> None:
         """Before a pass that adds ``growth`` bytes of RAM: give back what is missing.
@@ -256,7 +265,8 @@ class Balance(WeightMemory):
                     stage.forget_places()
         cpu.stream([stage.unit for stage in self._stages if stage.where.read], ring)
         for card in cards:
-            card.stream([stage.unit for stage in self._stages if stage.where.copied])
+            crossing = self._crossing
+            card.stream([s.unit for s in self._stages if s.place(crossing=crossing).copied])
 
     # -- keeping again ---------------------------------------------------------------------------
 

@@ -159,6 +159,7 @@ def _open(
         return read + (0 if kv_tier is None else kv_tier.read_bytes)
 
     return Pipeline(
+        placement=placement,
         cpu=cpu,
         card=card,
         layers=stages[: len(stages) - len(head)],
@@ -211,7 +212,9 @@ def _card_lane(setup: Setup, cpu: Lane, *, attends: bool) -> tuple[Lane | None, 
 
         def in_ram(name: str) -> Bytes | None:
             stage = setup.stages.get(name)
-            return stage.memory if stage is not None and stage.where is Where.LINK else None
+            if stage is None or stage.where not in (Where.LINK, Where.RAM):
+                return None
+            return stage.memory
 
         link = LinkSource(card, in_ram, cpu.reader, setup.verify)
         copier = UnitReader(

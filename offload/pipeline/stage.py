@@ -20,7 +20,7 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.quant.ops.aligned import aligned_buffer
 
-__all__ = ["MixtureStage", "Stage"]
+__all__ = ["CrossingStage", "MixtureStage", "Stage"]
 
 _KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept
 
@@ -57,6 +57,14 @@ class Stage:
     def ram_nbytes(self) -> int:
         """Bytes of RAM that it takes between passes."""
         return self.unit.nbytes if self.where in (Where.RAM, Where.LINK) else 0
+
+    def place(self, *, crossing: bool) -> Where:
+        """Where its weights are in a pass that has the card compute what can cross the link."""
+        return self.where
+
+    def host_buffer(self, nbytes: int) -> Any:
+        """RAM for it."""
+        return aligned_buffer(nbytes)
 
     def put(self, memory: Any) -> None:
         """The unit is resident from now on, and its bytes are ``memory``."""
@@ -103,7 +111,7 @@ class Stage:
         try:
             part = self._part_at(memory)
             if self.keep:
-                self.copy = aligned_buffer(self.unit.nbytes)
+                self.copy = self.host_buffer(self.unit.nbytes)
                 self.copy[:] = memory
             state.wait(there)
             self._compute(part, state)
@@ -123,6 +131,57 @@ class Stage:
                 del places[next(iter(places))]
             places[address] = self._load(self.lane.weights(self.unit, memory))
         return places[address]
+
+
+class CrossingStage(Stage):
+    """A unit that the CPU computes; in passes of ``rows`` rows or more ``card`` does, to which it
+    is copied then.
+    """
+
+    def __init__(
+        self,
+        unit: StoredUnit,
+        where: Where,
+        lane: Lane,
+        load: Callable[[WeightLoader], Part],
+        *,
+        card: Lane,
+        rows: int,
+    ) -> None:
+        super().__init__(unit, where, lane, load)
+        assert card.card is not None, "the CPU's lane is the other one"
+        self._card, self._rows = card.card, rows
+        self._on_card = Stage(unit, where.crossed, card, load)  # has no memory but the ring
+
+    def place(self, *, crossing: bool) -> Where:
+        """See ``Stage``."""
+        return self.where.crossed if crossing else self.where
+
+    def host_buffer(self, nbytes: int) -> Any:
+        """See ``Stage``: copies are fast from it."""
+        return self._card.host_buffer(nbytes)
+
+    def remember_vectors(self, data: Any) -> None:
+        """For the card: what comes through its ring is not the CPU's to read."""
+        self._on_card.lane.remember_vectors(self.unit, data)
+
+    def move(self, where: Where) -> int:
+        """See ``Stage``."""
+        memory = self.memory
+        freed = super().move(where)
+        return freed if memory is None else self._card.free_host(memory)
+
+    def free(self) -> None:
+        """See ``Stage``."""
+        super().free()
+        self._on_card.free()
+
+    def __call__(self, state: StreamedState) -> None:
+        """See ``Stage``."""
+        if state.rows >= self._rows:
+            self._on_card(state)
+        else:
+            super().__call__(state)
 
 
 class MixtureStage(Stage):

@@ -12,7 +12,7 @@ from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.setup import Setup
-from localrt.offload.pipeline.stage import MixtureStage, Stage
+from localrt.offload.pipeline.stage import CrossingStage, MixtureStage, Stage
 from localrt.offload.placement import Where
 from localrt.offload.reading.loading import read_units
 from localrt.quant.ops.aligned import aligned_buffer
@@ -49,8 +49,14 @@ def make_stages(
         sparse, lane = config.mixture(layer) is not None, lane_of(mlp)
         experts = runners[lane.resource] if sparse else None
         load = partial(load_mlp, config, layer, experts=experts)
-        kind = MixtureStage if sparse else Stage
-        add(kind(mlp, setup.where(mlp), lane, load))
+        if mlp.name in setup.placement.crossing:
+            card, rows = lanes[True], setup.placement.card_rows
+            assert card is not None, "what crosses goes to one"
+            assert not sparse, "of a mixture experts cross"
+            add(CrossingStage(mlp, setup.where(mlp), lane, load, card=card, rows=rows))
+        else:
+            kind = MixtureStage if sparse else Stage
+            add(kind(mlp, setup.where(mlp), lane, load))
     joined = JoinedHead(config)
     head = [joined.stage(unit, setup.where(unit), lane_of(unit)) for unit in setup.head()]
     for stage in head:
@@ -77,21 +83,33 @@ def load_resident(
         return read_units(setup.files, units, alloc, verified, mode=mode, on_bytes=on_bytes)
 
     def read_stages(
-        where: Where, alloc: Callable[[int], Bytes], put: Callable[[Stage, Bytes], None]
+        where: Where,
+        alloc: Callable[[int], Bytes],
+        put: Callable[[Stage, Bytes], None],
+        *,
+        crossing: bool = False,
     ) -> float:
-        stages = {stage.name: stage for stage in setup.stages.values() if stage.where is where}
+        stages = {
+            stage.name: stage
+            for stage in setup.stages.values()
+            if stage.where is where and isinstance(stage, CrossingStage) is crossing
+        }
         units = [stage.unit for stage in stages.values()]
         return read(units, alloc, lambda unit, data: put(stages[unit.name], data))
 
     seconds = read_stages(Where.RAM, aligned_buffer, Stage.put)
     if card is not None:
+        seconds += read_stages(Where.RAM, card.host_buffer, _put_crossing, crossing=True)
         seconds += read_stages(Where.VRAM, aligned_buffer, partial(_put_on_card, card))
         seconds += read_stages(Where.LINK, card.host_buffer, _put_beside_card)
         for stage in setup.stages.values():
-            if stage.where is Where.SSD_LINK:
+            if stage.place(crossing=True) is Where.SSD_LINK:
                 data = aligned_buffer(stage.unit.nbytes)
                 setup.files.read_into(stage.unit.file, stage.unit.offset, data)
-                stage.lane.remember_vectors(stage.unit, data)
+                if isinstance(stage, CrossingStage):
+                    stage.remember_vectors(data)
+                else:
+                    stage.lane.remember_vectors(stage.unit, data)
     unit = setup.units.get("embedding")
     if unit is not None and setup.placement.where.get("embedding") is Where.RAM:
         seconds += read([unit], aligned_buffer, lambda u, data: embedding.update({u.name: data}))
@@ -104,6 +122,12 @@ def _put_on_card(card: Accelerator, stage: Stage, data: Bytes) -> None:
     stage.lane.remember_vectors(stage.unit, data)
     with card.ops.scope():
         stage.put(memory)
+
+
+def _put_crossing(stage: Stage, data: Bytes) -> None:
+    assert isinstance(stage, CrossingStage), "others have their vectors where they are computed"
+    stage.remember_vectors(data)
+    stage.put(data)
 
 
 def _put_beside_card(stage: Stage, data: Bytes) -> None:

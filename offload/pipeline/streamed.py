@@ -28,7 +28,7 @@ from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.stage import Stage
-from localrt.offload.placement import Where
+from localrt.offload.placement import Placement, Where
 from localrt.quant.ops.protocol import Batch, KVCache
 
 __all__ = ["Pipeline", "Streamed"]
@@ -38,10 +38,12 @@ __all__ = ["Pipeline", "Streamed"]
 class Pipeline:
     """What streams a model's weights. ``opening.py`` makes it, and ``close`` frees all of it.
 
-    ``card`` is None without one. ``experts`` run the sparse layers, by lane. ``before_pass`` raises
-    where files have changed; ``abandon`` ends what copies wait for.
+    ``placement`` is what it was opened with. ``card`` is None without one. ``experts`` run the
+    sparse layers, by lane. ``before_pass`` raises where files have changed; ``abandon`` ends what
+    copies wait for.
     """
 
+    placement: Placement
     cpu: Lane
     card: Lane | None
     layers: Sequence[Stage]
@@ -91,6 +93,7 @@ class Streamed(Residency):
         pipe.before_pass()
         if any(lane.failed for lane in self._lanes):
             self.abandon()  # read ahead, some time ago: the disk may have come back
+        self.memory.follow(crossing=pipe.placement.crosses(len(batch.tokens)))
         logits = pass_logits_nbytes(self.config.vocab_size, len(wanted))
         self.memory.make_room(pipe.caches.growth(batch) + logits)
         if not len(wanted):

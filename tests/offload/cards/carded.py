@@ -67,16 +67,19 @@ def on_card(
     *,
     slack: tuple[int, int] = (0, 0),
     card: Mapping[str, Any] | None = None,
+    placement: Placement | None = None,
     **options: Any,
 ) -> Iterator[Decoder]:
-    """The decoder that follows a placement, on a virtual card."""
+    """The decoder that follows a placement, on a virtual card: ``placement``, or that of
+    ``where``.
+    """
     accelerator, clock = virtual_card(model.ops, keep=100_000, **(card or {}))
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_decoder(
         model.store,
         model.ops,
         model.config,
-        place_on_card(model.store, where, slack=slack),
+        placement or place_on_card(model.store, where, slack=slack),
         card=accelerator,
         clock=clock,
         **settings,

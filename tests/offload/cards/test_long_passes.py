@@ -1,0 +1,131 @@
+"""Long passes have the card compute what the CPU does otherwise: the same output, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import CancelledError
+from localrt.models.decoder import Decoder
+from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
+from localrt.quant.ops.protocol import Batch
+from tests.models.tiny import tokens
+from tests.offload.cards.carded import assert_same, on_card, place_on_card, placements
+from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
+
+pytestmark = needs_kernels
+
+LONG = 70
+SHORT = LEAST_CARD_ROWS - 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=600, layers=3, hidden=128)
+    with closing(Model(folder)) as model:
+        yield model
+
+
+def crossing(
+    model: Model, where: Mapping[str, Where], **options: Any
+) -> AbstractContextManager[Decoder]:
+    """On a card, to which every MLP of the CPU crosses in passes of 65 rows or more."""
+    slack = options.pop("slack", (0, 0))
+    placement = place_on_card(model.store, where, slack=slack)
+    names = (n for n, place in placement.where.items() if n.endswith("mlp") and not place.on_gpu)
+    placement = replace(
+        placement, card_rows=LEAST_CARD_ROWS, crossing=frozenset(names), prefill_rows=LONG
+    )
+    return on_card(model, where, placement=placement, **options)
+
+
+def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
+    """One conversation in passes of these sizes, with and without logits."""
+    cache = decoder.cache(sum(sizes))
+    return [
+        extend(decoder, cache, tokens(size, seed=seed), [] if seed % 3 == 2 else [size - 1])
+        for seed, size in enumerate(sizes)
+    ]
+
+
+@settings(max_examples=20)
+@given(data=st.data(), slack=st.tuples(st.integers(0, 90), st.integers(0, 90)))
+def test_any_mix_of_long_and_short_passes_computes_the_same(
+    model: Model, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    where = data.draw(placements(passing(model.store)))
+    sizes = data.draw(st.lists(st.sampled_from([1, 7, SHORT, LONG]), min_size=2, max_size=6))
+    with crossing(model, where, slack=slack) as decoder:
+        assert_same(passes(decoder, sizes), passes(model.resident, sizes))
+
+
+@pytest.mark.parametrize("where", [Where.RAM, Where.SSD])
+def test_the_rows_of_a_pass_say_who_computes(model: Model, where: Where) -> None:
+    mlps = [name for name in passing(model.store) if name.endswith("mlp")]
+    others = dict.fromkeys(passing(model.store), Where.VRAM)
+    with crossing(model, others | dict.fromkeys(mlps, where)) as decoder:
+        cache = decoder.cache(400)
+        seen: list[dict[str, set[str]]] = []
+        for size in (SHORT, LEAST_CARD_ROWS, LONG, 1):
+            before = len(decoder.residency.tasks())
+            extend(decoder, cache, tokens(size), [])
+            done = decoder.residency.tasks()[before:]
+            seen.append(
+                {r: {t.name for t in done if t.resource == r} & set(mlps) for r in ("cpu", "gpu")}
+            )
+    by_cpu, by_card = {"cpu": set(mlps), "gpu": set()}, {"cpu": set(), "gpu": set(mlps)}
+    assert seen == [by_cpu, by_card, by_card, by_cpu]
+
+
+@settings(max_examples=12)
+@given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
+def test_a_cancelled_long_pass_leaves_the_next_one_whole(
+    model: Model, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    where = data.draw(placements(passing(model.store)))
+    stops = data.draw(
+        st.lists(st.tuples(st.integers(1, 8), st.sampled_from([1, LONG])), min_size=2, max_size=6)
+    )
+    with crossing(model, where, slack=slack) as decoder:
+        for seed, (stop, size) in enumerate(stops):
+            left = stop
+
+            def check() -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise CancelledError("stop")
+
+            cache, twin = decoder.cache(100), model.resident.cache(100)
+            batch = Batch.extend([(cache, tokens(LONG, seed=seed))])
+            with pytest.raises(CancelledError):
+                decoder.forward(batch, rows=[0], check=check)
+            assert cache.length == 0
+            text = tokens(size, seed=seed)
+            assert_same(
+                [extend(decoder, cache, text, [0])], [extend(model.resident, twin, text, [0])]
+            )
+
+
+@settings(max_examples=10)
+@given(data=st.data(), shortages=st.lists(st.integers(0, 300_000), min_size=1, max_size=5))
+def test_what_is_given_back_crosses_from_the_disk(
+    model: Model, data: st.DataObject, shortages: list[int]
+) -> None:
+    where = data.draw(placements(passing(model.store)))
+    sizes = data.draw(st.lists(st.sampled_from([1, LONG]), min_size=3, max_size=7))
+    pending = iter([(0, 0), *((ram, 0) for ram in shortages), *[(0, 0)] * 100])
+    with crossing(model, where, slack=(20, 20), shortage=lambda: next(pending)) as decoder:
+        assert_same(passes(decoder, sizes), passes(model.resident, sizes))
+
+
+def test_fewer_rows_than_verifying_has_never_cross() -> None:
+    with pytest.raises(ValueError, match="card_rows must be 0 or at least 65, is 64"):
+        Placement(where={}, kv=(), card_rows=64)
