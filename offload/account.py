@@ -25,6 +25,7 @@ __all__ = [
     "FIRST_CONTEXT",
     "GROWTH_NBYTES",
     "LOADING_NBYTES",
+    "LONG_PREFILL_ROWS",
     "MARGIN_NBYTES",
     "MEASURING_NBYTES",
     "PREFILL_ROWS",
@@ -39,6 +40,7 @@ __all__ = [
     "RamForecast",
     "Tier",
     "activation_nbytes",
+    "card_rows_choices",
     "check_fits",
     "constraint_nbytes",
     "draft_growth_nbytes",
@@ -95,6 +97,10 @@ SPARE_VRAM_NBYTES = 300 << 20
 PREFILL_ROWS = 512
 """Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""
 
+LONG_PREFILL_ROWS = 2048
+"""The same beside a card: enough for it to compute as long as a link takes to bring what it lacks.
+"""
+
 FIRST_CONTEXT = 512
 """Tokens that a first placement has room for; caches take it from the weights as they grow."""
 
@@ -113,6 +119,7 @@ _CONTEXT_STEP = 256
 # A pass wants rows enough for the arithmetic to pay for the reading, in a small part of the budget.
 _ROW_CHOICES = (1024, 512, 256, 128, 64, 32)
 _ACTIVATION_SHARE = 0.02
+_CARD_ACTIVATION_SHARE = 0.07  # beside a card, of its memory and of the RAM for more rows than 512
 _FEWEST_ROWS = 32
 
 Tier = Literal["ram", "vram", "ssd"]
@@ -276,11 +283,22 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
 
 def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:
     """The most rows of a pass, up to ``most``, whose activations are a small part of ``budget``."""
-    logits = logits_nbytes(sizes.vocab, 2)
     for rows in (most, *(choice for choice in _ROW_CHOICES if choice < most)):
-        if activation_nbytes(sizes, rows) - logits <= _ACTIVATION_SHARE * budget:
+        if _row_nbytes(sizes, rows) <= _ACTIVATION_SHARE * budget:
             return rows
     return min(most, _FEWEST_ROWS)
+
+
+def card_rows_choices(sizes: PassSizes, budgets: Budgets, most: int) -> Iterator[int]:
+    """Rows of a prompt's pass beside a card, more than ``PREFILL_ROWS``: the most first."""
+    room = _CARD_ACTIVATION_SHARE * min(budgets.ram, budgets.vram)
+    for rows in (most, *(choice for choice in _ROW_CHOICES if choice < most)):
+        if rows > PREFILL_ROWS and _row_nbytes(sizes, rows) <= room:
+            yield rows
+
+
+def _row_nbytes(sizes: PassSizes, rows: int) -> int:
+    return activation_nbytes(sizes, rows) - logits_nbytes(sizes.vocab, 2)
 
 
 def kv_buffer_nbytes(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:

@@ -94,8 +94,11 @@ class Accelerator:
         """Seconds that a copy takes on a virtual card; None where they are real."""
         return None
 
-    def cost_s(self, nbytes: int, macs: int, rows: int) -> float | None:
-        """Seconds that a unit's kernels take on a virtual card; None where they are real."""
+    def cost_s(self, nbytes: int, macs: int, rows: int, *, unpacks: bool = True) -> float | None:
+        """Seconds that a unit's kernels take on a virtual card; None where they are real.
+
+        ``unpacks``: many rows have its matrices unpacked first.
+        """
         return None
 
     def settled(self, mark: Mark) -> None:

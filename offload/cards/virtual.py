@@ -1,9 +1,9 @@
 """A card that is not there: its memory is counted, its time computed, its results real.
 
 Units are copied for real into buffers that stand for its memory, and computed by the CPU's kernels;
-the clock charges each copy bytes over the link's rate and each unit's kernels the larger of bytes
-over memory rate and operations over arithmetic rate. For choosing and testing schedules without a
-card; its times are simulated and say so.
+the clock charges each copy bytes over the link's rate and each unit's kernels what ``roofline``
+makes of its bytes and operations. For choosing and testing schedules without a card; its times are
+simulated and say so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from localrt.models.timing import Mark
 from localrt.offload.cards.accelerator import Accelerator, Bytes
 from localrt.offload.cards.clock import VirtualClock
+from localrt.offload.cards.roofline import kernel_seconds
 from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 
@@ -44,9 +45,10 @@ class VirtualAccelerator(Accelerator):
         self._flops = flops
         self._call_s, self._latency_s = call_s, link_latency_s
 
-    def cost_s(self, nbytes: int, macs: int, rows: int) -> float:
+    def cost_s(self, nbytes: int, macs: int, rows: int, *, unpacks: bool = True) -> float:
         """See ``Accelerator``."""
-        return max(nbytes / self._memory, 2 * macs * rows / self._flops) + self._call_s
+        rates = {"bytes_s": self._memory, "flops": self._flops}
+        return kernel_seconds(nbytes, macs, rows, unpacks=unpacks, **rates) + self._call_s
 
     def to_card(self, x: Array, after: Mark) -> tuple[Array, Mark]:
         """See ``Accelerator``: few bytes, which pass between the weights' copies."""

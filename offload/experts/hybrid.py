@@ -166,7 +166,8 @@ class HybridStage:
         card, routed = self._card, turn.routed
         # A virtual card's seconds; a real one's kernels take theirs.
         nbytes, macs = self._slots.expert_size
-        costs = (card.cost_s(nbytes, macs, turn.rows[expert]) for expert in experts)
+        rows = turn.rows
+        costs = (card.cost_s(nbytes, macs, rows[expert], unpacks=False) for expert in experts)
         known = [seconds for seconds in costs if seconds is not None]
         started = self._clock.begin("gpu")
         with card.ops.scope():

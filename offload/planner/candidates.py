@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localrt.offload.placement import KvPlace, Placement, Where
 from localrt.offload.planner.arrange import Pattern, arrange
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.greedy import solve_greedily
-from localrt.offload.planner.problem import Counts, Problem, UnitClass, bound, classes_of
+from localrt.offload.planner.long_passes import costs_of_rows, with_long_passes
+from localrt.offload.planner.problem import (
+    AttentionPlace,
+    Counts,
+    Problem,
+    UnitClass,
+    bound,
+    classes_of,
+)
 from localrt.offload.planner.simulate import Simulation, simulate
 from localrt.offload.planner.solve import SolverError, solve_exactly
 
@@ -23,6 +31,8 @@ __all__ = ["Candidate", "Rooms", "best_candidate", "can_place"]
 _PAGE = 4096
 _MOST_SLOTS = 6
 _FINALISTS = 3
+# Tokens of prompts that come with each token of an answer: 2,048 before 256.
+_PROMPT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +50,19 @@ class Rooms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A placement and its replay."""
+    """A placement and its replay; ``prompt_s`` is what a token of a prompt takes beside a card."""
 
     placement: Placement
     simulation: Simulation
     problem: Problem
     counts: Counts
     rings: Placement  # of which it may use neither
+    prompt_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Of a pass."""
-        return self.simulation.seconds
+        """Of a pass, and of the part of a prompt that comes with it."""
+        return self.simulation.seconds + _PROMPT_TOKENS * self.prompt_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +121,10 @@ def can_place(costs: Costs, rooms: Rooms) -> bool:
         return False
     search = _Search(costs, rooms, prefill_rows=1)
     return any(
-        solve_greedily(search.problem(ram, vram)) is not None
+        True
         for vram in search.vram_rings
         for ram in search.ram_rings
+        for _ in search.solutions(ram, vram)
     )
 
 
@@ -145,8 +157,26 @@ class _Search:
             for vram in self.vram_rings:
                 self._try(ram, vram)
 
-    def problem(self, ram: _Ring, vram: _Ring) -> Problem:
-        """The programme that these rings leave."""
+    def solutions(self, ram: _Ring, vram: _Ring) -> Iterator[tuple[Problem, Counts]]:
+        """The programmes that these rings leave, with counts that fit.
+
+        Attention, keys and values of all layers go to the card where there is room for them;
+        else as many as there is room for, or whatever is best for a token.
+        """
+        problem = self._problem(ram, vram)
+        ways: list[AttentionPlace] = ["anywhere"]
+        if self._gpu:
+            on_card = (group for group in self._classes if problem.attends(group))
+            whole = sum(g.count * (g.nbytes + g.kv) for g in on_card) <= problem.vram
+            ways = ["card", "anywhere"] if whole else ["card first", "anywhere"]
+        for way in ways:
+            counts = solve_greedily(tried := replace(problem, attention=way))
+            if counts is not None:
+                yield tried, counts
+                if way == "card":
+                    return
+
+    def _problem(self, ram: _Ring, vram: _Ring) -> Problem:
         machine, gpu = self._costs.machine, self._gpu
         return Problem(
             classes=self._classes,
@@ -163,17 +193,16 @@ class _Search:
     def _try(self, ram: _Ring, vram: _Ring) -> Candidate | None:
         if (ram, vram) in self.tried:
             return self.tried[ram, vram]
-        problem = self.problem(ram, vram)
-        counts = solve_greedily(problem)
-        if counts is None:
-            return None
-        fastest = min((each.seconds for each in self.tried.values()), default=float("inf"))
-        shared = any(group.shared for group in problem.classes)
-        if not shared and bound(problem, counts) >= fastest:
-            return None  # no replay beats its bound
         rings = Placement(where={}, kv=(), ram_ring=ram.nbytes, vram_ring=vram.nbytes)
-        self.tried[ram, vram] = found = self.replay(problem, counts, rings)
-        return found
+        for problem, counts in self.solutions(ram, vram):
+            fastest = min((each.seconds for each in self.tried.values()), default=float("inf"))
+            shared = any(group.shared for group in problem.classes)
+            if not shared and bound(problem, counts) >= fastest:
+                continue  # no replay beats its bound
+            found = self.replay(problem, counts, rings)
+            if (ram, vram) not in self.tried or found.seconds < fastest:
+                self.tried[ram, vram] = found
+        return self.tried.get((ram, vram))
 
     def replay(self, problem: Problem, counts: Counts, rings: Placement) -> Candidate:
         """The better of the arrangements of ``counts``, with the rings of ``rings``."""
@@ -184,14 +213,18 @@ class _Search:
             where = arrange(costs.shape.units, problem.classes, counts, pattern)
             moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
             copied = any(place.copied for place in where.values())
-            placement = Placement(
-                where=_with_small_units(costs, where),
-                kv=_kv_places(costs, where, rooms),
-                # A ring that nothing passes is not made.
-                ram_ring=rings.ram_ring if moved else 0,
-                vram_ring=rings.vram_ring if copied else 0,
-                prefill_rows=self._prefill_rows,
+            placement = with_long_passes(
+                costs,
+                Placement(
+                    where=_with_small_units(costs, where),
+                    kv=_kv_places(costs, where, rooms),
+                    ram_ring=rings.ram_ring if moved else 0,
+                    vram_ring=rings.vram_ring,
+                    prefill_rows=self._prefill_rows,
+                ),
             )
+            if not (copied or placement.crossing):  # a ring that nothing passes is not made
+                placement = replace(placement, vram_ring=0)
             passes = 2 if costs.shape.experts else 3
             simulation = simulate(costs, placement, passes=passes, warm_up=2)
             candidate = Candidate(
@@ -200,6 +233,7 @@ class _Search:
                 problem=problem,
                 counts=counts,
                 rings=rings,
+                prompt_s=self._prompt_s(placement),
             )
             if best is None or candidate.seconds < best[0].seconds:
                 best = candidate, pattern
@@ -207,6 +241,16 @@ class _Search:
         if len(mixed) > 1 and len(self.tried) > 1:
             self._patterns = (best[1],)  # what was better twice stays better
         return best[0]
+
+    def _prompt_s(self, placement: Placement) -> float:
+        """Seconds of a prompt's token, where the placement decides about them."""
+        if not self._gpu:
+            return 0.0
+        rows = placement.prefill_rows
+        return (
+            simulate(costs_of_rows(self._costs, rows), placement, passes=2, warm_up=1).seconds
+            / rows
+        )
 
 
 def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:

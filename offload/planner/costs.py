@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from localrt.offload.cards.roofline import PACKED_ROWS, kernel_seconds
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.offload.planner.machine import MachineProfile
@@ -95,7 +96,7 @@ class Costs:
             return 0.0
         machine = self.machine
         # All rows pass the layers; only one of a prompt's passes the head.
-        rows = 1 if unit.kind == "head" and rows > 64 else rows
+        rows = 1 if unit.kind == "head" and rows > PACKED_ROWS else rows
         seconds = machine.call_s + unit.macs * machine.kernel(unit.format).at(rows)
         if unit.kind == "attention" and unit.layer is not None:
             macs = self._attention_macs(unit.layer, rows)
@@ -109,12 +110,14 @@ class Costs:
         assert gpu is not None, "there is no GPU"
         if unit.macs == 0:
             return 0.0
-        rows = 1 if unit.kind == "head" and rows > 64 else rows
-        nbytes, macs = float(unit.nbytes), float(unit.macs * rows)
+        rows = 1 if unit.kind == "head" and rows > PACKED_ROWS else rows
+        rates = {"bytes_s": gpu.bytes_s, "flops": gpu.flops}
+        unpacks = unit.kind != "expert"
+        seconds = kernel_seconds(unit.nbytes, unit.macs, rows, unpacks=unpacks, **rates)
         if unit.kind == "attention" and unit.layer is not None:
-            nbytes += self.kv_held(unit.layer)
-            macs += self._attention_macs(unit.layer, rows)
-        return gpu.call_s + max(nbytes / gpu.bytes_s, 2 * macs / gpu.flops)
+            nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
+            seconds += kernel_seconds(nbytes, macs, 1, **rates)
+        return gpu.call_s + seconds
 
     def _attention_macs(self, layer: int, rows: int) -> float:
         """Each row sees what its sequence holds, and the rows before it."""

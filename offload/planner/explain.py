@@ -172,10 +172,27 @@ def _prediction(plan: Plan) -> Iterator[str]:
         f"prompts at {format_rate(prediction.prefill_tok_s)} tok/s, "
         f"{plan.placement.prefill_rows} tokens a pass"
     )
+    yield from _long_passes(plan)
     yield (
         f"with {prediction.held} tokens held; with all {request.ctx}: "
         f"{format_rate(prediction.full_context_tok_s)} tok/s"
     )
+
+
+def _long_passes(plan: Plan) -> Iterator[str]:
+    """What passes of many rows do otherwise."""
+    placement, shape = plan.placement, plan.request.shape
+    if not placement.card_rows:
+        return
+    what, moved = "MLPs", [unit for unit in shape.units if unit.name in placement.crossing]
+    if shape.experts is not None:
+        what, moved = "experts", [u for u in shape.routed if not placement.where[u.name].on_gpu]
+    if moved:
+        size = format_bytes(sum(unit.nbytes for unit in moved))
+        yield (
+            f"from {placement.card_rows} tokens a pass on, {len(moved)} {what} of the CPU's "
+            f"({size}) are copied to the GPU and computed there"
+        )
 
 
 def _milliseconds(seconds: float) -> str:

@@ -57,7 +57,10 @@ def _fill_vram(problem: Problem) -> list[int]:
         return group.use * seconds / (group.nbytes + group.kv)
 
     candidates = [n for n, group in enumerate(problem.classes) if group.kind != "embedding"]
-    for number in sorted(candidates, key=gain, reverse=True):
+    candidates.sort(key=gain, reverse=True)
+    if problem.attention != "anywhere":
+        candidates.sort(key=lambda n: not problem.attends(problem.classes[n]))
+    for number in candidates:
         group = problem.classes[number]
         kept[number] = min(group.count, room // (group.nbytes + group.kv))
         room -= kept[number] * (group.nbytes + group.kv)

@@ -8,7 +8,7 @@ from typing import Any
 
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
-from localrt.offload.account import PREFILL_ROWS, Account, Budgets
+from localrt.offload.account import LONG_PREFILL_ROWS, PREFILL_ROWS, Account, Budgets
 from localrt.offload.placement import Placement
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
@@ -58,7 +58,8 @@ class PlanRequest:
     """What is planned for: ``shape`` on ``machine`` within ``budgets``, for ``ctx`` tokens.
 
     ``rows`` is those of one pass (more than one: a drafted tree); ``sequences`` a batch, each with
-    its own cache. ``prefill_rows`` is the most rows of a prompt's pass: a tight budget takes fewer.
+    its own cache. ``prefill_rows`` is the most rows of a prompt's pass: a tight budget takes fewer
+    (None: 512, beside a card 2,048).
     ``held`` is how many tokens the prediction assumes in the cache. ``kv_on_ssd`` lets the keys and
     values of as few layers as needed live on the SSD where they do not fit.
 
@@ -72,15 +73,23 @@ class PlanRequest:
     ctx: int
     rows: int = 1
     sequences: int = 1
-    prefill_rows: int = PREFILL_ROWS
+    prefill_rows: int | None = None
     kv_format: KvFormat = "bf16"
     held: int | None = None
     kv_on_ssd: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ctx", "rows", "sequences", "prefill_rows"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} must be at least 1, is {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1, is {value}")
+
+    @property
+    def most_prefill_rows(self) -> int:
+        """The most rows of a prompt's pass."""
+        if self.prefill_rows is not None:
+            return self.prefill_rows
+        return LONG_PREFILL_ROWS if self.uses_gpu else PREFILL_ROWS
 
     @property
     def held_tokens(self) -> int:
@@ -261,6 +270,8 @@ class Plan:
                 "ram_ring": self.placement.ram_ring,
                 "vram_ring": self.placement.vram_ring,
                 "prefill_rows": self.placement.prefill_rows,
+                "card_rows": self.placement.card_rows,
+                "crossing": sorted(self.placement.crossing),
             },
             "prediction": asdict(self.prediction),
             "memory": [asdict(part) for part in self.memory.parts],

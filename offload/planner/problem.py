@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
 from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
 
 __all__ = ["Counts", "Problem", "UnitClass", "bound", "classes_of", "is_feasible"]
+
+AttentionPlace = Literal["card", "card first", "anywhere"]
 
 Counts = Sequence[Mapping[Where, int]]
 """Per class, how many of its units go to each place."""
@@ -51,7 +54,9 @@ class Problem:
     """Room for weights, keys and values in bytes, rates in bytes per second.
 
     ``ram_slot`` and ``vram_slot`` bound the units that may be read and copied: rings must hold
-    them. Without a GPU ``link_bytes_s`` is 0.
+    them. Without a GPU ``link_bytes_s`` is 0. ``attention``, and a mixture's routers, may have to
+    be on the card, or are put there first: prompts need them there, and keys and values cannot
+    change sides.
     """
 
     classes: tuple[UnitClass, ...]
@@ -63,6 +68,12 @@ class Problem:
     link_bytes_s: float = 0.0
     crossing_s: float = 0.0
     fixed_s: float = 0.0
+    attention: AttentionPlace = "anywhere"
+
+    def attends(self, group: UnitClass) -> bool:
+        """Whether a class is attention, or routers."""
+        mixture = any(other.kind == "expert" for other in self.classes)
+        return group.kind == "attention" or (mixture and group.kind == "mlp")
 
     def places(self, group: UnitClass) -> tuple[Where, ...]:
         """Where a class may go, the fastest first."""
@@ -78,6 +89,8 @@ class Problem:
                 places.append(Where.SSD_LINK)
         if readable:
             places.append(Where.SSD)
+        if self.attention == "card" and self.attends(group):
+            return tuple(place for place in places if place.on_gpu)
         return tuple(places)
 
 

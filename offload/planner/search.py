@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from localrt.formatting import format_bytes
 from localrt.offload.account import (
+    PREFILL_ROWS,
     activation_nbytes,
+    card_rows_choices,
     fitting_rows,
     kv_buffer_nbytes,
     kv_tail_nbytes,
@@ -39,6 +41,7 @@ def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> fl
     """
     request, rooms, prefill_rows = _prepare(request)
     if like is not None and request.shape.experts is not None:
+        request, rooms, prefill_rows = _prepare(request, like.prefill_rows)
         costs = request.costs()
         best = best_candidate(costs, rooms, prefill_rows=prefill_rows, exact=False, rings=like)
     else:
@@ -51,7 +54,7 @@ def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> fl
 def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
     """The best plan, or None where nothing fits."""
     notes: list[str] = list(request.shape.notes)
-    request, rooms, prefill_rows = _prepare(request)
+    request, rooms, prefill_rows = _prepare(request, _best_rows(request))
     best = _search(request, rooms, prefill_rows, exact, notes)
     if best is not None:
         return _finish(request, best, notes)
@@ -62,6 +65,20 @@ def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
         return None
     note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _best_rows(request: PlanRequest) -> int:
+    """The most rows of a prompt's pass beside a card: more take memory from weights."""
+    if not request.uses_gpu:
+        return PREFILL_ROWS
+    best: tuple[float, int] | None = None
+    most = request.most_prefill_rows
+    longer = card_rows_choices(request.shape.pass_sizes, request.budgets, most)
+    for rows in (*longer, PREFILL_ROWS):
+        found = _search(*_prepare(request, rows), False, [])
+        if found is not None and (best is None or found.seconds < best[0]):
+            best = found.seconds, rows
+    return PREFILL_ROWS if best is None else best[1]
 
 
 def _search(
@@ -98,15 +115,17 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
     return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=frozenset(range(layers)))
 
 
-def _prepare(request: PlanRequest) -> tuple[PlanRequest, Rooms, int]:
+def _prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:
     """The request without a card that it may not use, what the fixed parts leave, and the rows of a
-    pass.
+    pass, at most ``longest`` of a prompt.
     """
     if not request.uses_gpu:
         request = replace(request, machine=request.machine.without_gpu())
     shape, budgets = request.shape, request.budgets
-    most = max(request.prefill_rows, request.rows)
-    prefill_rows = fitting_rows(shape.pass_sizes, budgets.ram, most)
+    most = max(min(request.most_prefill_rows, longest), request.rows)
+    prefill_rows = most
+    if most <= PREFILL_ROWS or not request.uses_gpu:
+        prefill_rows = fitting_rows(shape.pass_sizes, budgets.ram, most)
     rows = max(prefill_rows, request.rows, request.sequences)
     activations = activation_nbytes(shape.pass_sizes, rows)
     small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
@@ -155,7 +174,7 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
         notes.append(
             "experts are taken to be chosen evenly: a cache that follows the text reads less"
         )
-    if placement.prefill_rows < request.prefill_rows:
+    if placement.prefill_rows < min(PREFILL_ROWS, request.most_prefill_rows):
         notes.append(f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget")
     return Plan(
         request=request,

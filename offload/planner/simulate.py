@@ -137,7 +137,8 @@ class _Replay:
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs = costs
-        self.where = placement.where
+        self.where = placement.on(costs.rows)
+        self.crossing = placement.crosses(costs.rows)
         self.kv = placement.kv
         self.random = random.Random(0)
         self.bytes_s = costs.machine.ssd_bytes_s
@@ -235,7 +236,7 @@ class _Replay:
         missing = len(chosen) - held
         way = self.costs.crossing()
         ready = Ready(cpu=way, cpu_back=way, link=max(0.0, self.link_free - self.clock))
-        plan = self._assign(held, missing, rows, ready)
+        plan = self._assign(held, missing, rows, ready, missing if self.crossing else None)
         nbytes, begin, cpu_each = experts[0].nbytes, self.clock, cost.cpu(rows)
         # First of those that the CPU was to compute, then of those that were to be copied.
         off = [draw() < self.on_ssd for _ in range(missing)]

@@ -1,0 +1,128 @@
+"""Prompts beside a card: what crosses the link for them, from how many rows on, in which chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.errors import MemoryBudgetError
+from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
+from localrt.offload.planner import Budgets, Plan
+from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.explain import explain
+from localrt.offload.planner.long_passes import with_long_passes
+from localrt.offload.planner.machine import KernelRate, MachineProfile
+from localrt.offload.planner.simulate import simulate
+from tests.planner.models import MB, machine, planned, published, shape
+
+
+def with_cpu(link: float, cpu: float) -> MachineProfile:
+    """A machine whose processor takes ``cpu`` seconds per weight and row."""
+    rate = KernelRate((1, 512), (cpu, 512 * cpu))
+    return replace(machine(gpu=True, link=link), kernels={"int4-g32": rate})
+
+
+def half_in_ram(experts: int) -> tuple[Placement, Costs]:
+    """Everything but half of the MLPs, or of the experts, on the card."""
+    model = shape(layers=4, experts=experts)
+    kind = "expert" if experts else "mlp"
+    moved = [unit.name for unit in model.units if unit.kind == kind][::2]
+    where = {unit.name: Where.RAM if unit.name in moved else Where.VRAM for unit in model.units}
+    where["embedding"] = Where.RAM
+    placement = Placement(where=where, kv=("vram",) * 4, vram_ring=4096 * 2000, prefill_rows=2048)
+    return placement, Costs(shape=model, machine=machine(gpu=True))
+
+
+@given(
+    links=st.lists(st.floats(1e8, 1e13), min_size=2, max_size=5),
+    cpu=st.floats(1e-14, 1e-8),
+    experts=st.sampled_from((0, 8)),
+)
+def test_the_threshold_is_never_below_65_and_falls_with_the_link(
+    links: list[float], cpu: float, experts: int
+) -> None:
+    placement, costs = half_in_ram(experts)
+    found = []
+    for link in sorted(links):
+        own = Costs(shape=costs.shape, machine=with_cpu(link, cpu))
+        found.append(with_long_passes(own, placement).card_rows or 1 << 30)
+    assert found == sorted(found, reverse=True)
+    assert min(found) >= LEAST_CARD_ROWS
+
+
+def test_a_link_that_brings_less_than_the_processor_computes_is_left_alone() -> None:
+    placement, costs = half_in_ram(0)
+    slow = Costs(shape=costs.shape, machine=with_cpu(1e6, 1e-12))
+    assert with_long_passes(slow, placement) == placement
+    quick = Costs(shape=costs.shape, machine=with_cpu(1e12, 1e-10))
+    assert with_long_passes(quick, placement).card_rows == LEAST_CARD_ROWS
+
+
+def llama(link: float = 12e9, vram: int = 12_000) -> Plan:
+    """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM."""
+    budgets = Budgets(ram=64_000 * MB, vram=vram * MB)
+    return planned(
+        published("llama-3-70b"), machine(gpu=True, link=link), budgets, ctx=2048, exact=False
+    )
+
+
+def test_attention_is_on_the_card_and_mlps_cross_for_prompts() -> None:
+    plan = llama()
+    placement = plan.placement
+    units = {unit.name: unit for unit in plan.request.shape.units}
+    assert set(placement.kv) == {"vram"}
+    assert all(placement.where[n].on_gpu for n, u in units.items() if u.kind == "attention")
+    left = [n for n, u in units.items() if u.kind == "mlp" and not placement.where[n].on_gpu]
+    assert left
+    assert placement.crossing == frozenset(left)
+    for rows, on_gpu in ((1, False), (64, False), (placement.card_rows, True), (2048, True)):
+        assert all(placement.on(rows)[name].on_gpu is on_gpu for name in left)
+    assert f"from {placement.card_rows} tokens a pass on, {len(left)} MLPs" in explain(plan)
+    without = replace(placement, card_rows=0, crossing=frozenset())
+    costs = plan.request.costs(rows=placement.prefill_rows)
+    crossing, by_cpu = (simulate(costs, each).seconds for each in (placement, without))
+    assert crossing < 0.2 * by_cpu
+    assert plan.prefill_tok_s == pytest.approx(placement.prefill_rows / crossing, rel=0.1)
+
+
+def test_without_room_for_all_attention_as_much_as_fits_is_on_the_card() -> None:
+    placement = llama(vram=6_000).placement
+    assert 40 < placement.kv.count("vram") < 80
+    mlps = {place for name, place in placement.where.items() if name.endswith("mlp")}
+    assert mlps == {Where.LINK, Where.RAM}, "none takes the room of attention"
+
+
+def test_where_the_link_is_the_bottleneck_prompts_go_more_tokens_at_a_time() -> None:
+    slow, quick = llama(link=3e9), llama(link=30e9)
+    assert 512 <= quick.placement.prefill_rows < slow.placement.prefill_rows == 2048
+    for plan in (slow, quick):
+        assert plan.memory.total("vram") <= plan.request.budgets.vram
+        assert f"{plan.placement.prefill_rows} tokens a pass" in explain(plan)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ram=st.integers(30, 90),
+    vram=st.integers(5, 60),
+    link=st.sampled_from((1e8, 1e10)),
+    experts=st.sampled_from((0, 6)),
+)
+def test_what_crosses_is_of_the_processor_and_passes_the_ring(
+    ram: int, vram: int, link: float, experts: int
+) -> None:
+    model = shape(layers=3, experts=experts)
+    budgets = Budgets(ram=ram * MB, vram=vram * MB, process=8 * MB, cuda_context=0, scratch=0)
+    try:
+        plan = planned(model, machine(gpu=True, link=link), budgets, ctx=128, exact=False)
+    except MemoryBudgetError:
+        return
+    placement = plan.placement
+    sizes = {unit.name: unit.nbytes for unit in model.units}
+    for name in placement.crossing:
+        assert placement.where[name] in (Where.RAM, Where.SSD)
+        assert sizes[name] <= placement.vram_ring
+    assert placement.card_rows == 0 or placement.card_rows <= placement.prefill_rows
+    assert plan.memory.total("vram") <= budgets.vram
