@@ -47,8 +47,10 @@ class VirtualAccelerator(Accelerator):
 
     def cost_s(self, nbytes: int, macs: int, rows: int, *, unpacks: bool = True) -> float:
         """See ``Accelerator``."""
-        rates = {"bytes_s": self._memory, "flops": self._flops}
-        return kernel_seconds(nbytes, macs, rows, unpacks=unpacks, **rates) + self._call_s
+        seconds = kernel_seconds(
+            nbytes, macs, rows, bytes_s=self._memory, flops=self._flops, unpacks=unpacks
+        )
+        return seconds + self._call_s
 
     def to_card(self, x: Array, after: Mark) -> tuple[Array, Mark]:
         """See ``Accelerator``: few bytes, which pass between the weights' copies."""

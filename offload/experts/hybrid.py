@@ -4,27 +4,39 @@ The router runs on the card. Experts in its slots are computed there; of the oth
 over the link first and the CPU computes the rest meanwhile, as the scheduler finds by what each
 takes. Slots are combined on the card in the order of k: nothing depends on who was first. What is
 in neither memory is read from the SSD, and computed by the CPU.
+
+A long pass needs nearly all experts of every layer: those in RAM are copied one behind the other,
+those of the next layer behind them, and computed at once when they are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from localrt.models.moe import Routed, RoutingWatch, SparseMlp
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.clock import later
-from localrt.offload.experts.cache import Demand
+from localrt.offload.experts.cache import Demand, Key
 from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pool import Demanded
-from localrt.offload.experts.scheduler import Assignment, ExpertCosts, Ready, schedule
+from localrt.offload.experts.scheduler import (
+    Assignment,
+    ExpertCosts,
+    Ready,
+    schedule,
+    split_misses,
+)
 from localrt.offload.pipeline.lane import StreamedState
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["HybridStage", "Scheduler"]
+
+_HELD_SHARE = 4  # of the RAM's slots, what copies ahead may keep from being given away
 
 Scheduler = Callable[..., Assignment]
 
@@ -38,6 +50,7 @@ class _Turn:
     routed: Routed
     slots: Array
     rows: Mapping[int, int]
+    crossing: bool
 
     @property
     def label(self) -> str:
@@ -49,7 +62,9 @@ class HybridStage:
     """Runs the sparse layers whose router is on the card of ``slots``. See ``Experts``.
 
     ``memory`` holds experts for the CPU, whose ``Ops`` are ``host``; ``costs`` are seconds of an
-    expert. ``scheduler``, and whether an idle link ``fills`` slots, may be changed between passes.
+    expert. In passes of ``card_rows`` rows or more (0: in none) the card computes all that any
+    memory holds. ``scheduler``, and whether an idle link ``fills`` slots, may be changed between
+    passes.
     """
 
     def __init__(
@@ -59,6 +74,8 @@ class HybridStage:
         host: Ops,
         clock: Clock,
         costs: ExpertCosts,
+        *,
+        card_rows: int = 0,
     ) -> None:
         self.watch: RoutingWatch | None = None
         self._slots, self._memory = slots, memory
@@ -66,10 +83,12 @@ class HybridStage:
         self._host = host
         self._clock = clock
         self._costs = costs
+        self._card_rows = card_rows
         self.scheduler: Scheduler = schedule
         self.fills = True
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
+        self._arriving: dict[Key, Mark] = {}  # to slots, before anything asked for it
 
     @property
     def hits(self) -> int:
@@ -86,20 +105,23 @@ class HybridStage:
         place, card, cache = part.place, self._card, self._slots.cache
         routed = part.route(card.ops, state.x)
         routing = routed.routing
-        self._settle()  # the card has gone on since they were asked for
+        self._settle(place)  # the card has gone on since they were asked for
         shared = part.shared_rows(card.ops, routed)
         slots = card.ops.expert_slots(routed.normed, routing)
         try:
             demand = cache.touch(place, routing.experts, routing.scores)
             rows = dict(zip(demand.experts.tolist(), demand.rows.tolist(), strict=True))
-            turn = _Turn(part, state, routed, slots, rows)
+            crossing = 0 < self._card_rows <= len(routing.experts)
+            turn = _Turn(part, state, routed, slots, rows, crossing)
             ready = Ready(link=max(0.0, self._link_free - self._time(state.mark)))
-            plan = self.scheduler(demand.rows, demand.resident, self._costs, ready)
+            choose = partial(split_misses, len(rows)) if crossing else self.scheduler
+            plan = choose(demand.rows, demand.resident, self._costs, ready)
             state.mark = self._carry_out(turn, demand, plan, state.mark)
         finally:
             self._memory.pool(place).done(place)
             cache.release(place)
-        self._fill(place, state.mark)
+        if not turn.crossing:
+            self._fill(place, state.mark)
         return card.ops.combine_experts(turn.slots, routing, shared)
 
     def _time(self, mark: Mark) -> float:
@@ -116,12 +138,18 @@ class HybridStage:
         self._link_free = there if isinstance(there, float) else begin + self._costs.fetch
         return there
 
-    def _settle(self) -> None:
-        """Copies have ended: RAM need not keep what they read."""
+    def _settle(self, turn: int) -> None:
+        """Copies have ended: RAM need not keep what they read. Not those for the layer whose
+        ``turn`` it is: the card waits for them, not the host.
+        """
+        left = []
         for place, expert, there in self._copying:
+            if place == turn:
+                left.append((place, expert, there))
+                continue
             self._card.settled(there)
             self._memory.pool(place).cache.let_go(place, [expert])
-        self._copying.clear()
+        self._copying = left
 
     def _fill(self, place: int, mark: Mark) -> None:
         """While the link has nothing to do: the layer's expert that is most worth a slot."""
@@ -129,7 +157,23 @@ class HybridStage:
             return
         expert = self._slots.cache.candidate(place)
         if expert is not None and self._memory.pool(place).holds(place, expert):
-            self._bring(place, expert, mark)
+            self._arriving[place, expert] = self._bring(place, expert, mark)
+
+    def _ahead(self, place: int, mark: Mark) -> None:
+        """What the next layer will want of RAM follows at once, as far as there is room for it."""
+        cache = self._slots.cache
+        if place >= cache.layers:
+            return
+        pool, resident = self._memory.pool(place), cache.resident(place)
+        here, absent = np.flatnonzero(resident).tolist(), np.flatnonzero(~resident).tolist()
+        most = pool.cache.capacity // _HELD_SHARE
+        cache.hold(place, here)
+        for expert in absent:
+            if not cache.room or len(self._copying) >= most:
+                break
+            if pool.holds(place, expert):
+                self._arriving[place, expert] = self._bring(place, expert, mark)
+        cache.let_go(place, here)
 
     def _carry_out(self, turn: _Turn, demand: Demand, plan: Assignment, mark: Mark) -> Mark:
         """All slots filled; returns when."""
@@ -140,23 +184,55 @@ class HybridStage:
         place = turn.part.place
         pool = self._memory.pool(place)
         wanted = pool.demand(place, turn.routed.routing, mark, only=others)
+        arriving = {e: self._arriving.pop((place, e)) for e in held if (place, e) in self._arriving}
         # Copies begin first, then the card's kernels: both go on while the CPU computes.
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
-        on_card = self._on_card(turn, held, mark)
+        if turn.crossing:
+            self._ahead(place + 1, mark)
+        on_card = self._on_card(turn, [e for e in held if e not in arriving], mark)
+        if not turn.crossing:
+            rest = [expert for expert in others if expert not in fetched]
+            by_cpu = self._on_cpu(turn, rest, wanted, mark) if rest else mark
+            on_card = self._as_they_come(turn, arriving | fetched, on_card)
+            return later(on_card, by_cpu)
+        on_card = self._at_once(turn, arriving | fetched, on_card)
         rest = [expert for expert in others if expert not in fetched]
+        while rest:  # more than there are slots: the next ones take the place of what is done
+            self._slots.cache.finish(place, [*held, *fetched])
+            more = self._fetch(turn, rest, wanted, mark)
+            if not more:
+                break
+            on_card = self._at_once(turn, more, on_card)
+            fetched |= more
+            rest = [expert for expert in rest if expert not in more]
         by_cpu = self._on_cpu(turn, rest, wanted, mark) if rest else mark
-        for expert, arrived in fetched.items():
-            self._card.wait(arrived)
-            on_card = self._on_card(turn, [expert], later(on_card, arrived))
         return later(on_card, by_cpu)
+
+    def _as_they_come(self, turn: _Turn, arrivals: Mapping[int, Mark], mark: Mark) -> Mark:
+        """Each is computed when it is there."""
+        for expert, arrived in arrivals.items():
+            self._card.wait(arrived)
+            mark = self._on_card(turn, [expert], later(mark, arrived))
+        return mark
+
+    def _at_once(self, turn: _Turn, arrivals: Mapping[int, Mark], mark: Mark) -> Mark:
+        """All are computed by one launch, when they are there."""
+        for arrived in arrivals.values():
+            self._card.wait(arrived)
+            mark = later(mark, arrived)
+        return self._on_card(turn, list(arrivals), mark)
 
     def _fetch(
         self, turn: _Turn, experts: Sequence[int], wanted: Demanded, mark: Mark
     ) -> dict[int, Mark]:
         """Begin to copy those that are in RAM and worth a slot: when each is there."""
         cache, arrivals, present = self._slots.cache, dict[int, Mark](), set(wanted.present)
-        for expert in experts:
-            if expert in present and cache.room:
+        for expert in sorted(present.intersection(experts)) if turn.crossing else experts:
+            if expert not in present:
+                continue
+            if turn.crossing and not cache.room:
+                cache.widen()
+            if cache.room:
                 arrivals[expert] = self._bring(turn.part.place, expert, mark)
         return arrivals
 

@@ -293,5 +293,12 @@ def _expert_runners(
         setup.held.callback(slots.close)
         costs = devices.expert_costs
         assert costs is not None, "who computes an expert is decided by what it takes"
-        runners["gpu"] = HybridStage(slots, experts, devices.ops, devices.clock, costs)
+        runners["gpu"] = HybridStage(
+            slots,
+            experts,
+            devices.ops,
+            devices.clock,
+            costs,
+            card_rows=setup.placement.card_rows,
+        )
     return runners

@@ -111,12 +111,11 @@ class Costs:
         if unit.macs == 0:
             return 0.0
         rows = 1 if unit.kind == "head" and rows > PACKED_ROWS else rows
-        rates = {"bytes_s": gpu.bytes_s, "flops": gpu.flops}
-        unpacks = unit.kind != "expert"
-        seconds = kernel_seconds(unit.nbytes, unit.macs, rows, unpacks=unpacks, **rates)
+        seconds_of = partial(kernel_seconds, bytes_s=gpu.bytes_s, flops=gpu.flops)
+        seconds = seconds_of(unit.nbytes, unit.macs, rows, unpacks=unit.kind != "expert")
         if unit.kind == "attention" and unit.layer is not None:
             nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
-            seconds += kernel_seconds(nbytes, macs, 1, **rates)
+            seconds += seconds_of(nbytes, macs, 1)
         return gpu.call_s + seconds
 
     def _attention_macs(self, layer: int, rows: int) -> float:

@@ -14,11 +14,21 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
 from localrt.models.decoder import Decoder
+from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import assert_same, on_card, place_on_card, placements
-from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
+from tests.offload.cards.test_hybrid_experts import places, stages
+from tests.offload.experts.rates import Rate
+from tests.offload.placed import (
+    Model,
+    extend,
+    needs_kernels,
+    pack_synthetic,
+    passing,
+    wide_mixture,
+)
 
 pytestmark = needs_kernels
 
@@ -129,3 +139,77 @@ def test_what_is_given_back_crosses_from_the_disk(
 def test_fewer_rows_than_verifying_has_never_cross() -> None:
     with pytest.raises(ValueError, match="card_rows must be 0 or at least 65, is 64"):
         Placement(where={}, kv=(), card_rows=64)
+
+
+# -- mixtures --------------------------------------------------------------------------------------
+
+COSTS = ExpertCosts(cpu=Rate(0.0, 4e-5, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch=5e-5)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """32 experts in each layer, of which a token sees 4."""
+    with closing(wide_mixture(tmp_path_factory.mktemp("moe"), 4)) as model:
+        yield model
+
+
+def batching(
+    model: Model, share: float, ssd: float = 0.0, **options: Any
+) -> AbstractContextManager[Decoder]:
+    """``share`` of the experts in slots, ``ssd`` of the others on disk; long passes cross."""
+    where = places(model, share, ssd=ssd)
+    placement = replace(place_on_card(model.store, where), card_rows=LEAST_CARD_ROWS)
+    return on_card(model, where, placement=placement, expert_costs=COSTS, **options)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    share=st.sampled_from([0.0, 0.02, 0.1, 0.3, 0.6, 1.0]),
+    ssd=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    sizes=st.lists(st.sampled_from([1, 7, SHORT, LONG]), min_size=2, max_size=6),
+)
+def test_batches_of_experts_compute_the_same(
+    mixture: Model, share: float, ssd: float, sizes: list[int]
+) -> None:
+    with batching(mixture, share, ssd) as decoder:
+        assert_same(passes(decoder, sizes), passes(mixture.resident, sizes))
+
+
+def test_absent_experts_of_a_layer_are_one_launch(mixture: Model) -> None:
+    with batching(mixture, 0.5) as decoder:
+        stage: Any = stages(decoder)
+        launches: list[int] = []
+        run = stage._on_card
+        stage._on_card = lambda turn, experts, mark: (
+            launches.append(len(experts)) or run(turn, experts, mark)
+        )
+        cache = decoder.cache(400)
+        extend(decoder, cache, tokens(LONG), [])
+        launches.clear()
+        before = len(decoder.residency.tasks())
+        extend(decoder, cache, tokens(LONG, seed=1), [])
+        tasks = decoder.residency.tasks()[before:]
+    layers = len(decoder.config.sparse_layers)
+    assert len(launches) == 2 * layers, "what is there, then what comes"
+    assert not any(t.resource == "cpu" and "expert" in t.name for t in tasks)
+    copied = [t.name for t in tasks if t.resource == "link"]
+    order = [int(name.split(".")[1]) for name in copied]
+    assert len(order) > 16
+    assert order == sorted(order), "layer by layer"
+
+
+def test_a_cancelled_batch_leaves_the_next_pass_whole(mixture: Model) -> None:
+    want = passes(mixture.resident, [LONG, 1, LONG])
+    with batching(mixture, 0.2) as decoder:
+        for stop in range(1, 7):
+            left = stop
+
+            def check() -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise CancelledError("stop")
+
+            with pytest.raises(CancelledError):
+                decoder.forward(Batch.extend([(decoder.cache(100), tokens(LONG))]), check=check)
+        assert_same(passes(decoder, [LONG, 1, LONG]), want)
