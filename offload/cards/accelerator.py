@@ -66,6 +66,11 @@ class Accelerator:
         """RAM that copies are fast from: pinned, page-aligned."""
         return aligned_buffer(nbytes)
 
+    @property
+    def unpinned(self) -> int:
+        """Bytes of such RAM that the system would not pin: copies from it are slower."""
+        return 0
+
     def free_host(self, memory: Bytes) -> int:
         """Such RAM is no longer needed; returns its bytes."""
         return memory.nbytes
@@ -107,8 +112,12 @@ class Accelerator:
     def wait(self, mark: Mark) -> None:
         """Kernels started from now on wait for ``mark``."""
 
-    def mark(self, ended: Mark) -> Mark:
-        """The mark of all kernels started so far; ``ended`` is the clock's of the last."""
+    def mark(self, ended: Mark, *read: Any, last: bool = False) -> Mark:
+        """The mark of all kernels started so far; ``ended`` is the clock's of the last.
+
+        They have ``read`` these parts of the card's memory, which copies may overwrite after the
+        mark; for the ``last`` time, if nobody reads them again before that.
+        """
         return ended
 
     def to_card(self, x: Array, after: Mark) -> tuple[Array, Mark]:

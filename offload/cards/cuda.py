@@ -32,6 +32,11 @@ class CudaAccelerator(Accelerator):
         """See ``Accelerator``."""
         return self._copies.host_buffer(nbytes)
 
+    @property
+    def unpinned(self) -> int:
+        """See ``Accelerator``."""
+        return self._copies.unpinned
+
     def free_host(self, memory: Bytes) -> int:
         """See ``Accelerator``."""
         self._copies.free_host(memory)
@@ -45,7 +50,7 @@ class CudaAccelerator(Accelerator):
         """See ``Accelerator``."""
         self._copies.wait(mark)
 
-    def mark(self, ended: Mark) -> Mark:
+    def mark(self, ended: Mark, *read: Any, last: bool = False) -> Mark:
         """See ``Accelerator``."""
         return self._copies.record()
 

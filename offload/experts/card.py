@@ -56,10 +56,13 @@ class CardSlots:
 
     def used(self, layer: int, experts: Sequence[int], ended: Mark) -> None:
         """These have been computed with; ``ended`` is the clock's mark of the last."""
-        mark = self.card.mark(ended)
+        slots = []
         for expert in experts:
             slot = self.cache.slot(layer, expert)
             assert slot is not None, "what a pass uses stays"
+            slots.append(slot)
+        mark = self.card.mark(ended, *(slot.memory for slot in slots))
+        for slot in slots:
             slot.used = mark
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from localrt.models.checkpoints.unit_memory import UnitMemory, Verifier
 from localrt.models.parts import Logits, Part, PassState
 from localrt.models.residency import Check
 from localrt.models.timing import Clock, Mark, Resource
-from localrt.models.weights import WeightLoader
+from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import later
 from localrt.offload.pipeline.caches import split_batch
@@ -62,9 +62,11 @@ class Lane:
         self._verify = verify
         self._vectors: dict[str, dict[str, PackedTensor]] = {}
 
-    def weights(self, unit: StoredUnit, data: Any) -> WeightLoader:
-        """A unit's tensors in ``data``, for this lane's ``Ops``."""
-        return WeightLoader(self._memory(unit, data), self.ops)
+    def weights(
+        self, unit: StoredUnit, data: Any, vectors: dict[VectorKey, Vector] | None = None
+    ) -> WeightLoader:
+        """A unit's tensors in ``data``, for this lane's ``Ops``; see ``WeightLoader``."""
+        return WeightLoader(self._memory(unit, data), self.ops, vectors=vectors)
 
     def joined(self, slices: Sequence[tuple[StoredUnit, Any]]) -> Any:
         """Consecutive slices of one matrix as one weight, where each of them lies."""
@@ -114,10 +116,12 @@ class Lane:
             raise
         return memory, there
 
-    def release(self, unit: StoredUnit, ended: Mark) -> None:
+    def release(self, unit: StoredUnit, memory: Any, ended: Mark) -> None:
         """A unit has been computed with, at ``ended``: its place in the ring may be filled."""
         assert self.reader is not None, "see acquire"
-        self.reader.release(unit.name, ended if self.card is None else self.card.mark(ended))
+        if self.card is not None:
+            ended = self.card.mark(ended, memory, last=True)
+        self.reader.release(unit.name, ended)
 
     def stream(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
         """Have these pass through the ring, or a new one, from now on, in each pass."""

@@ -15,14 +15,15 @@ import numpy as np
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.parts import Part
 from localrt.models.timing import Mark
-from localrt.models.weights import WeightLoader
+from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.protocol import Vector
 
 __all__ = ["CrossingStage", "MixtureStage", "Stage"]
 
-_KEPT_PLACES = 4  # of a streamed unit in the ring, for which its part is kept
+_KEPT_PLACES = 32  # of a streamed unit in the ring, for which its part is kept
 
 
 class Stage:
@@ -52,6 +53,7 @@ class Stage:
         self.macs = sum(t.shape[0] * t.shape[1] for t in unit.tensors if len(t.shape) == 2)
         self._load, self._moved = load, moved
         self._passing: dict[int, Part] = {}  # by where in the ring the unit lies
+        self._vectors: dict[VectorKey, Vector] = {}  # copies that all of these share
 
     @property
     def ram_nbytes(self) -> int:
@@ -99,6 +101,7 @@ class Stage:
         self._moved()
         self.copy = None
         self._passing.clear()
+        self._vectors.clear()
 
     def __call__(self, state: StreamedState) -> None:
         """Compute the part once its weights are there."""
@@ -117,19 +120,22 @@ class Stage:
             self._compute(part, state)
             ended = state.mark
         finally:
-            self.lane.release(self.unit, ended)
+            self.lane.release(self.unit, memory, ended)
 
     def _compute(self, part: Part, state: StreamedState) -> None:
         self.lane.compute(part, state, self.name, self.unit.nbytes, self.macs)
 
     def _part_at(self, memory: Any) -> Part:
-        """A part is made once for each place in the ring that its unit comes to lie at."""
+        """A part is made once for each place in the ring that its unit comes to lie at.
+
+        Only the first copies norms and biases to a card, which waits for all of its kernels.
+        """
         places = self._passing
         address = int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
         if address not in places:
             while len(places) >= _KEPT_PLACES:
                 del places[next(iter(places))]
-            places[address] = self._load(self.lane.weights(self.unit, memory))
+            places[address] = self._load(self.lane.weights(self.unit, memory, self._vectors))
         return places[address]
 
 

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
-from localrt.offload.cards.clock import VirtualClock
+from localrt.offload.cards.accelerator import Accelerator
+from localrt.offload.cards.clock import VirtualClock, WallClock
 from localrt.offload.cards.virtual import VirtualAccelerator
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.protocol import Batch, Ops, Span
 from tests.models.tiny import tokens
+from tests.offload.cards.late import LateAccelerator
 from tests.offload.placed import MODE, PLENTY, Model, extend, open_decoder, passing
 
 LINK, MEMORY, FLOPS, CALL = 1e8, 1e9, 1e10, 1e-5
@@ -68,12 +70,19 @@ def on_card(
     slack: tuple[int, int] = (0, 0),
     card: Mapping[str, Any] | None = None,
     placement: Placement | None = None,
+    late: bool = False,
     **options: Any,
 ) -> Iterator[Decoder]:
-    """The decoder that follows a placement, on a virtual card: ``placement``, or that of
-    ``where``.
+    """The decoder that follows ``placement``, or that of ``where``, on a virtual card; or on one
+    that finds races.
     """
-    accelerator, clock = virtual_card(model.ops, keep=100_000, **(card or {}))
+    accelerator: Accelerator
+    clock: WallClock
+    if late:
+        clock = WallClock(keep=100_000)
+        accelerator = LateAccelerator(clock, model.ops, capacity=PLENTY)
+    else:
+        accelerator, clock = virtual_card(model.ops, keep=100_000, **(card or {}))
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_decoder(
         model.store,
@@ -89,6 +98,8 @@ def on_card(
     finally:
         decoder.close()
         assert accelerator.used == 0
+        if isinstance(accelerator, LateAccelerator):
+            assert not accelerator.faults, accelerator.faults[:3]
 
 
 def conversation(decoder: Decoder) -> list[np.ndarray]:
