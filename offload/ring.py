@@ -6,7 +6,7 @@ computed. Nothing is allocated after construction, and nothing can fragment. Not
 knows sizes and offsets, neither files nor weights.
 
 A mark says when something has happened or will have: an event of a GPU, or a time on a virtual
-clock. Who gives bytes back may leave one, and who fills them next finds the latest.
+clock. Who gives bytes back may leave one, and who fills any of them next finds the latest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.timing import Mark
+from localrt.offload.cards.clock import later
 from localrt.quant.ops.aligned import aligned_buffer
 
 __all__ = ["PAGE", "Chunk", "Lease", "Ring", "chunks", "place"]
@@ -65,7 +67,8 @@ class Ring:
         self._chunk = chunk
         self._next = 0  # where the next unit goes if it fits
         self._live: deque[Lease] = deque()  # oldest first
-        self._marks: deque[tuple[int, int, Mark]] = deque(maxlen=64)  # of bytes given back
+        # Of bytes given back, the oldest first; ranges do not overlap, so they are few.
+        self._marks: list[tuple[int, int, Mark]] = []
 
     def lease(self, nbytes: int) -> Lease | None:
         """A place for a unit behind those that are there; None while nothing of it could be read.
@@ -89,15 +92,15 @@ class Ring:
     def next_chunk(self, lease: Lease) -> tuple[Chunk, Mark] | None:
         """The lease's next chunk if the bytes that it goes to are free; it is handed out once.
 
-        With the mark of whoever used them last.
+        With the mark by which all who used them are done.
         """
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
         chunk = lease.waiting.popleft()
         start = lease.offset + chunk.start
         stop = start + chunk.nbytes
-        before = (mark for low, high, mark in reversed(self._marks) if low < stop and start < high)
-        return chunk, next(before, None)
+        used = (mark for low, high, mark in self._marks if low < stop and start < high)
+        return chunk, reduce(later, used, None)
 
     def view(self, lease: Lease) -> Any:
         """The unit's bytes: a slice of the memory."""
@@ -113,9 +116,19 @@ class Ring:
             raise ValueError("the lease was given back before")
         lease.released = True
         if mark is not None:
-            self._marks.append((lease.offset, lease.offset + lease.nbytes, mark))
+            self._note(lease.offset, lease.offset + lease.nbytes, mark)
         while self._live and self._live[0].released:
             self._live.popleft()
+
+    def _note(self, start: int, stop: int, mark: Mark) -> None:
+        """These bytes are free after ``mark``, which comes after all marks that they had."""
+        marks: list[tuple[int, int, Mark]] = []
+        for low, high, before in self._marks:
+            if low < start:
+                marks.append((low, min(high, start), before))
+            if stop < high:
+                marks.append((max(low, stop), high, before))
+        self._marks = [*marks, (start, stop, mark)]
 
     def _newest(self, start: int, stop: int) -> int:
         """How many leases are as old as the newest that takes bytes of ``start`` to ``stop``."""

@@ -178,6 +178,57 @@ def test_the_latest_mark_of_the_bytes_comes_with_the_chunk() -> None:
     assert marks == ["first", "first", "second"]
 
 
+def test_no_mark_is_forgotten() -> None:
+    ring = Ring(200 * PAGE, PAGE)
+    before: Lease | None = None
+    for mark in range(200):
+        lease = ring.lease(PAGE)
+        assert lease is not None
+        assert fill(ring, lease) == PAGE
+        if before is not None:
+            ring.release(before, mark - 1)
+        before = lease
+    assert before is not None
+    ring.release(before, 199)
+    lease = ring.lease(200 * PAGE)
+    assert lease is not None
+    assert [found[1] for _ in range(200) if (found := ring.next_chunk(lease))] == list(range(200))
+
+
+@settings(max_examples=100)
+@given(
+    units=st.lists(st.tuples(st.integers(1, 9), st.floats(1, 9)), min_size=1, max_size=60),
+    slack=st.integers(0, 12),
+    chunk=st.integers(1, 5),
+)
+def test_a_chunk_waits_for_all_who_used_its_bytes(
+    units: list[tuple[int, float]], slack: int, chunk: int
+) -> None:
+    ring = Ring((max(size for size, _ in units) + slack) * PAGE, chunk * PAGE)
+    used = np.zeros(ring.nbytes // PAGE)  # when each page was used last
+
+    def pages(offset: int, nbytes: int) -> slice:
+        return slice(offset // PAGE, (offset + nbytes) // PAGE)
+
+    def take(lease: Lease) -> None:
+        while (found := ring.next_chunk(lease)) is not None:
+            part, mark = found
+            assert (mark or 0.0) == used[pages(lease.offset + part.start, part.nbytes)].max()
+
+    live = deque[tuple[Lease, float]]()
+    for size, mark in units:
+        lease = None
+        while lease is None or lease.waiting:
+            lease = lease or ring.lease(size * PAGE)
+            if lease is not None:
+                take(lease)
+            if lease is None or lease.waiting:
+                older, ended = live.popleft()
+                ring.release(older, ended)
+                used[pages(older.offset, older.nbytes)] = ended
+        live.append((lease, mark))
+
+
 def test_memory_is_page_aligned_and_writable() -> None:
     for nbytes in (0, PAGE, 3 << 20):
         buffer = aligned_buffer(nbytes)
