@@ -17,7 +17,10 @@ from localrt.models.checkpoints.base import TensorSource, WeightBlock
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Ops, Vector, Weight
 
-__all__ = ["WeightLoader", "is_ignored", "missing_tensor"]
+__all__ = ["VectorKey", "WeightLoader", "is_ignored", "missing_tensor"]
+
+VectorKey = tuple[tuple[str, ...], float, float]
+"""The names of a vector's tensors, what is added to their values, and what these are times."""
 
 # Derived from the config, read elsewhere, or of another modality: never part of the text model.
 _IGNORED_PARTS = (
@@ -53,7 +56,8 @@ def missing_tensor(name: str) -> str:
 class WeightLoader:
     """Hands tensors to ``ops``, once each. ``on_bytes`` gets the packed bytes of every block.
 
-    ``repack`` gives a matrix's blocks another format.
+    ``repack`` gives a matrix's blocks another format. ``vectors`` keeps those that are made, and
+    has those that were made before of the same tensors.
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class WeightLoader:
         on_bytes: Callable[[int], None] | None = None,
         *,
         repack: Callable[[WeightBlock], WeightBlock] = lambda block: block,
+        vectors: dict[VectorKey, Vector] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._ops = ops
         self._on_bytes = on_bytes
         self._repack = repack
+        self._vectors = {} if vectors is None else vectors
         self._used: set[str] = set()
 
     def matrix(self, shape: tuple[int, int], *names: str) -> Weight:
@@ -84,8 +90,13 @@ class WeightLoader:
         shapes = [self._shape(name) for name in names]
         if any(len(s) != 1 for s in shapes) or sum(s[0] for s in shapes) != size:
             self._mismatch(names, shapes, (size,))
-        values = np.concatenate([self._values(name) for name in names])
-        return self._ops.vector((values + np.float32(offset)) * np.float32(scale))
+        key = (names, offset, scale)
+        if key not in self._vectors:
+            values = np.concatenate([self._values(name) for name in names])
+            values = (values + np.float32(offset)) * np.float32(scale)
+            self._vectors[key] = self._ops.vector(values)
+        self._used.update(names)
+        return self._vectors[key]
 
     def optional_vector(self, present: bool, size: int, *names: str) -> Vector | None:
         """``vector`` where a model has one."""
@@ -113,7 +124,6 @@ class WeightLoader:
                     self._on_bytes(block.nbytes)
 
     def _values(self, name: str) -> npt.NDArray[np.float32]:
-        self._used.add(name)
         packed = self._checkpoint.read(name)
         if self._on_bytes is not None:
             self._on_bytes(packed.nbytes)
