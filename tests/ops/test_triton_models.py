@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
@@ -21,7 +23,7 @@ from localrt.quant.ops.protocol import Batch, Span
 from tests.ops.triton_target import DEVICE
 
 from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
-from localrt.quant.ops.triton.graph import GraphedForward  # isort: skip
+from localrt.quant.ops.triton.graph import GraphedForward, record  # isort: skip
 from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
 from tests.models.test_architectures import oracle  # isort: skip
 from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
@@ -243,3 +245,21 @@ def test_memory_estimates_are_what_is_taken(folder: Path) -> None:
     cache = decoder.cache(100)
     decoder.forward(Batch.extend([(cache, [1, 2, 3])]), rows=[])
     assert cache.nbytes == ops.kv_nbytes(decoder.config.attention, 3)
+
+
+def test_recording_bears_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In CUDA's own mode an allocation of any thread would end it."""
+    modes: list[object] = []
+    began: list[bool] = []
+
+    @contextmanager
+    def capture(graph: object, *, pool: object, capture_error_mode: str = "global") -> Any:
+        modes.append((pool, capture_error_mode))
+        yield
+
+    fakes = {"CUDAGraph": MagicMock(), "current_stream": MagicMock(), "graph": capture}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    record(lambda: began.append(True), "pool")
+    assert modes == [("pool", "thread_local")]
+    assert began == [True]

@@ -25,7 +25,7 @@ from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.triton.linear import MOST_ROWS
 from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, TritonPass
 
-__all__ = ["DecodeGraph", "GraphedForward", "RecordedOps"]
+__all__ = ["DecodeGraph", "GraphedForward", "RecordedOps", "record"]
 
 _KEPT = 8
 
@@ -125,6 +125,19 @@ class GraphedForward:
         return _Shape(id(cache), cache.allocated, span.rows, wanted, span.mask is not None)
 
 
+def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """What replays the kernels that ``body`` starts; ``pool`` has their scratch memory.
+
+    Meanwhile other threads may allocate, copy and pin: recording looks at its own thread's calls.
+    """
+    torch.cuda.current_stream().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        body()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
 class DecodeGraph:
     """One recorded pass. ``run`` replays it for other tokens at the sequence's next places."""
 
@@ -159,11 +172,7 @@ class DecodeGraph:
             body()  # compiles what is left to compile, which recording must not do
             self._replay = body
             if pinned:
-                torch.cuda.current_stream().synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    body()
-                self._replay = graph.replay
+                self._replay = record(body, pool)
                 step.spans = ()  # the cache is not this recording's to keep alive
             logits = self._logits()
             self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=pinned)
