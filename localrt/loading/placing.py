@@ -17,6 +17,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.errors import StorageError
 from localrt.files import private_folder
+from localrt.formatting import format_bytes
 from localrt.loading.cards import open_card
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
 from localrt.loading.options import LoadOptions, byte_counter
@@ -57,6 +58,7 @@ __all__ = ["load_placed"]
 
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20
+_UNPINNED_SHARE = 0.5  # of the link's rate, from RAM that could not be pinned
 _MENDED = "parts of the packed copy were damaged and have been made again from the model"
 
 
@@ -149,6 +151,11 @@ def load_placed(
         kv_tier=kv_tier,
         on_bytes=byte_counter(resident, progress, cancel),
     )
+    if card.accelerator is not None and card.accelerator.unpinned:
+        notes.append(
+            f"the system does not let {format_bytes(card.accelerator.unpinned)} of RAM be pinned: "
+            "copies of it to the card take about twice as long; a smaller --ram may help"
+        )
     rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
     engine = NativeEngine(
         Decoder(streamed),
@@ -202,6 +209,10 @@ def _forecaster(plan: Plan, streamed: Streamed) -> Forecaster:
 
     def predict(rates: Rates, now: Mapping[str, Where]) -> Forecast:
         machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
+        card = streamed.pipeline.card
+        if card is not None and card.card is not None and card.card.unpinned:
+            link = (machine.link_bytes_s or 0.0) * _UNPINNED_SHARE
+            machine = replace(machine, link_bytes_s=link)
         costs = replace(plan.request, machine=machine).costs(expert_hits=rates.expert_hits)
         placement = replace(plan.placement, where={**plan.placement.where, **now})
         steady = simulate(costs, placement)

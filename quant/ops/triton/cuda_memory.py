@@ -39,6 +39,7 @@ class CudaCopies:
         self._stream = cuda.Stream(self._device) if self._real else None
         self._lock = threading.Lock()
         self._pinned: list[Bytes] = []
+        self.unpinned = 0  # bytes of buffers that the system would not pin
 
     def alloc(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the card."""
@@ -58,7 +59,10 @@ class CudaCopies:
             memory.untyped_storage().resize_(0)
 
     def host_buffer(self, nbytes: int) -> Bytes:
-        """Pinned RAM, page-aligned: exactly ``nbytes``, where torch's own pool would round up."""
+        """Pinned RAM, page-aligned: exactly ``nbytes``, where torch's own pool would round up.
+
+        Where the system does not let it be pinned it is plain RAM, from which copies are slower.
+        """
         from localrt.quant.ops.aligned import aligned_buffer
 
         data = aligned_buffer(nbytes)
@@ -66,6 +70,11 @@ class CudaCopies:
             status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, nbytes, 0)
             if int(status) == 0:
                 self._pinned.append(data)
+            else:
+                self.unpinned += nbytes
+                # CUDA remembers the error, and torch would raise it at the next kernel.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
         return data
 
     def copy_in(self, source: Bytes, out: Tensor, after: Any, *, wait: bool = True) -> Any:

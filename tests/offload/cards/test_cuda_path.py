@@ -221,3 +221,27 @@ def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) 
     assert 0 < counts.expert_hits < counts.expert_uses
     assert counts.link_bytes > 0
     assert busy["cpu"] > 0
+
+
+def test_ram_that_cannot_be_pinned_is_counted_and_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = CudaCopies(device="cpu")
+
+    class Refusing:
+        def cudart(self) -> Refusing:
+            return self
+
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            return 0 if nbytes < 10_000 else 2
+
+        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+            assert address == small.ctypes.data
+
+    monkeypatch.setattr(copies, "_real", True)
+    monkeypatch.setattr(copies, "_cuda", Refusing())
+    small, large = copies.host_buffer(4096), copies.host_buffer(40_960)
+    assert copies.unpinned == 40_960
+    for data in (small, large):
+        data[:] = 7
+        copies.free_host(data)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,19 @@ from hypothesis import strategies as st
 from localrt.errors import CancelledError
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.experts.scheduler import ExpertCosts
-from localrt.offload.placement import Where
+from localrt.offload.placement import LEAST_CARD_ROWS, Where
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
-from tests.offload.cards.carded import assert_same, conversation, on_card, placements
+from tests.offload.cards.carded import (
+    assert_same,
+    conversation,
+    on_card,
+    place_on_card,
+    placements,
+)
 from tests.offload.cards.late import POISON, LateAccelerator
+from tests.offload.cards.test_long_passes import LONG, crossing, passes
 from tests.offload.experts.rates import Rate
 from tests.offload.placed import (
     PLENTY,
@@ -150,6 +158,20 @@ def test_cancelled_passes_and_memory_given_back(
             )
 
 
+@settings(some, max_examples=15)
+@given(data=st.data(), slack=PAGES)
+def test_long_passes_for_which_weights_cross(
+    model: Expected, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    where = data.draw(placements(passing(model.store)))
+    sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=6))
+    taken = st.tuples(st.integers(0, 300_000), st.integers(0, 300_000))
+    shortages = data.draw(st.lists(taken, max_size=4))
+    pending = iter([(0, 0), *shortages, *[(0, 0)] * 100])
+    with crossing(model, where, slack=slack, late=True, shortage=lambda: next(pending)) as decoder:
+        assert_same(passes(decoder, sizes), passes(model.resident, sizes))
+
+
 # -- mixtures --------------------------------------------------------------------------------------
 
 
@@ -167,8 +189,13 @@ def test_any_placement_of_a_mixture_computes_the_same(
     fast, slow = data.draw(st.integers(0, len(experts))), data.draw(st.integers(0, len(experts)))
     where |= dict.fromkeys(experts[:fast], Where.VRAM)
     where |= dict.fromkeys(experts[max(fast, slow) :], Where.SSD)
-    with on_card(mixture, where, slack=slack, late=True, expert_costs=costs) as decoder:
+    placement = replace(place_on_card(mixture.store, where, slack=slack), prefill_rows=LONG)
+    if data.draw(st.booleans()):
+        placement = replace(placement, card_rows=LEAST_CARD_ROWS)
+    with on_card(mixture, where, placement=placement, late=True, expert_costs=costs) as decoder:
         assert_same(conversation(decoder), mixture.expected)
+        sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=5))
+        assert_same(passes(decoder, sizes), passes(mixture.resident, sizes))
         left = data.draw(st.integers(1, 8))
 
         def check() -> None:
