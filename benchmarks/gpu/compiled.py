@@ -1,0 +1,150 @@
+"""What the compiler makes of the products' kernels, for cards that need not be here.
+
+    python -m benchmarks.gpu.compiled --out FILE [--only FORMAT,...] [--targets 75,89]
+
+For each format, number of rows, gate and generation of cards: registers, spills, shared memory, and
+instructions of the main loop per byte of packed weights, scales included. The disassembler is the
+one that Triton brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import record
+from localrt.quant.formats import FORMATS
+from localrt.quant.formats.tiled import tile_span
+from localrt.quant.ops.cuda.formats import TYPES, steps_at_once
+from localrt.quant.ops.cuda.products import best_cut, linear_program
+from localrt.quant.ops.cuda.programs import compile_program
+
+__all__ = ["ROWS", "SHARED_BYTES", "TARGETS", "Build", "build"]
+
+TARGETS = (75, 80, 86, 89, 90, 120)
+ROWS = (1, 8, 16, 64)
+# What a block may have: CUDA C++ Programming Guide, compute capabilities.
+SHARED_BYTES = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    120: 99 << 10,
+}
+_GATE = "silu"
+_MANY_TILES = 1 << 20  # a long matrix: the variant that decoding lives on
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One variant. ``per_byte``: instructions of a warp in the main loop per byte it reads."""
+
+    format: str
+    rows: int
+    gate: bool
+    target: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    instructions: int
+    per_byte: float
+
+
+def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
+    """Compile the variant that a long matrix in ``format_`` takes for ``rows`` rows."""
+    cut = best_cut(format_, _MANY_TILES, rows, 24, gate)
+    program = linear_program(format_, rows, cut, _GATE if gate else None, torch.float32)
+    compiled = compile_program(program, target)
+    loop = _main_loop(_instructions(compiled.code))
+    steps = steps_at_once(format_)
+    span = tile_span(FORMATS[format_])
+    read = 2 * cut.pairs * 16 * FORMATS[format_].row_bytes(span) * steps * 32 // span
+    return Build(
+        format_,
+        rows,
+        gate,
+        target,
+        _number(r"Used (\d+) registers", compiled.log),
+        _number(r"(\d+) bytes spill stores", compiled.log),
+        _number(r"(\d+) bytes smem", compiled.log),
+        len(loop),
+        round(len(loop) / read, 4),
+    )
+
+
+def _number(pattern: str, log: str) -> int:
+    found = re.search(pattern, log)
+    return int(found[1]) if found else 0
+
+
+def _instructions(code: bytes) -> list[tuple[str, str]]:
+    """The label before each instruction, or nothing, and the instruction."""
+    disassembler = files("triton").joinpath("backends/nvidia/bin/nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [str(disassembler), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found, label = [], ""
+    for line in text.splitlines():
+        if named := re.match(r"(\.L_\S+):", line):
+            label = named[1]
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*)", line):
+            found.append((label, instruction[1]))
+            label = ""
+    return found
+
+
+def _main_loop(code: list[tuple[str, str]]) -> list[str]:
+    """The loop with the most integer products."""
+    places = {label: at for at, (label, _) in enumerate(code) if label}
+    loops = []
+    for at, (_, instruction) in enumerate(code):
+        jump = re.search(r"BRA.*`\((\.L_\S+?)\)", instruction)
+        if jump and places.get(jump[1], at + 1) <= at:
+            body = [text for _, text in code[places[jump[1]] : at + 1]]
+            loops.append([text for text in body if not text.startswith("NOP")])
+    assert loops, "a product has a loop"
+    return max(loops, key=lambda body: sum("IMMA" in text for text in body))
+
+
+def _variants(formats: list[str], targets: list[int]) -> Iterator[tuple[str, int, bool, int]]:
+    return itertools.product(formats, ROWS, (False, True), targets)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", help="formats, separated by commas")
+    parser.add_argument("--targets", help="generations, like 75,89")
+    args = parser.parse_args(argv)
+    formats = args.only.split(",") if args.only else sorted(TYPES)
+    targets = [int(t) for t in args.targets.split(",")] if args.targets else list(TARGETS)
+    variants = list(_variants(formats, targets))
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda v: build(v[0], v[1], v[3], gate=v[2]), variants))
+    setting = record.setting("python -m benchmarks.gpu.compiled", "nvidia-cuda-nvrtc", "triton")
+    record.save(args.out, {**setting, "rows": [asdict(each) for each in made]})
+    worst = max(made, key=lambda each: each.shared_bytes)
+    spilled = [each for each in made if each.spilled_bytes]
+    print(
+        f"{len(made)} variants; most shared memory {worst.shared_bytes} bytes; {len(spilled)} spill"
+    )
+    return 1 if spilled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+// What the kernels ask of the hardware: types, loads, and the few instructions that C++ has no word
+// for. tests/ops/cuda has the same functions for a CPU, where the kernels run for tests.
+#pragma once
+
+#ifndef EMULATED
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char i8;
+typedef int i32;
+typedef long long i64;
+
+#define FN static __device__ __forceinline__
+
+// Bytes of a and b (numbered 0 to 7) that the four nibbles of `which` name; a nibble of 8 and more
+// repeats its byte's sign.
+FN u32 pick(u32 a, u32 b, u32 which) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(which));
+    return d;
+}
+
+FN float half_to_float(u16 bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
+
+// The float16 in the lower and in the upper half.
+FN float2 two_halves(u32 bits) {
+    float2 f;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(f.x), "=f"(f.y) : "r"(bits));
+    return f;
+}
+
+// Two positive E4M3 in a word's lower bytes as float16, 1 / E4M3_UNIT of their values.
+#if __CUDA_ARCH__ >= 890
+constexpr float E4M3_UNIT = 1;
+FN u32 two_e4m3(u32 bits) {
+    u32 d;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a;}" : "=r"(d) : "r"(bits));
+    return d;
+}
+#else
+constexpr float E4M3_UNIT = 256;
+FN u32 two_e4m3(u32 bits) { return pick(bits, 0, 0x1404) >> 1 & 0x3F803F80u; }
+#endif
+
+FN u16 float_to_half(float f) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
+    return bits;
+}
+
+FN float as_float(u32 bits) { return __uint_as_float(bits); }
+FN u32 as_bits(float f) { return __float_as_uint(f); }
+FN float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+FN float times(float a, float b) { return __fmul_rn(a, b); }
+FN float plus(float a, float b) { return __fadd_rn(a, b); }
+FN i32 nearest(float f) { return __float2int_rn(f); }
+FN float from_int(i32 i) { return __int2float_rn(i); }
+// Loads stay on their side of it: a compiler that moves them all to the front runs out of registers.
+FN void fence() { asm volatile("" ::: "memory"); }
+
+FN float shuffle_xor(float f, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, f, lanes); }
+FN i32 shuffle_xor(i32 i, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, i, lanes); }
+
+// Weights pass once: they are not kept in the first cache.
+FN uint4 load_streamed(const uint4* p) {
+    uint4 v;
+    asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// c (16 x 8, int32) += a (16 x 32, 8 bits) times b (32 x 8, int8). With g = lane / 4 and t = lane % 4:
+// a[0], a[2] are row g, columns 4t and 16 + 4t; a[1], a[3] row g + 8; b[0], b[1] column g, rows as
+// a's columns; c[0], c[1] row g, columns 2t and 2t + 1; c[2], c[3] row g + 8.
+template <bool SIGNED>
+FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (SIGNED)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else  // Turing multiplies 8 x 16 by 16 x 8: the sums are whole numbers, so their order is free
+    const u32 a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+    for (int k = 0; k < 2; k++)
+        for (int half = 0; half < 2; half++)
+            if constexpr (SIGNED)
+                asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                    : "+r"(c[2 * half]), "+r"(c[2 * half + 1]) : "r"(a[2 * k + half]), "r"(b[k]));
+            else
+                asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                    : "+r"(c[2 * half]), "+r"(c[2 * half + 1]) : "r"(a[2 * k + half]), "r"(b[k]));
+#endif
+}
+#endif

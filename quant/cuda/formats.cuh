@@ -1,0 +1,256 @@
+// The packed formats, as quant/formats/tiled.py specifies them. A format is a struct that says how a
+// lane's words of a step (four rows of eight columns) become operands of the integer product, and what a
+// row's scale is; nothing else in these kernels knows a format.
+//
+// Of a step, 32 columns of a tile of 16 rows, a lane has rows 4q to 4q + 3 and the columns 4t to
+// 4t + 3 and 16 + 4t to 16 + 4t + 3. Signed codes stand in the upper bits of their bytes, which makes
+// their zero point a sign bit: a sum is 2 ** (8 - bits) times too large, and `unit` sets that right.
+#pragma once
+#include "device.cuh"
+
+struct Lane {
+    int g, t, q;  // of 8, 4 and 4
+
+    FN Lane make(int lane) {
+        Lane l;
+        l.g = lane >> 2, l.t = lane & 3, l.q = l.g & 3;
+        return l;
+    }
+};
+
+FN u32 word(const uint4& v, int row) { return row == 0 ? v.x : row == 1 ? v.y : row == 2 ? v.z : v.w; }
+
+// -- codes -----------------------------------------------------------------------------------------
+
+// Whole numbers of 4, 5, 6 or 8 bits. `ZERO` is taken off by the sum of x, which costs nothing; where two
+// halves of a step would need two sums, the codes are SIGNED about the middle of their range.
+template <int BITS_, int ZERO_, bool SIGNED_ = false>
+struct Whole {
+    static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1;
+    static constexpr bool SIGNED = SIGNED_, MIXED = false;
+    static constexpr float UNIT = SIGNED ? 1.f / (1 << (8 - BITS)) : 1.f;
+    uint4 low, high[2];
+    u32 fifth[2];
+
+    FN void load(Whole& w, const u8* step, const Lane& lane) {
+        w.low = load_streamed((const uint4*)(step + lane.t * 64 + lane.q * 16));
+        if constexpr (BITS == 8) w.high[0] = load_streamed((const uint4*)(step + 256 + lane.t * 64 + lane.q * 16));
+        if constexpr (BITS == 6)
+            for (int h = 0; h < 2; h++) w.high[h] = *(const uint4*)(step + 256 + h * 64 + lane.q * 16);
+        if constexpr (BITS == 5)
+            for (int h = 0; h < 2; h++) w.fifth[h] = *(const u16*)(step + 256 + (4 * h + lane.t) * 8 + lane.q * 2);
+    }
+
+    // A row's columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3.
+    FN void operands(const Whole& w, const Lane& lane, int row, int plane, u32& a, u32& b) {
+        const u32 codes = word(w.low, row);
+        constexpr u32 middle = SIGNED ? 0x80808080u : 0u;
+        if constexpr (BITS == 8) {
+            a = codes ^ middle, b = word(w.high[0], row) ^ middle;
+        } else if constexpr (BITS == 4) {
+            a = SIGNED ? (codes << 4 & 0xF0F0F0F0u) ^ middle : codes & 0x0F0F0F0Fu;
+            b = SIGNED ? (codes & 0xF0F0F0F0u) ^ middle : codes >> 4 & 0x0F0F0F0Fu;
+        } else if constexpr (BITS == 5) {
+            // Four bits to the top of four bytes: each product's bit lands once, and none carries.
+            constexpr u32 spread = SIGNED ? 0x10204080u : 0x02040810u, top = SIGNED ? 0x80808080u : 0x10101010u;
+            const u32 fa = (w.fifth[0] >> 4 * row & 15) * spread & top;
+            const u32 fb = (w.fifth[1] >> 4 * row & 15) * spread & top;
+            a = SIGNED ? ((codes << 3 & 0x78787878u) | fa) ^ middle : (codes & 0x0F0F0F0Fu) | fa;
+            b = SIGNED ? ((codes >> 1 & 0x78787878u) | fb) ^ middle : (codes >> 4 & 0x0F0F0F0Fu) | fb;
+        } else {
+            const u32 fa = word(w.high[0], row) >> 2 * lane.t, fb = word(w.high[1], row) >> 2 * lane.t;
+            a = SIGNED ? ((codes << 2 & 0x3C3C3C3Cu) | (fa << 6 & 0xC0C0C0C0u)) ^ middle
+                       : (codes & 0x0F0F0F0Fu) | (fa << 4 & 0x30303030u);
+            b = SIGNED ? ((codes >> 2 & 0x3C3C3C3Cu) | (fb << 6 & 0xC0C0C0C0u)) ^ middle
+                       : (codes >> 4 & 0x0F0F0F0Fu) | (fb << 4 & 0x30303030u);
+        }
+    }
+};
+
+// Sixteen levels, by tables of magnitudes: codes below 8 in one plane, the others in another, of which
+// `NEGATIVE` is multiplied with -x. A code that is not its plane's gives 0, since no magnitude has the
+// sign that `pick` then repeats. The columns come as 4t, 16 + 4t, 4t + 1, ...: in the order of bytes.
+template <u32 L0, u32 L1, u32 H0, u32 H1, int NEGATIVE_>
+struct Levels {
+    static constexpr int BITS = 4, ZERO = 0, PLANES = 2, NEGATIVE = NEGATIVE_;
+    static constexpr bool SIGNED = true, MIXED = true;
+    uint4 low;
+
+    FN void load(Levels& w, const u8* step, const Lane& lane) {
+        w.low = load_streamed((const uint4*)(step + lane.t * 64 + lane.q * 16));
+    }
+
+    FN void operands(const Levels& w, const Lane&, int row, int plane, u32& a, u32& b) {
+        const u32 codes = plane ? word(w.low, row) ^ 0x88888888u : word(w.low, row);
+        a = plane ? pick(H0, H1, codes) : pick(L0, L1, codes);
+        b = plane ? pick(H0, H1, codes >> 16) : pick(L0, L1, codes >> 16);
+    }
+};
+
+struct E2m1 : Levels<0x03020100u, 0x0C080604u, 0x03020100u, 0x0C080604u, 1> {
+    static constexpr float UNIT = 0.5f;
+};
+
+// NF4's levels as 127ths: within 0.4 % of a group's largest magnitude, as on the CPU.
+struct Nf4 : Levels<0x3243587Fu, 0x000C1724u, 0x2B1F140Au, 0x7F5C4738u, 0> {
+    static constexpr float UNIT = 1.f / 127;
+};
+
+// -- scales ----------------------------------------------------------------------------------------
+
+// Of ROWS rows: the lane's four, or where a lane is left with one of them, row 4q + t.
+
+template <int ROWS>
+struct Halves {  // float16
+    uint2 four;
+    u16 one;
+
+    FN void load(Halves& h, const u8* at, const Lane& lane) {
+        if constexpr (ROWS == 4) h.four = *(const uint2*)(at + lane.q * 8);
+        if constexpr (ROWS == 1) h.one = *(const u16*)(at + lane.q * 8 + lane.t * 2);
+    }
+    FN float of(const Halves& h, int row) {
+        if constexpr (ROWS == 1) return half_to_float(h.one);
+        const float2 two = two_halves(row < 2 ? h.four.x : h.four.y);
+        return row & 1 ? two.y : two.x;
+    }
+};
+
+template <int ROWS>
+struct Bytes {
+    u32 four;
+
+    FN void load(Bytes& b, const u8* at, const Lane& lane) {
+        if constexpr (ROWS == 4) b.four = *(const u32*)(at + lane.q * 4);
+        if constexpr (ROWS == 1) b.four = at[lane.q * 4 + lane.t];
+    }
+    // Byte `row`, moved up by `shift`, which leaves some of the others beside it.
+    FN u32 of(const Bytes& b, int row, int shift) {
+        const int by = shift - 8 * row;
+        return by >= 0 ? b.four << by : b.four >> -by;
+    }
+};
+
+template <int ROWS>
+struct Words {
+    uint4 four;
+    u32 one;
+
+    FN void load(Words& w, const u8* at, const Lane& lane) {
+        if constexpr (ROWS == 4) w.four = *(const uint4*)(at + lane.q * 16);
+        if constexpr (ROWS == 1) w.one = *(const u32*)(at + lane.q * 16 + lane.t * 4);
+    }
+    FN u32 of(const Words& w, int row) { return ROWS == 1 ? w.one : word(w.four, row); }
+};
+
+template <int ROWS>
+struct HalfScale {  // a float16 for a span
+    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = false;
+    static constexpr int HEAD = 32;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> scales;
+
+    FN void load(HalfScale& s, const u8* head, const Lane& lane) { s.scales.load(s.scales, head, lane); }
+    FN float of(const HalfScale& s, int row, int) { return s.scales.of(s.scales, row); }
+};
+
+template <int ROWS>
+struct HalfScaleAndMinimum {
+    static constexpr bool MINIMUM = true, TWO_LEVEL = false, HALVES = false;
+    static constexpr int HEAD = 64;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> scales, minima;
+
+    FN void load(HalfScaleAndMinimum& s, const u8* head, const Lane& lane) {
+        s.scales.load(s.scales, head, lane);
+        s.minima.load(s.minima, head + 32, lane);
+    }
+    FN float of(const HalfScaleAndMinimum& s, int row, int) { return s.scales.of(s.scales, row); }
+    FN float minimum_of(const HalfScaleAndMinimum& s, int row) { return s.minima.of(s.minima, row); }
+};
+
+template <int ROWS>
+struct E8m0Scale {  // a power of two
+    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = false;
+    static constexpr int HEAD = 16;
+    static constexpr float UNIT = 1;
+    Bytes<ROWS> bytes;
+
+    FN void load(E8m0Scale& s, const u8* head, const Lane& lane) { s.bytes.load(s.bytes, head, lane); }
+    // A byte is the exponent of a float; 2 ** -127, which is no normal one, becomes 0.
+    FN float of(const E8m0Scale& s, int row, int) { return as_float(s.bytes.of(s.bytes, row, 23) & 0x7F800000u); }
+};
+
+template <int ROWS>
+struct E4m3Scale {  // for each 16 columns; none is negative
+    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = true;
+    static constexpr int HEAD = 32;
+    static constexpr float UNIT = E4M3_UNIT;
+    Bytes<ROWS> bytes[2];
+
+    FN void load(E4m3Scale& s, const u8* head, const Lane& lane) {
+        for (int h = 0; h < 2; h++) s.bytes[h].load(s.bytes[h], head + 16 * h, lane);
+    }
+    FN float of(const E4m3Scale& s, int row, int half) {
+        const float2 two = two_halves(two_e4m3(row < 2 ? s.bytes[half].four : s.bytes[half].four >> 16));
+        return row & 1 ? two.y : two.x;
+    }
+};
+
+// Q4_K and Q5_K: a scale and a minimum of 6 bits for each step, times two float16 of the span. Five
+// numbers to a word, and the sixteenth in the words' top bits.
+template <int ROWS>
+struct SixBitScales {
+    static constexpr bool MINIMUM = true, TWO_LEVEL = true, HALVES = false;
+    static constexpr int HEAD = 256;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> d, dmin;
+    Words<ROWS> words[3];
+
+    FN void load(SixBitScales& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        s.dmin.load(s.dmin, head + 32, lane);
+        for (int i = 0; i < 3; i++) s.words[i].load(s.words[i], head + 64 + i * 64, lane);
+    }
+    FN i32 number(const SixBitScales& s, int row, int i) {
+        const Words<ROWS>* w = s.words;
+        if (i < 15) return w->of(w[i / 5], row) >> 6 * (i % 5) & 63;
+        return (w->of(w[0], row) >> 30) | (w->of(w[1], row) >> 30 << 2) | (w->of(w[2], row) >> 30 << 4);
+    }
+    FN i32 scale(const SixBitScales& s, int row, int step, int) { return number(s, row, step); }
+    FN i32 minimum(const SixBitScales& s, int row, int step) { return number(s, row, 8 + step); }
+    FN float outer(const SixBitScales& s, int row) { return s.d.of(s.d, row); }
+    FN float outer_minimum(const SixBitScales& s, int row) { return -s.dmin.of(s.dmin, row); }
+};
+
+// Q6_K: a signed byte for each 16 columns, times a float16 of the span.
+template <int ROWS>
+struct ByteScales {
+    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = true;
+    static constexpr int HEAD = 288;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> d;
+    Bytes<ROWS> bytes[16];
+
+    FN void load(ByteScales& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        for (int i = 0; i < 16; i++) s.bytes[i].load(s.bytes[i], head + 32 + i * 16, lane);
+    }
+    FN i32 scale(const ByteScales& s, int row, int step, int half) {
+        const Bytes<ROWS>& b = s.bytes[2 * step + half];
+        return (i32)b.of(b, row, 24) >> 24;
+    }
+    FN float outer(const ByteScales& s, int row) { return s.d.of(s.d, row); }
+};
+
+// -- a format --------------------------------------------------------------------------------------
+
+template <class CODES, template <int> class SCALES, int SPAN_>
+struct Packed {
+    using Codes = CODES;
+    template <int ROWS>
+    using Scales = SCALES<ROWS>;
+    static constexpr int SPAN = SPAN_;  // steps of a span
+    static constexpr int HEAD = SCALES<4>::HEAD, STEP = 64 * CODES::BITS, BYTES = HEAD + SPAN * STEP;
+    static constexpr float UNIT = CODES::UNIT * SCALES<4>::UNIT;
+};

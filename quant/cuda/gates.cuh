@@ -1,0 +1,29 @@
+// How a gate and what it lets through meet, and types that results are stored as.
+#pragma once
+#include "device.cuh"
+
+struct Bf16 {
+    u16 bits;
+};
+
+FN float value_of(float f) { return f; }
+FN float value_of(Bf16 b) { return as_float((u32)b.bits << 16); }
+FN void store(float* at, float value) { *at = value; }
+FN void store(Bf16* at, float value) {  // to the nearest, ties to even
+    const u32 bits = as_bits(value);
+    at->bits = (u16)(value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0);
+}
+
+FN float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+enum { SILU = 1, GELU_TANH, SWIGLU_OAI };
+
+template <int KIND>
+FN float gated(float gate, float up, float limit) {
+    if constexpr (KIND == SILU) return gate * sigmoid(gate) * up;
+    // 0.5 (1 + tanh(z)) is sigmoid(2 z)
+    if constexpr (KIND == GELU_TANH) return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate * sigmoid(1.702f * gate) * (up + 1.f);
+}

@@ -1,0 +1,21 @@
+// Rows of activations to records of 8 bits (sums.cuh). A warp takes 32 columns.
+//
+//   IN   float or Bf16
+#include "gates.cuh"
+#include "records.cuh"
+
+struct Quantize {
+    const IN* x;  // (m, columns) of each head
+    u8* records;
+    i64 x_head, records_head;
+    int x_stride, records_stride;
+    int m, columns;
+};
+
+extern "C" __global__ void quantize(Quantize args) {
+    const int column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, head = blockIdx.z;
+    if (column >= (args.columns + 63) / 64 * 64) return;  // whole warps
+    const IN* x = args.x + head * args.x_head + (i64)row * args.x_stride;
+    const float value = column < args.columns ? value_of(x[column]) : 0;
+    write_record(args.records + head * args.records_head + (i64)row * args.records_stride, column, value);
+}

@@ -1,0 +1,240 @@
+// The sums of every product with packed weights, of 1 to 64 rows. A warp takes 32 or 64 weight rows and
+// some turns of columns; each lane loads 16 bytes a tile, which are operands of the integer product as
+// they lie: nothing passes through shared memory, and one row costs what four do.
+//
+// A row's bits are the same among any others: products of a step are whole numbers, scales are applied
+// and added in the order of the columns, and how turns are dealt out to chains follows from the number
+// of columns alone.
+#pragma once
+#include "formats.cuh"
+#include "records.cuh"
+
+// How many rows of activations a warp multiplies at once. ONE row: a lane is left with one weight row.
+// FEW (up to 4): with four rows and one of activations. Else 8 NT, of which a lane has two of each 8.
+enum Width { ONE, FEW, MANY };
+
+// Rows of activations that lie one after another, ...
+struct InOrder {
+    int stride;
+
+    FN int at(const InOrder& rows, int row) { return row * rows.stride; }
+};
+
+template <class F, int PAIRS, Width WIDTH, int NT = 1, class Rows = InOrder>
+struct Sums {
+    static constexpr int ROWS = WIDTH == ONE ? 1 : 4, COLUMNS = WIDTH == MANY ? 2 : 1;
+    using Codes = typename F::Codes;
+    using Scales = typename F::template Scales<ROWS>;
+    static constexpr int TURN = F::SPAN > 4 ? F::SPAN : 4;  // steps at once
+    static constexpr bool HALVES = Scales::HALVES;
+    // Where one column a lane is wanted, the product's other one is free for the second half.
+    static constexpr int SETS = HALVES && COLUMNS == 2 ? 2 : 1;
+    static constexpr bool LATE_MINIMUM = Scales::TWO_LEVEL && Scales::MINIMUM && NT > 2;
+
+    float of[PAIRS][ROWS][NT][COLUMNS];
+    const u8 *numbers, *scales;  // of the first row that a lane loads, and that its results need
+    Rows rows;
+    u32 part[2];                    // the half of a step's numbers that a column is multiplied with
+
+    // `records` and `rows` say where the product's columns begin: whole eights of rows.
+    FN void begin(Sums& s, const u8* records, const Rows& rows, const Lane& lane, int chain) {
+        const bool second = COLUMNS == 1 && (lane.g & 1);
+        s.part[0] = Codes::MIXED ? 0x00FF00FFu : 0xFFFFFFFFu, s.part[1] = Codes::MIXED ? 0x00FF00FFu : 0;
+        if (second) s.part[0] = ~s.part[0], s.part[1] = ~s.part[1];
+        records += chain * (TURN / 2) * RECORD;
+        s.rows = rows;
+        s.numbers = records + rows.at(rows, WIDTH == ONE ? 0 : WIDTH == FEW ? lane.g / 2 : lane.g) + lane.t * 16;
+        s.scales = records + rows.at(rows, WIDTH == ONE ? 0 : WIDTH == FEW ? lane.t : 2 * lane.t) + SCALES;
+#pragma unroll
+        for (int i = 0; i < PAIRS * ROWS * NT * COLUMNS; i++) (&s.of[0][0][0][0])[i] = 0;
+    }
+
+    // Every so-manieth turn. `tile` is the lane's first, `beside` bytes before the next pair's.
+    FN void add(Sums& s, const u8* tile, i64 beside, int steps, const Lane& lane, int chain, int chains) {
+        constexpr int SPANS = TURN / F::SPAN;
+        const u8* at = tile + (i64)chain * SPANS * F::BYTES;
+        const int spans = steps / F::SPAN, ahead = chains * SPANS;
+        int left = spans - chain * SPANS;
+        for (; left >= SPANS; left -= ahead) {
+            run<SPANS>(s, at, beside, 0, lane);
+            at += (i64)ahead * F::BYTES;
+            const int skip = chains * (TURN / 2) * RECORD;
+            s.numbers += skip, s.scales += skip;
+        }
+        if constexpr (SPANS > 1)
+            for (int i = 0; i < left; i++) run<1>(s, at + i * F::BYTES, beside, i * F::SPAN, lane);
+    }
+
+    // SPANS spans, the first of which begins `first` steps into the turn.
+    template <int SPANS>
+    FN void run(Sums& s, const u8* tile, i64 beside, int first, const Lane& lane) {
+        constexpr int STEPS = SPANS * F::SPAN;
+        Codes codes[STEPS][PAIRS];
+        Scales scales[SPANS][PAIRS];
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+            for (int i = 0; i < SPANS; i++) {
+                const u8* at = tile + p * beside + i * F::BYTES;
+                Scales::load(scales[i][p], at, lane);
+#pragma unroll
+                for (int j = 0; j < F::SPAN; j++) Codes::load(codes[i * F::SPAN + j][p], at + F::HEAD + j * F::STEP, lane);
+            }
+#pragma unroll
+        for (int i = 0; i < SPANS; i++) {
+            Inner inner;
+            if constexpr (Scales::TWO_LEVEL) clear(inner);
+#pragma unroll
+            for (int j = 0; j < F::SPAN; j++) step<STEPS % 2 == 0>(s, inner, codes[i * F::SPAN + j], scales[i], j, first + i * F::SPAN + j, lane);
+            if constexpr (Scales::TWO_LEVEL) finish(s, inner, scales[i], first + i * F::SPAN);
+        }
+    }
+
+    struct Inner {  // sums of a span of two levels, before the outer scale
+        float of[PAIRS][ROWS][NT][COLUMNS], least[PAIRS][ROWS][NT][COLUMNS];
+    };
+
+    FN void clear(Inner& inner) {
+#pragma unroll
+        for (int i = 0; i < PAIRS * ROWS * NT * COLUMNS; i++)
+            (&inner.of[0][0][0][0])[i] = 0, (&inner.least[0][0][0][0])[i] = 0;
+    }
+
+    FN void finish(Sums& s, const Inner& inner, const Scales (&scales)[PAIRS], int first) {
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; c++) {
+                        float& sum = s.of[p][r][n][c];
+                        sum = fused(inner.of[p][r][n][c], Scales::outer(scales[p], r), sum);
+                        if constexpr (Scales::MINIMUM) {
+                            float least = inner.least[p][r][n][c];
+                            if constexpr (LATE_MINIMUM) {  // too many to keep beside the others
+                                least = 0;
+#pragma unroll
+                                for (int j = 0; j < F::SPAN; j++)
+                                    least = fused(from_int(Scales::minimum(scales[p], r, j)),
+                                                  scale_of(s, n, c, first + j).y, least);
+                            }
+                            sum = fused(least, Scales::outer_minimum(scales[p], r), sum);
+                        }
+                    }
+    }
+
+    FN float2 scale_of(const Sums& s, int n, int c, int step) {
+        return *(const float2*)(s.scales + s.rows.at(s.rows, 8 * n + c) + (step >> 1) * RECORD + (step & 1) * 8);
+    }
+
+    // One step. `EVEN`: a turn has whole records.
+    template <bool EVEN>
+    FN void step(Sums& s, Inner& inner, const Codes (&codes)[PAIRS], const Scales (&scales)[PAIRS], int j, int step,
+                 const Lane& lane) {
+        u32 a[PAIRS][Codes::PLANES][4][2];
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+            for (int plane = 0; plane < Codes::PLANES; plane++)
+#pragma unroll
+                for (int r = 0; r < 4; r++)
+                    Codes::operands(codes[p], lane, r, plane, a[p][plane][r][0], a[p][plane][r][1]);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            if constexpr (NT > 2) fence();
+            u32 b[Codes::PLANES][SETS][2];
+#pragma unroll
+            for (int plane = 0; plane < Codes::PLANES; plane++) right<EVEN>(s, b[plane], plane, n, step);
+            float2 scale[COLUMNS];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) scale[c] = scale_of(s, n, c, step);
+#pragma unroll
+            for (int p = 0; p < PAIRS; p++) {
+                i32 sums[SETS][2][4];
+#pragma unroll
+                for (int set = 0; set < SETS; set++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        i32(&c)[4] = sums[set][h];
+                        c[0] = c[1] = c[2] = c[3] = 0;
+#pragma unroll
+                        for (int plane = 0; plane < Codes::PLANES; plane++) {
+                            const u32(&of)[4][2] = a[p][plane];
+                            multiply<Codes::SIGNED>(c, of[2 * h][0], of[2 * h + 1][0], of[2 * h][1], of[2 * h + 1][1],
+                                                    b[plane][set][0], b[plane][set][1]);
+                        }
+                    }
+                if constexpr (WIDTH == ONE) {  // every column is the same: lane t keeps row t
+                    const bool odd = lane.t & 1, last = lane.t & 2;
+                    i32 kept[2] = {0, 0};
+#pragma unroll
+                    for (int half = 0; half < (HALVES ? 2 : 1); half++) {
+                        const i32 front = odd ? sums[0][0][2 + half] : sums[0][0][half];
+                        const i32 back = odd ? sums[0][1][2 + half] : sums[0][1][half];
+                        kept[half] = last ? back : front;
+                    }
+                    apply(s.of[p][0][n][0], inner.of[p][0][n][0], inner.least[p][0][n][0], scales[p], 0, j, kept[0], kept[1], scale[0]);
+                } else {
+#pragma unroll
+                    for (int r = 0; r < 4; r++)
+#pragma unroll
+                        for (int c = 0; c < COLUMNS; c++) {
+                            const i32(&found)[4] = sums[0][r / 2], (&other)[4] = sums[SETS - 1][r / 2];
+                            const i32 first = found[r % 2 * 2 + (COLUMNS == 2 ? c : 0)];
+                            const i32 second = COLUMNS == 2 ? other[r % 2 * 2 + c] : found[r % 2 * 2 + 1];
+                            apply(s.of[p][r][n][c], inner.of[p][r][n][c], inner.least[p][r][n][c], scales[p], r, j, first, second, scale[c]);
+                        }
+                }
+            }
+        }
+    }
+
+    // A step's operand of activations: for each half of its columns where they have scales of their own.
+    template <bool EVEN>
+    FN void right(const Sums& s, u32 (&b)[SETS][2], int plane, int n, int step) {
+        const u8* at = s.numbers + s.rows.at(s.rows, 8 * n) + (step >> 1) * RECORD;
+        if constexpr (Codes::PLANES == 2) at += plane == Codes::NEGATIVE ? NEGATIVES : 0;
+        uint2 v;
+        if constexpr (EVEN) {  // both steps of a record by one load, which the compiler sees twice
+            const uint4 both = *(const uint4*)at;
+            v = step & 1 ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
+        } else {
+            v = *(const uint2*)(at + (step & 1) * 8);
+        }
+        if constexpr (Codes::MIXED) v = make_uint2(pick(v.x, v.y, 0x5140), pick(v.x, v.y, 0x7362));
+        b[0][0] = v.x, b[0][1] = v.y;
+        if constexpr (HALVES) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if constexpr (COLUMNS == 2) b[SETS - 1][i] = b[0][i] & ~s.part[i];
+                b[0][i] &= s.part[i];
+            }
+        }
+    }
+
+    // One result of a step: `first` is its sum, or that of its first half.
+    FN void apply(float& sum, float& inner, float& least, const Scales& scales, int row, int j, i32 first, i32 second,
+                  float2 x) {
+        if constexpr (Scales::TWO_LEVEL) {
+            i32 whole = first * Scales::scale(scales, row, j, 0);
+            if constexpr (HALVES) whole += second * Scales::scale(scales, row, j, 1);
+            inner = fused(from_int(whole), x.x, inner);
+            if constexpr (Scales::MINIMUM && !LATE_MINIMUM)
+                least = fused(from_int(Scales::minimum(scales, row, j)), x.y, least);
+        } else if constexpr (HALVES) {
+            const float both = fused(from_int(second), Scales::of(scales, row, 1),
+                                     times(from_int(first), Scales::of(scales, row, 0)));
+            sum = fused(both, x.x, sum);
+        } else {
+            float value;
+            if constexpr (Codes::ZERO)
+                value = fused(from_int(first), x.x, times(x.y, -(float)Codes::ZERO));
+            else
+                value = times(from_int(first), x.x);
+            sum = fused(value, Scales::of(scales, row, 0), sum);
+            if constexpr (Scales::MINIMUM) sum = fused(Scales::minimum_of(scales, row), x.y, sum);
+        }
+    }
+};

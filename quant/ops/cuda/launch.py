@@ -1,0 +1,104 @@
+"""Launching the kernels of ``quant/cuda`` on torch's current stream.
+
+A card's machine code is loaded once for each program. On ``device="cpu"`` somebody else runs them:
+``emulate`` says who, for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from localrt.errors import LocalrtError
+from localrt.quant.ops.cuda.programs import OLDEST, Program, machine_code
+from localrt.settings import Settings
+
+__all__ = ["Grid", "Launcher", "emulate", "launch"]
+
+Grid = tuple[int, int, int]
+
+
+class Launcher(Protocol):
+    """Runs kernels on one device."""
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        """Start ``grid`` blocks of ``threads``, with ``args`` as the kernel's one argument."""
+
+
+_emulator: Launcher | None = None
+
+
+def emulate(launcher: Launcher | None) -> None:
+    """Run what is launched on the CPU by ``launcher``."""
+    global _emulator
+    _emulator = launcher
+
+
+def launch(
+    device: torch.device, program: Program, grid: Grid, threads: int, args: ctypes.Structure
+) -> None:
+    """Start a kernel whose pointers are memory of ``device``.
+
+    Raises:
+        LocalrtError: the card is too old, or refuses.
+    """
+    if device.type == "cuda":
+        _card(torch.cuda.current_device() if device.index is None else device.index).launch(
+            program, grid, threads, args
+        )
+        return
+    assert _emulator is not None, "kernels run on a card"
+    _emulator.launch(program, grid, threads, args)
+
+
+@cache
+def _card(index: int) -> Launcher:
+    return _Card(index)
+
+
+class _Card:
+    def __init__(self, index: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver: Any = driver
+        major, minor = torch.cuda.get_device_capability(index)
+        self._capability, self._index = 10 * major + minor, index
+        if self._capability < OLDEST:
+            raise LocalrtError(
+                f"{torch.cuda.get_device_name(index)} is too old: localrt computes on cards of "
+                f"compute capability {OLDEST / 10} and later"
+            )
+        self._folder = Settings.from_environment().cache_dir / "kernels"
+        self._functions: dict[Program, Any] = {}
+        self._lock = threading.Lock()
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        function = self._functions.get(program) or self._load(program)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        self._check(
+            self._driver.cuLaunchKernel(
+                function, *grid, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
+            )
+        )
+
+    def _load(self, program: Program) -> Any:
+        with self._lock:
+            code = machine_code(program, self._capability, self._folder)
+            module = self._check(self._driver.cuModuleLoadData(code))
+            name = program.name.encode()
+            function = self._check(self._driver.cuModuleGetFunction(module, name))
+            self._functions[program] = function
+            return function
+
+    def _check(self, answer: tuple[Any, ...]) -> Any:
+        status, *values = answer
+        if int(status) != 0:
+            name = self._driver.cuGetErrorString(status)[1]
+            said = name.decode() if isinstance(name, bytes) else str(status)
+            raise LocalrtError(f"the card refuses a kernel: {said}")
+        return values[0] if values else None

@@ -1,0 +1,249 @@
+"""Products of 1 to 64 rows with packed matrices: which variant of the kernel, and its arguments.
+
+Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
+result's bits depend on its row and the matrix alone: variants differ in speed only.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from localrt.quant.ops.cuda.formats import TYPES, steps_at_once
+from localrt.quant.ops.cuda.launch import launch
+from localrt.quant.ops.cuda.programs import Program
+
+__all__ = [
+    "GATES",
+    "MOST_ROWS",
+    "Cut",
+    "Records",
+    "TiledMatrix",
+    "best_cut",
+    "linear_program",
+    "product",
+    "quantize",
+]
+
+MOST_ROWS = 64
+"""For more rows it is quicker to unpack the weights once."""
+
+GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
+
+_MOST_CHAINS = 8
+_SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
+_RECORD = 144  # bytes of 64 columns: quant/cuda/records.cuh
+_OUT = {torch.float32: "float", torch.bfloat16: "Bf16"}
+
+
+class TiledMatrix(Protocol):
+    """A matrix in tiles on a device."""
+
+    @property
+    def format(self) -> str:
+        """Its format's name."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and columns."""
+
+    @property
+    def w8(self) -> Tensor:
+        """The tiles' bytes."""
+
+    @property
+    def factor(self) -> Tensor | None:
+        """(tiles,) float32: what multiplies each tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Rows in 8 bits: (heads, rows rounded up to 8, bytes of a row)."""
+
+    data: Tensor
+    heads: int
+    rows: int
+    columns: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row to the next."""
+        return -(-self.columns // 64) * _RECORD
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work of a product is cut. Results do not depend on it.
+
+    ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
+    columns of the same rows.
+    """
+
+    pairs: int
+    groups: int
+    parts: int = 1
+
+
+class _Quantize(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("records", c_void_p),
+        ("x_head", c_int64),
+        ("records_head", c_int64),
+        ("x_stride", c_int),
+        ("records_stride", c_int),
+        ("m", c_int),
+        ("columns", c_int),
+    )
+
+
+class _Linear(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("y", c_void_p),
+        ("bias", c_void_p),
+        ("factors", c_void_p),
+        ("partial", c_void_p),
+        ("arrived", c_void_p),
+        ("x_head", c_int64),
+        ("y_head", c_int64),
+        ("tile_bytes", c_int64),
+        ("x_stride", c_int),
+        ("y_stride", c_int),
+        ("m", c_int),
+        ("rows", c_int),
+        ("tiles", c_int),
+        ("steps", c_int),
+        ("chains", c_int),
+        ("limit", c_float),
+    )
+
+
+def quantize(x: Tensor) -> Records:
+    """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns lie together."""
+    heads = x.shape[0] if x.dim() == 3 else 1
+    rows, columns = x.shape[-2:]
+    stride = -(-columns // 64) * _RECORD
+    padded = -(-rows // 8) * 8
+    data = torch.empty(heads, padded, stride, dtype=torch.uint8, device=x.device)
+    args = _Quantize(
+        x.data_ptr(),
+        data.data_ptr(),
+        x.stride(0) if heads > 1 else 0,
+        padded * stride,
+        x.stride(-2),
+        stride,
+        rows,
+        columns,
+    )
+    program = Program.of("quantize", IN=_OUT[x.dtype])
+    launch(x.device, program, (-(-columns // 256), rows, heads), 256, args)
+    return Records(data, heads, rows, columns)
+
+
+def product(
+    x: Records,
+    weight: TiledMatrix,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gate: str | None = None,
+    limit: float = 0.0,
+    cut: Cut | None = None,
+) -> None:
+    """out (R, rows) = x (R, columns) times the weight's rows, R at most 64.
+
+    With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
+    is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H
+    matrices of whole tiles, and out is (H, R, rows / H).
+    """
+    heads = x.heads
+    rows, columns = weight.shape[0] // heads, weight.shape[1]
+    tiles, steps = -(-rows // 16), columns // 32
+    if cut is None:
+        cut = best_cut(weight.format, tiles * heads, x.rows, _processors(x.data.device), bool(gate))
+    program = linear_program(weight.format, x.rows, cut, gate, out.dtype)
+    chains = _chains(-(-steps // steps_at_once(weight.format)))
+    # Sums of chains are joined as a tree of so many leaves, wherever its branches are.
+    leaves = 1 << (chains - 1).bit_length()
+    parts = min(cut.parts, leaves)
+    warps = leaves // parts if parts > 1 else chains
+    blocks = -(-(tiles // 2 if gate else tiles) // (cut.pairs * (1 if gate else 2)))
+    grid = (blocks, parts, heads * -(-x.rows // (8 * cut.groups)))
+    partial = arrived = None
+    if parts > 1:
+        size = blocks * grid[2] * parts * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
+        partial = torch.empty(size, dtype=torch.float32, device=out.device)
+        arrived = _counters(out.device)
+        assert blocks * grid[2] <= len(arrived), "only short products are shared out"
+    args = _Linear(
+        x.data.data_ptr(),
+        weight.w8.data_ptr(),
+        out.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if weight.factor is None else weight.factor.data_ptr(),
+        None if partial is None else partial.data_ptr(),
+        None if arrived is None else arrived.data_ptr(),
+        x.stride * x.data.shape[-2],
+        out.stride(0) if heads > 1 else 0,
+        weight.w8.numel() // (tiles * heads),
+        x.stride,
+        out.stride(-2),
+        x.rows,
+        rows // 2 if gate else rows,
+        tiles,
+        steps,
+        chains,
+        limit,
+    )
+    launch(out.device, program, grid, 32 * warps, args)
+
+
+def best_cut(format_: str, tiles: int, rows: int, processors: int, gate: bool) -> Cut:
+    """For ``tiles`` tiles of weights, ``rows`` rows of activations, a card of ``processors``."""
+    groups = 1 if rows <= 8 else 2 if rows <= 16 else 4
+    # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
+    light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
+    blocks = -(-tiles // (4 if light else 2))
+    parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
+    return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
+
+
+def linear_program(
+    format_: str, rows: int, cut: Cut, gate: str | None, out: torch.dtype
+) -> Program:
+    """The variant of the kernel."""
+    return Program.of(
+        "linear",
+        FORMAT=TYPES[format_],
+        PAIRS_=cut.pairs,
+        WIDTH="ONE" if rows == 1 else "FEW" if rows <= 4 else "MANY",
+        NT_=cut.groups,
+        GATE=GATES[gate] if gate else 0,
+        OUT=_OUT[out],
+        BLOCKS=2 if cut.groups == 1 and format_ != "q6_k" else 1,  # of a processor at once
+    )
+
+
+def _chains(turns: int) -> int:
+    """As few as take no longer than eight: a function of the columns alone, as sums must be."""
+    return -(-turns // -(-turns // _MOST_CHAINS))
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros, which kernels count up from and leave as they were."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

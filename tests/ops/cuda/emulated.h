@@ -1,0 +1,101 @@
+// What quant/cuda/device.cuh has for a card, for a CPU: kernels run in tests as emulator.cpp says. It
+// includes nothing, so that a kernel compiles in half a second.
+#pragma once
+#define EMULATED
+#define FN static inline
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(...)
+#include <stdint.h>
+
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct dim3 { unsigned x, y, z; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+
+struct Place { dim3 thread, block, threads, blocks; };
+extern "C" {
+extern struct Place emulated_place;
+void emulated_block();           // wait for all threads of the block
+void emulated_warp();            // and of the warp
+uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each other
+float fmaf(float, float, float);
+float expf(float);
+float nearbyintf(float);
+}
+#define threadIdx emulated_place.thread
+#define blockIdx emulated_place.block
+#define blockDim emulated_place.threads
+#define gridDim emulated_place.blocks
+
+
+static inline void __syncthreads() { emulated_block(); }
+static inline void __threadfence() {}
+static inline unsigned atomicAdd(unsigned* at, unsigned by) { return (*at += by) - by; }
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char i8;
+typedef int i32;
+typedef long long i64;
+
+FN u32 pick(u32 a, u32 b, u32 which) {
+    u8 bytes[8];
+    __builtin_memcpy(bytes, &a, 4), __builtin_memcpy(bytes + 4, &b, 4);
+    u32 found = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 nibble = which >> 4 * i & 15;
+        const u8 byte = bytes[nibble & 7];
+        found |= (u32)(nibble & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+    }
+    return found;
+}
+
+FN float as_float(u32 bits) { float f; __builtin_memcpy(&f, &bits, 4); return f; }
+FN u32 as_bits(float f) { u32 bits; __builtin_memcpy(&bits, &f, 4); return bits; }
+FN float half_to_float(u16 bits) { _Float16 h; __builtin_memcpy(&h, &bits, 2); return (float)h; }
+FN u16 float_to_half(float f) { _Float16 h = (_Float16)f; u16 bits; __builtin_memcpy(&bits, &h, 2); return bits; }
+FN float2 two_halves(u32 bits) { return {half_to_float((u16)bits), half_to_float((u16)(bits >> 16))}; }
+constexpr float E4M3_UNIT = 256;
+FN u32 two_e4m3(u32 bits) { return pick(bits, 0, 0x1404) >> 1 & 0x3F803F80u; }
+FN float fused(float a, float b, float c) { return fmaf(a, b, c); }
+FN float times(float a, float b) { return a * b; }
+FN float plus(float a, float b) { return a + b; }
+FN i32 nearest(float f) { return (i32)nearbyintf(f); }
+FN float from_int(i32 i) { return (float)i; }
+FN void fence() {}
+FN uint4 load_streamed(const uint4* p) { return *p; }
+
+template <class T>
+FN T shuffle_xor(T value, int lanes) {
+    __builtin_memcpy(emulated_words(threadIdx.x % 32), &value, 4);
+    emulated_warp();
+    T found;
+    __builtin_memcpy(&found, emulated_words((threadIdx.x % 32) ^ lanes), 4);
+    emulated_warp();
+    return found;
+}
+
+template <bool SIGNED>
+FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
+    __builtin_memcpy(emulated_words(lane), mine, sizeof mine);
+    emulated_warp();
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 32; k++) {
+            const int word = k / 16, owner = k % 16 / 4, byte = 8 * (k % 4);
+            const u32 code = emulated_words(g * 4 + owner)[2 * word + half] >> byte & 255;
+            const i32 a = SIGNED ? (i8)code : (i32)code;
+            for (int n = 0; n < 2; n++) {
+                const i32 b = (i8)(emulated_words((2 * t + n) * 4 + owner)[4 + word] >> byte & 255);
+                c[2 * half + n] += a * b;
+            }
+        }
+    emulated_warp();
+}

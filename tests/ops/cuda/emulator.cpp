@@ -1,0 +1,110 @@
+// Runs kernels on a CPU, for tests: each thread of a block is a coroutine, which lets the others go on
+// where it waits for its warp or its block. Blocks, and the threads of one, come in an order that
+// `seed` shuffles: a barrier that is missing shows.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+struct Three {
+    unsigned x, y, z;
+};
+struct Place {
+    Three thread, block, threads, blocks;
+};
+
+namespace {
+
+constexpr size_t STACK = 128 << 10;
+
+struct Barrier {
+    unsigned arrived = 0, round = 0;
+};
+struct Warp {
+    uint32_t words[32][8];
+    Barrier barrier;
+};
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    bool done = false;
+};
+
+std::vector<Thread> threads;
+std::vector<Warp> warps;
+Barrier block;
+ucontext_t scheduler;
+unsigned current, left;
+void (*kernel)(const void*);
+const void* arguments;
+
+}  // namespace
+
+extern "C" {
+
+Place emulated_place;
+
+static void wait(Barrier& barrier, unsigned count) {
+    const unsigned round = barrier.round;
+    if (++barrier.arrived == count) {
+        barrier.arrived = 0, barrier.round++;
+        return;
+    }
+    while (barrier.round == round) swapcontext(&threads[current].context, &scheduler);
+}
+
+void emulated_block() { wait(block, emulated_place.threads.x); }
+
+void emulated_warp() {
+    const unsigned warp = emulated_place.thread.x / 32, count = emulated_place.threads.x;
+    wait(warps[warp].barrier, std::min(32u, count - warp * 32));
+}
+
+uint32_t* emulated_words(int lane) { return warps[emulated_place.thread.x / 32].words[lane]; }
+
+static void thread_main() {
+    kernel(arguments);
+    threads[current].done = true;
+    left--;
+    swapcontext(&threads[current].context, &scheduler);
+}
+
+static void run_block(unsigned count, std::minstd_rand& random) {
+    warps.assign((count + 31) / 32, Warp());
+    block = Barrier(), left = count;
+    std::vector<unsigned> order(count);
+    for (unsigned i = 0; i < count; i++) {
+        order[i] = i;
+        Thread& thread = threads[i];
+        thread.done = false;
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.get(), thread.context.uc_stack.ss_size = STACK;
+        thread.context.uc_link = nullptr;
+        makecontext(&thread.context, thread_main, 0);
+    }
+    std::shuffle(order.begin(), order.end(), random);
+    while (left)
+        for (unsigned i : order) {
+            if (threads[i].done) continue;
+            current = i, emulated_place.thread = {i, 0, 0};
+            swapcontext(&scheduler, &threads[i].context);
+        }
+}
+
+// A thread that leaves a kernel early must not be waited for: those that do leave all together.
+void emulate(void (*run)(const void*), const void* args, const unsigned* grid, unsigned count, unsigned seed) {
+    kernel = run, arguments = args;
+    if (threads.size() < count) threads.resize(count);
+    emulated_place.blocks = {grid[0], grid[1], grid[2]}, emulated_place.threads = {count, 1, 1};
+    std::vector<Three> blocks;
+    for (unsigned z = 0; z < grid[2]; z++)
+        for (unsigned y = 0; y < grid[1]; y++)
+            for (unsigned x = 0; x < grid[0]; x++) blocks.push_back({x, y, z});
+    std::minstd_rand random(seed);
+    std::shuffle(blocks.begin(), blocks.end(), random);
+    for (const Three& at : blocks) emulated_place.block = at, run_block(count, random);
+}
+}

@@ -1,0 +1,88 @@
+"""The CUDA kernels on a CPU: compiled by g++ against ``emulated.h``, run by ``emulator.cpp``.
+
+What is compiled is kept in ``build/emulated`` by what it was compiled from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from localrt.quant.ops.cuda.launch import Grid
+from localrt.quant.ops.cuda.programs import Program, sources
+
+__all__ = ["Emulator"]
+
+_HERE = Path(__file__).parent
+_BUILT = _HERE.parents[2] / "build" / "emulated"
+_FLAGS = ("-std=c++17", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-mfma")
+
+
+class Emulator:
+    """See ``Launcher``. ``launches`` are the programs that ran, in order."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.seed = seed
+        self.launches: list[Program] = []
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        """Run it, blocks and threads in an order of ``seed``."""
+        self.launches.append(program)
+        size = (ctypes.c_uint * 3)(*grid)
+        _runtime().emulate(_kernel(program), ctypes.byref(args), size, threads, self.seed)
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    text = (_HERE / "emulator.cpp").read_text(encoding="utf-8")
+    return ctypes.CDLL(str(_built("runtime", text, "-O2")), mode=ctypes.RTLD_GLOBAL)
+
+
+@cache
+def _kernel(program: Program) -> ctypes.c_void_p:
+    header = (_HERE / "emulated.h").read_text(encoding="utf-8")
+    text = f"{header}{_joined(program)}\n"
+    # A kernel's one argument is a struct by its value.
+    text += (
+        "template <class A> void call(void (*kernel)(A), const void* args) "
+        "{ kernel(*(const A*)args); }\n"
+        f'extern "C" void run(const void* args) {{ call({program.name}, args); }}\n'
+    )
+    library = ctypes.CDLL(str(_built(program.name, text, "-O1")))
+    return ctypes.cast(library.run, ctypes.c_void_p)
+
+
+def _joined(program: Program) -> str:
+    """The program with what it includes in its place, once each."""
+    seen: set[str] = set()
+
+    def inlined(text: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            if not line.startswith('#include "'):
+                lines.append(line)
+                continue
+            name = line.split('"')[1]
+            if name not in seen:
+                seen.add(name)
+                lines.append(inlined(sources()[name].decode()))
+        return "\n".join(line for line in lines if line != "#pragma once")
+
+    return inlined(program.text)
+
+
+def _built(name: str, text: str, optimize: str) -> Path:
+    """A shared library of C++; two processes may make the same at once."""
+    key = hashlib.sha256("\0".join((text, optimize, *_FLAGS)).encode()).hexdigest()[:20]
+    path = _BUILT / f"{name}-{key}.so"
+    if not path.exists():
+        _BUILT.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}")
+        command = ["g++", optimize, *_FLAGS, "-x", "c++", "-", "-o", str(aside)]
+        subprocess.run(command, input=text, text=True, check=True)
+        aside.replace(path)
+    return path

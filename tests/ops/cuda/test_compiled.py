@@ -1,0 +1,66 @@
+"""The products' machine code for cards that need not be here: memory, registers, instructions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.compiled import SHARED_BYTES, TARGETS, Build, build
+from localrt.errors import LocalrtError
+from localrt.quant.ops.cuda.formats import TYPES
+from localrt.quant.ops.cuda.products import best_cut, linear_program
+from localrt.quant.ops.cuda.programs import Program, compile_program, machine_code
+
+# Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
+# processor, a tenth is a ninth of what a card issues.
+BOUNDS = {"q8_0": 0.05, "int4-g32": 0.06, "q4_0": 0.06, "q4_k": 0.06}
+ELSEWHERE = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4")
+
+
+def check(made: Build) -> None:
+    assert made.spilled_bytes == 0, made
+    assert made.shared_bytes <= SHARED_BYTES[made.target], made
+    assert made.registers <= 255 if made.rows > 8 else 128, made
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_every_format_on_ada(name: str) -> None:
+    made = build(name, 1, 89)
+    check(made)
+    assert made.per_byte <= BOUNDS.get(name, 0.10), made
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, "nf4"])
+def test_eight_rows_on_ada(name: str) -> None:
+    made = build(name, 8, 89)
+    check(made)
+    assert made.per_byte <= 0.20, made
+
+
+def test_many_rows_and_a_gate_on_ada() -> None:
+    check(build("q4_k", 64, 89))
+    check(build("q4_k", 1, 89, gate=True))
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != 89])
+def test_other_generations(target: int) -> None:
+    for name in ELSEWHERE:
+        check(build(name, 1, target))
+
+
+def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program.of("quantize", IN="float")
+    first = machine_code(program, 89, tmp_path)
+    monkeypatch.setattr("localrt.quant.ops.cuda.programs.compile_program", None)
+    assert machine_code(program, 89, tmp_path) == first
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_does_not_compile_is_one_line() -> None:
+    program = linear_program(
+        "q4_0", 1, best_cut("q4_0", 64, 1, 24, gate=False), None, torch.float32
+    )
+    with pytest.raises(LocalrtError, match=r"compute capability 7\.0"):
+        compile_program(program, 70)

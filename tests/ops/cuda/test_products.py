@@ -1,0 +1,143 @@
+"""Products with packed weights, on the CPU: against float64, and bit for bit among each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.quant.formats import FORMATS, unpack
+from localrt.quant.formats.tiled import tile, tile_span
+from localrt.quant.ops.cuda.formats import TYPES
+from localrt.quant.ops.cuda.products import Cut, Records, product, quantize
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.packed import random_tensor
+
+# NF4's levels are 127ths.
+TOLERANCE = {name: 8e-3 if name == "nf4" else 1e-6 for name in TYPES}
+# One of each kind of code, of scale and of span.
+SOME = ("q4_0", "q4_k", "q5_1", "q6_k", "q8_0", "mxfp4", "nvfp4", "nf4")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """See ``TiledMatrix``."""
+
+    format: str
+    shape: tuple[int, int]
+    w8: torch.Tensor
+    factor: torch.Tensor | None
+    values: np.ndarray  # (rows, columns), float64
+
+
+def matrix(name: str, rows: int, columns: int) -> Matrix:
+    tensor = random_tensor(name, rows, columns)
+    tiles = -(-rows // 16)
+    factor = None if tensor.scale == 1 else torch.full((tiles,), tensor.scale)
+    data = torch.from_numpy(tile(tensor))
+    return Matrix(name, (rows, columns), data, factor, unpack(tensor).astype(np.float64))
+
+
+def inputs(rows: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(64, columns, generator=generator)[:rows]
+
+
+def values_of(x: Records) -> np.ndarray:
+    """What the records stand for, as ``quant/cuda/records.cuh`` says: (rows, columns)."""
+    records = x.data.numpy().reshape(x.heads, x.data.shape[1], -1, 144)[0, : x.rows]
+    codes = records[..., :64].view(np.int8).reshape(x.rows, -1, 4, 2, 2, 4)
+    assert np.array_equal(records[..., 64:128].view(np.int8).reshape(codes.shape), -codes)
+    scales = np.ascontiguousarray(records[..., 128:]).view(np.float32).reshape(x.rows, -1, 2, 2)
+    steps = codes.transpose(0, 1, 3, 4, 2, 5).reshape(x.rows, -1, 2, 32)
+    assert np.allclose(steps.sum(-1) * scales[..., 0], scales[..., 1], rtol=1e-6)
+    whole = steps * scales[..., :1].astype(np.float64)
+    return whole.reshape(x.rows, -1)[:, : x.columns]
+
+
+def run(
+    x: Records, weight: Matrix, *, cut: Cut | None = None, gate: str | None = None
+) -> np.ndarray:
+    out = torch.full((x.rows, weight.shape[0] // (2 if gate else 1)), float("nan"))
+    product(x, weight, out, gate=gate, limit=7.0, cut=cut)
+    return out.numpy()
+
+
+def error(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+def test_every_packed_format_has_a_kernel() -> None:
+    assert [name for name in FORMATS if name not in TYPES] == ["f32", "f16", "bf16"]
+
+
+def test_rows_in_8_bits_are_within_half_a_step(emulator: Emulator) -> None:
+    x = inputs(3, 96)
+    x[1, :32] = 0
+    found = values_of(quantize(x))
+    steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 127
+    assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= steps * 0.5001).all()
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_products_are_those_of_float64(emulator: Emulator, name: str) -> None:
+    # Columns that are not whole turns of the kernel's loop, rows that are not whole tiles.
+    columns = 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
+    weight, x = matrix(name, 40, columns), quantize(inputs(1, columns))
+    assert error(run(x, weight), values_of(x) @ weight.values.T) < TOLERANCE[name]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_row_has_the_same_bits_among_any_others(emulator: Emulator, name: str) -> None:
+    weight, x = matrix(name, 32, 768), inputs(41, 768)
+    alone = [run(quantize(x[i : i + 1]), weight)[0] for i in range(3)]
+    for rows in (2, 8, 11) if name != "q4_0" else (2, 4, 5, 8, 16, 17, 41):
+        found = run(quantize(x[:rows]), weight)
+        assert np.array_equal(found[: min(3, rows)], alone[: min(3, rows)]), rows
+    emulator.seed += 1  # another order of threads and blocks
+    assert np.array_equal(run(quantize(x[:3]), weight), np.stack(alone))
+
+
+@pytest.mark.parametrize("columns", [512, 896, 1024])  # 4, 7 and 8 chains
+def test_work_may_be_cut_anyhow(emulator: Emulator, columns: int) -> None:
+    weight, x = matrix("q4_0", 40, columns), quantize(inputs(5, columns))
+    whole = run(x, weight)
+    cuts = [Cut(pairs, 1, parts) for pairs in (1, 2) for parts in (1, 2, 4)]
+    assert all(np.array_equal(run(x, weight, cut=cut), whole) for cut in cuts)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_gates(emulator: Emulator, gate: str, rows: int) -> None:
+    weight, x = matrix("mxfp4", 96, 256), quantize(inputs(rows, 256) * 4)
+    g, up = np.split(values_of(x) @ weight.values.T, 2, axis=1)
+    if gate == "swiglu_oai":
+        g, up = np.minimum(g, 7), np.clip(up, -7, 7)
+        wanted = g / (1 + np.exp(-1.702 * g)) * (up + 1)
+    elif gate == "silu":
+        wanted = g / (1 + np.exp(-g)) * up
+    else:
+        wanted = g * 0.5 * (1 + np.tanh(0.7978845608028654 * (g + 0.044715 * g**3))) * up
+    for cut in (Cut(1, 1), Cut(2, 1), Cut(1, 1, 2)):
+        assert error(run(x, weight, cut=cut, gate=gate), wanted) < 1e-5
+
+
+def test_a_bias_and_the_columns_of_a_wider_result(emulator: Emulator) -> None:
+    weight, x = matrix("nvfp4", 40, 256), quantize(inputs(2, 256))
+    out, bias = torch.zeros(2, 100), torch.randn(40)
+    product(x, weight, out[:, 30:70], bias=bias)
+    assert error(out[:, 30:70].numpy(), values_of(x) @ weight.values.T + bias.numpy()) < 1e-6
+    assert not out[:, :30].any()
+    assert not out[:, 70:].any()
+
+
+def test_a_matrix_for_each_head(emulator: Emulator) -> None:
+    weight, x = matrix("q8_0", 96, 64), torch.randn(3, 5, 64)
+    out = torch.zeros(3, 5, 32, dtype=torch.bfloat16)
+    product(quantize(x), weight, out)
+    heads = weight.values.reshape(3, 32, 64)
+    for head in range(3):
+        wanted = values_of(quantize(x[head])) @ heads[head].T
+        assert error(out[head].float().numpy(), wanted) < 5e-3
