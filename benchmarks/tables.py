@@ -24,7 +24,7 @@ from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.moe.tables import experts_table, ssd_table
-from benchmarks.offload.tables import offload_table
+from benchmarks.offload.tables import offload_table, prompts_table
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.speculation.tables import speculation_short, speculation_table
 from localrt.formatting import format_bytes, format_rate, format_seconds
@@ -110,6 +110,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels": kernels_table,
     "offload": offload_table,
     "passes": passes_table,
+    "prompts": prompts_table,
     "quality": short_table,
     "quality-full": full_tables,
     "speculation": speculation_table,

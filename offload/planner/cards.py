@@ -29,7 +29,9 @@ _PCIE4_X16 = _PCIE5_X8 = 25e9
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card by its maker's figures: bytes, bytes per second, dense fp16 operations per second."""
+    """A card by its maker's figures: bytes, bytes per second, and dense operations per second on
+    16-bit numbers with float32 sums, which GeForce cards do at half the rate of float16 sums.
+    """
 
     name: str
     vram_bytes: int

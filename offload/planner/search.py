@@ -21,6 +21,8 @@ from localrt.offload.planner.simulate import Resource, simulate
 
 __all__ = ["find_plan", "fits", "predicted_rate"]
 
+_NEARLY = 1.1  # times the least
+
 
 def fits(request: PlanRequest) -> bool:
     """Whether there is a plan; sooner known than found."""
@@ -68,17 +70,23 @@ def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
 
 
 def _best_rows(request: PlanRequest) -> int:
-    """The most rows of a prompt's pass beside a card: more take memory from weights."""
+    """The most rows of a prompt's pass beside a card.
+
+    More make prompts faster, and take memory from weights: the fewest with which prompts are nearly
+    as fast as they can be without making all of it much slower.
+    """
     if not request.uses_gpu:
         return PREFILL_ROWS
-    best: tuple[float, int] | None = None
     most = request.most_prefill_rows
     longer = card_rows_choices(request.shape.pass_sizes, request.budgets, most)
-    for rows in (*longer, PREFILL_ROWS):
-        found = _search(*_prepare(request, rows), False, [])
-        if found is not None and (best is None or found.seconds < best[0]):
-            best = found.seconds, rows
-    return PREFILL_ROWS if best is None else best[1]
+    tried = (
+        (rows, _search(*_prepare(request, rows), False, [])) for rows in (*longer, PREFILL_ROWS)
+    )
+    found = {rows: each for rows, each in tried if each is not None}
+    least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
+    able = {rows: each.prompt_s for rows, each in found.items() if each.seconds <= least}
+    quickest = _NEARLY * min(able.values(), default=0.0)
+    return min((rows for rows, each in able.items() if each <= quickest), default=PREFILL_ROWS)
 
 
 def _search(

@@ -160,6 +160,7 @@ class _Replay:
         self.clock = 0.0  # the end of the latest computing
         self.on_gpu = False
         self.router = 0.0  # the end of the latest unit that is no expert
+        self.asked = 0.0  # when copies for the next layer of experts could begin
         self.sums = _Sums()
         self.token = 0
         self.keeps = False
@@ -236,11 +237,14 @@ class _Replay:
         missing = len(chosen) - held
         way = self.costs.crossing()
         ready = Ready(cpu=way, cpu_back=way, link=max(0.0, self.link_free - self.clock))
-        plan = self._assign(held, missing, rows, ready, missing if self.crossing else None)
         nbytes, begin, cpu_each = experts[0].nbytes, self.clock, cost.cpu(rows)
         # First of those that the CPU was to compute, then of those that were to be copied.
         off = [draw() < self.on_ssd for _ in range(missing)]
         absent = sum(off)
+        if self.crossing:
+            plan = self._batch(held, missing, rows)
+        else:
+            plan = self._assign(held, missing, rows, ready)
         if absent:  # only what is in RAM can be copied: the CPU computes what is read
             fetched = len(plan.fetch) - sum(off[missing - len(plan.fetch) :])
             held = len(plan.gpu) - len(plan.fetch)
@@ -276,6 +280,18 @@ class _Replay:
             self._keep(name, "expert", "cpu", begin, begin + cpu_s, nbytes)
         if gpu_s:
             self._keep(name, "expert", "gpu", begin, begin + gpu_s, nbytes)
+
+    def _batch(self, held: int, missing: int, rows: int) -> Assignment:
+        """All others are copied, as early as the layer before, and then computed at once."""
+        cost, begin = self.expert_costs, self.clock
+        assert cost is not None, "see _shared"
+        copied = max(self.link_free, self.asked) + missing * cost.fetch
+        self.asked = begin
+        link = max(0.0, copied - begin) if missing else 0.0
+        seconds = cost.gpu(rows)
+        end = max(held * seconds, link) + missing * seconds
+        places = list(range(held + missing))
+        return Assignment([], places, places[held:], 0.0, end, link, end)
 
     def _assign(
         self, held: int, missing: int, rows: int, ready: Ready, fetched: int | None = None
