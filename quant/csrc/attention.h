@@ -99,13 +99,13 @@ struct Codes {
     }
 };
 
-// The same of five-bit codes, whose fifth bits are 0 and 16 of `fifths`.
-inline Codes with_fifth(const uint8_t* p, I16 fifths) {
-    const I16 both = I16::load_u8(p), bit = I16::set1(16);
-    return {F16L::from((both & I16::set1(15)) | (fifths.shl(4) & bit)), F16L::from(both.shr(4) | (fifths.shr(12) & bit))};
+// The same of six-bit codes, whose upper bits are the lowest two of `low` and of `high`.
+inline Codes with_uppers(const uint8_t* p, I16 low, I16 high) {
+    const I16 both = I16::load_u8(p), bits = I16::set1(48);
+    return {F16L::from((both & I16::set1(15)) | (low.shl(4) & bits)), F16L::from(both.shr(4) | (high.shl(4) & bits))};
 }
 
-// Scores of N queries with T tiles of int4 keys: `totals` are the sums of a query's chunks, which the minimums are times.
+// Scores of N queries with T tiles of int4 keys: `totals` are the sums of a query's chunks times the codes' zero.
 template <int N, int T>
 inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CHUNK], const Piece& piece, int size,
                        float (*scores)[KEYS], int at) {
@@ -117,17 +117,21 @@ inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CH
         const bool full = size - c * CHUNK >= CHUNK;
         F16L sums[N][T];
         for (int n = 0; n < N; n++)
-            for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
-        I16 fifths[T];
-        for (int t = 0; t < T; t++) fifths[t] = I16::load(keys + 256 + t * tile_bytes);
+            for (int t = 0; t < T; t++) sums[n][t] = F16L::set1(-totals[n][c]);
+        I16 lows[T], highs[T];
+        for (int t = 0; t < T; t++) {
+            lows[t] = I16::load(keys + 256 + t * tile_bytes);
+            highs[t] = I16::load(keys + 320 + t * tile_bytes);
+        }
         for (int j = 0; j < 16; j++, keys += 16) {
             if (N < QUERIES && j % 4 == 0)
                 for (int t = T; t < 2 * T; t++) __builtin_prefetch(keys + t * tile_bytes);
             Codes k[T];
 #pragma GCC unroll 8
             for (int t = 0; t < T; t++) {
-                k[t] = with_fifth(keys + t * tile_bytes, fifths[t]);
-                fifths[t] = fifths[t].shr(1);
+                k[t] = with_uppers(keys + t * tile_bytes, lows[t], highs[t]);
+                lows[t] = lows[t].shr(2);
+                highs[t] = highs[t].shr(2);
             }
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++) {
@@ -141,14 +145,13 @@ inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CH
                 for (int t = 0; t < T; t++) sums[n][t] = k[t].high.fma(high, sums[n][t]);
             }
         }
-        keys += 64;  // over the fifth bits
+        keys += 128;  // over the upper bits
         const uint8_t* scales = piece.k_scale + 2 * ((size_t)c * KEYS + at);
-        const uint8_t* minimums = scales + 2 * (size_t)chunks * KEYS;
         for (int t = 0; t < T; t++) {
-            const F16L scale = F16L::load_bf16(scales + 32 * t), minimum = F16L::load_bf16(minimums + 32 * t);
+            const F16L scale = F16L::load_bf16(scales + 32 * t);
             for (int n = 0; n < N; n++) {
                 float* score = scores[n] + at + 16 * t;
-                minimum.fma(F16L::set1(totals[n][c]), sums[n][t].fma(scale, F16L::load(score))).store(score);
+                sums[n][t].fma(scale, F16L::load(score)).store(score);
             }
         }
     }
@@ -157,25 +160,23 @@ inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CH
 // C chunks of int4 values of N queries, from chunk `first` on: their scores times the values of `count` keys.
 template <int N, int C>
 inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int first, int count, int size, float* out, size_t stride) {
-    alignas(64) float weights[N][C][KEYS];  // scores times the keys' scales
-    F16L offsets[N][C];                     // scores times their minimums
+    alignas(64) float weights[N][C][KEYS];  // scores times the values' scales
+    F16L offsets[N][C];                     // the sums of these
     const int chunks = chunks_of(size);
     for (int c = 0; c < C; c++) {
         for (int n = 0; n < N; n++) offsets[n][c] = F16L::zero();
         for (int i = 0; i < count; i += 16) {
-            const uint8_t* scales = (i < from.split ? from.old : from.tail).v_scale + 2 * (size_t)(first + c) * KEYS;
-            const uint8_t* minimums = scales + 2 * (size_t)chunks * KEYS;
-            F16L scale = F16L::load_bf16(scales + 2 * i), minimum = F16L::load_bf16(minimums + 2 * i);
+            F16L scale = F16L::load_bf16((i < from.split ? from.old : from.tail).v_scale + 2 * ((size_t)(first + c) * KEYS + i));
             if (i + 16 > count) {  // what no token has written yet may be anything
                 alignas(64) float lanes[16];
-                minimum.store(lanes);
+                scale.store(lanes);
                 fill_floats(lanes + count - i, 16 - (count - i), 0.f);
-                minimum = F16L::load(lanes);
+                scale = F16L::load(lanes);
             }
             for (int n = 0; n < N; n++) {
-                const F16L score = F16L::load(scores[n] + i);
-                (score * scale).store(weights[n][c] + i);
-                offsets[n][c] = minimum.fma(score, offsets[n][c]);
+                const F16L weight = F16L::load(scores[n] + i) * scale;
+                weight.store(weights[n][c] + i);
+                offsets[n][c] = offsets[n][c] + weight;
             }
         }
     }
@@ -199,7 +200,7 @@ inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int fir
     }
     for (int n = 0; n < N; n++)
         for (int c = 0; c < C; c++) {
-            const F16L offset = F16L::set1(sum16(offsets[n][c]));
+            const F16L offset = F16L::set1(-CachedInt4::VALUE_ZERO * sum16(offsets[n][c]));
             float* to = out + n * stride + (first + c) * CHUNK;
             (low[n][c] + offset).store(to);
             if (size - (first + c) * CHUNK >= CHUNK) (high[n][c] + offset).store(to + 16);
@@ -215,7 +216,8 @@ inline void score_block(const Query* queries, const Cached& cached, const Piece&
         for (int n = 0; n < N; n++)
             for (int c = 0; c < chunks_of(size); c++) {
                 const float* q = queries[n].q + c * CHUNK;
-                totals[n][c] = sum16(size - c * CHUNK >= CHUNK ? F16L::load(q) + F16L::load(q + 16) : F16L::load(q));
+                const F16L sum = size - c * CHUNK >= CHUNK ? F16L::load(q) + F16L::load(q + 16) : F16L::load(q);
+                totals[n][c] = CachedInt4::KEY_ZERO * sum16(sum);
             }
         constexpr int T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many registers again
         for (; tile + T <= tiles; tile += T) score_int4<N, T>(queries, totals, piece, size, scores, 16 * tile);
@@ -239,7 +241,7 @@ template <int N>
 inline void add_bias(const Query* queries, const Cached& cached, int block, int tiles, float (*scores)[KEYS]) {
     const KeyBias& bias = cached.bias;
     alignas(64) float factors[N][MAX_HEAD];
-    for (int n = 0; n < N; n++) bias.turn(queries[n].q, block, factors[n]);
+    for (int n = 0; n < N; n++) bias.turn(queries[n].q, cached.span.format, cached.args.head_dim, block, factors[n]);
     constexpr int T = least(4, most(1, ATTENTION_SUMS / N));
     const int size = 2 * bias.half;
     int tile = 0;
@@ -416,6 +418,8 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
                 p[1] = sofar.total;
             }
         }
+        if (!split)
+            for (int i = 0; i < n; i++) rotate_head(span.format, size, place(group, begin + i, 0) + 2);
     });
     for (int group = 0; group < groups; group++)
         for (int index = 0; index < queries; index++) {
@@ -425,6 +429,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
                 const float* next = place(group, index, piece);
                 join(sofar, first + 2, {next[0], next[1]}, next + 2, size);
             }
+            if (split) rotate_head(span.format, size, first + 2);
             const int row = index / per, head = group * per + index % per;
             float* to = out + ((size_t)row * args.heads + head) * size;
             if (args.sinks) {

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int KEYS = 256;      // tokens of a block
 constexpr int MAX_HEAD = 512;  // numbers of a key or value
-constexpr int CHUNK = 32;      // int4: neighbours that share a scale and a minimum
+constexpr int CHUNK = 32;      // int4: neighbours that share a scale
 
 // bf16: keys (16, E, 16), values (256, E).
 struct CachedBf16 {
@@ -21,13 +21,22 @@ struct CachedInt8 {
     static F16L load(const uint8_t* p) { return F16L::from(I16::load_i8(p)); }
 };
 // int4, C chunks of 32 numbers, the last of which may be half full. Byte j of values (256, C, 16) holds numbers j and
-// j + 16. So do the keys' (16, C, 320) first 256 bytes, (16, 16) of a tile; keys have five bits, and number e's fifth is
-// bit e of the token's 32 in the last 64. Then as bf16 (C, 256) each: the keys' scales and minimums, and the values'.
+// j + 16. So do the keys' (16, C, 384) first 256 bytes, (16, 16) of a tile; keys have six bits, and the upper two of
+// numbers 0-15 and 16-31 are the two words (2, 16) of each token behind them. Then the keys' and the values' scales,
+// bf16 (C, 256) each. A number is its code, less half of the largest, times the scale.
 struct CachedInt4 {
-    static constexpr int KEY_BYTES = 20, VALUE_BYTES = 16;  // of a token's chunk
+    static constexpr int KEY_BYTES = 24, VALUE_BYTES = 16;  // of a token's chunk
+    static constexpr float KEY_ZERO = 31.5f, VALUE_ZERO = 7.5f;
 };
 
 inline int chunks_of(int size) { return (size + CHUNK - 1) / CHUNK; }
+
+// Quantized keys and values are kept times a Hadamard matrix, in blocks of the largest power of two that divides the
+// head's size: what is large in a few numbers of a head is then spread over all of them, which share scales. Queries
+// are turned the same way, so that their products stay, and a sum of values is turned back: the matrix is its own inverse.
+inline void rotate_head(int format, int size, float* head) {
+    if (format != KV_BF16) block_hadamard(head, size, least(128, size & -size));
+}
 
 // Bytes of a token in one group: its key, its value, and what each of them is scaled by.
 struct TokenBytes {
@@ -36,7 +45,7 @@ struct TokenBytes {
     TokenBytes(int format, int size) : key(2 * (size_t)size), value(key), scale(0) {
         const size_t chunks = chunks_of(size);
         if (format == KV_INT8) key = value = size, scale = 4;
-        if (format == KV_INT4) key = CachedInt4::KEY_BYTES * chunks, value = CachedInt4::VALUE_BYTES * chunks, scale = 4 * chunks;
+        if (format == KV_INT4) key = CachedInt4::KEY_BYTES * chunks, value = CachedInt4::VALUE_BYTES * chunks, scale = 2 * chunks;
     }
     size_t of_piece() const { return KEYS * (key + value + 2 * scale); }
 };
@@ -85,7 +94,7 @@ inline void copy_token(int format, int size, const Piece& from, int source, cons
     } else {
         for (int c = 0; c < chunks_of(size); c++, tile += 16 * CachedInt4::KEY_BYTES, old += 16 * CachedInt4::KEY_BYTES) {
             for (int j = 0; j < 16; j++) tile[j * 16 + lane] = old[j * 16 + theirs];
-            __builtin_memcpy(tile + 256 + 4 * lane, old + 256 + 4 * theirs, 4);
+            for (int half = 256; half < 384; half += 64) __builtin_memcpy(tile + half + 4 * lane, old + half + 4 * theirs, 4);
         }
     }
     __builtin_memcpy(to.v + at * bytes.value, from.v + source * bytes.value, bytes.value);
@@ -97,13 +106,6 @@ inline uint16_t to_bf16(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, 4);
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-// The next bf16 at or below x.
-inline uint16_t floor_bf16(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    return (uint16_t)((bits >> 16) + (bits >> 31 && bits & 0xFFFF));
 }
 
 inline float from_bf16(uint16_t half) {
@@ -121,28 +123,28 @@ inline void append_int8(const float* from, int size, float* scale, int8_t* to, i
     for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(from[e] * inverse);
 }
 
-// Codes are taken with the scale and minimum as they are kept, so that only the codes' own rounding remains.
-// Codes are up to `top`; `next` bytes from chunk to chunk, `step` from byte to byte. Fifth bits go to `fifths`, if any.
-inline void append_int4(const float* from, int size, float top, uint16_t* scales, uint8_t* to, int next, int step, uint8_t* fifths) {
-    const int chunks = chunks_of(size);
-    for (int c = 0; c < chunks; c++, from += CHUNK, to += next) {
+// Codes are taken with the scale as it is kept, so that only the codes' own rounding remains. They are up to 2 * `zero`;
+// `next` bytes from chunk to chunk, `step` from byte to byte. Upper bits of codes beyond 15 go to `uppers`, if any.
+inline void append_int4(const float* from, int size, float zero, uint16_t* scales, uint8_t* to, int next, int step, uint8_t* uppers) {
+    for (int c = 0; c < chunks_of(size); c++, from += CHUNK, to += next) {
         const int count = least(CHUNK, size - c * CHUNK);
-        float low = from[0], high = from[0];
-        for (int e = 1; e < count; e++) low = least(low, from[e]), high = most(high, from[e]);
-        const uint16_t minimum = floor_bf16(low), scale = to_bf16((high - from_bf16(minimum)) / top);
+        float peak = 0;
+        for (int e = 0; e < count; e++) peak = most(peak, std::fabs(from[e]));
+        const uint16_t scale = to_bf16(peak / zero);
         scales[(size_t)c * KEYS] = scale;
-        scales[(size_t)(chunks + c) * KEYS] = minimum;
-        const float base = from_bf16(minimum), inverse = scale ? 1.f / from_bf16(scale) : 0.f;
+        const float inverse = scale ? 1.f / from_bf16(scale) : 0.f;
         auto code = [&](int e) {
-            return e < count ? (uint32_t)std::nearbyintf(most(0.f, least(top, (from[e] - base) * inverse))) : 0u;
+            return e < count ? (uint32_t)std::nearbyintf(most(0.f, least(2 * zero, from[e] * inverse + zero))) : 0u;
         };
-        uint32_t fifth = 0;
+        uint32_t words[2] = {0, 0};
         for (int j = 0; j < 16; j++) {
-            const uint32_t low = code(j), high_half = code(j + 16);
-            to[j * step] = (uint8_t)((low & 15) | (high_half & 15) << 4);
-            fifth |= low >> 4 << j | high_half >> 4 << (j + 16);
+            const uint32_t low = code(j), high = code(j + 16);
+            to[j * step] = (uint8_t)((low & 15) | (high & 15) << 4);
+            words[0] |= low >> 4 << 2 * j;
+            words[1] |= high >> 4 << 2 * j;
         }
-        if (fifths) __builtin_memcpy(fifths + (size_t)c * next, &fifth, sizeof fifth);
+        if (!uppers) continue;
+        for (int half = 0; half < 2; half++) __builtin_memcpy(uppers + (size_t)c * next + 64 * half, words + half, 4);
     }
 }
 
@@ -160,8 +162,9 @@ inline void append(const Span& span, int group, int slot, int size, const float*
     } else {
         const int chunks = chunks_of(size), key_next = 16 * CachedInt4::KEY_BYTES, value_next = CachedInt4::VALUE_BYTES;
         uint8_t* keys = piece.k + (size_t)tile * chunks * key_next;
-        append_int4(key, size, 31.f, (uint16_t*)piece.k_scale + at, keys + lane, key_next, 16, keys + 256 + 4 * lane);
-        append_int4(value, size, 15.f, (uint16_t*)piece.v_scale + at, piece.v + (size_t)at * chunks * value_next, value_next, 1, nullptr);
+        append_int4(key, size, CachedInt4::KEY_ZERO, (uint16_t*)piece.k_scale + at, keys + lane, key_next, 16, keys + 256 + 4 * lane);
+        append_int4(value, size, CachedInt4::VALUE_ZERO, (uint16_t*)piece.v_scale + at, piece.v + (size_t)at * chunks * value_next,
+                    value_next, 1, nullptr);
     }
 }
 
@@ -186,8 +189,11 @@ struct KeyBias {
         if (bias)
             for (int e = 0; e < 2 * half; e++) key[e] -= bias[e];
     }
-    // (half, 2) factors of a query for the 256 positions from 256 * block on.
-    void turn(const float* q, int block, float* factors) const {
+    // (half, 2) factors of a query (size), which is kept rotated, for the 256 positions from 256 * block on.
+    void turn(const float* rotated, int format, int size, int block, float* factors) const {
+        alignas(64) float q[MAX_HEAD];
+        copy_floats(rotated, size, q);
+        rotate_head(format, size, q);
         const float* far = far_turns + (size_t)block * 2 * half;
         for (int j = 0; j < half; j++) {
             const float q1 = q[j], q2 = q[j + half], b1 = bias[j], b2 = bias[j + half], cos = far[2 * j], sin = far[2 * j + 1];

@@ -121,6 +121,7 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
                     rotate(head, args.cos + (size_t)row * half, args.sin + (size_t)row * half, half);
                 }
             }
+            for (int h = 0; h < heads + 2 * groups; h++) rotate_head(span.format, size, line + h * size);
             float* q = args.q + (size_t)row * heads * size;
             for (int i = 0; i < heads * size; i++) q[i] = line[i] * args.scale;
             for (int g = 0; g < groups; g++)

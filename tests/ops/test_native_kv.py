@@ -35,8 +35,8 @@ Doubles = npt.NDArray[np.float64]
 HIDDEN = 64
 # Largest error over the largest output, against exact keys and values. The reference that knows
 # the format is met much closer, but for numbers at a rounding's edge, one in a hundred at most.
-BOUNDS: dict[KVFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.2}
-SAME = 5e-5
+BOUNDS: dict[KVFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.15}
+SAME = 6e-5
 
 
 def usual_error(ours: Doubles, expected: Doubles) -> float:
@@ -102,8 +102,8 @@ class Layer:
             if self.bias is not None and kv_format != "bf16":
                 apart += self.bias.reshape(-1, size)[spec.heads : spec.heads + spec.kv_heads]
                 apart = turned(apart, positions, spec.rope)
-            k = cached(k - apart, kv_format, top=31) + apart
-            v = cached(v, kv_format, top=15)
+            k = cached(k - apart, kv_format, bits=6) + apart
+            v = cached(v, kv_format, bits=4)
         per = spec.heads // spec.kv_heads
         q, k, v = (part.swapaxes(0, 1) for part in (q, k, v))  # (heads, rows, head_dim)
         scores = q @ np.repeat(k, per, axis=0).swapaxes(1, 2) * spec.scale
@@ -127,30 +127,37 @@ def turned(x: Doubles, positions: npt.NDArray[np.int64], rope: Rope | None) -> D
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def rounded(x: Doubles, *, down: bool = False) -> Doubles:
+def rounded(x: Doubles) -> Doubles:
     """To bf16."""
     bits = x.astype(np.float32).view(np.uint32).astype(np.int64)
-    if down:
-        bits = (bits >> 16) + ((bits >> 31) & ((bits & 0xFFFF) != 0))
-    else:
-        bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return (bits << 16).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def cached(x: Doubles, kv_format: KVFormat, *, top: int) -> Doubles:
-    """What a cache makes of the last axis; ``top`` is the largest int4 code."""
+def rotated(x: Doubles) -> Doubles:
+    """Times the Hadamard matrix, in blocks of the largest power of two that divides the width."""
+    size = x.shape[-1]
+    block = min(size & -size, 128)
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.kron(matrix, [[1.0, 1.0], [1.0, -1.0]]) / np.sqrt(2)
+    return (x.reshape(*x.shape[:-1], -1, block) @ matrix).reshape(x.shape)
+
+
+def cached(x: Doubles, kv_format: KVFormat, *, bits: int) -> Doubles:
+    """What a cache makes of the last axis; ``bits`` are those of an int4 code."""
     if kv_format == "bf16":
         return rounded(x)
+    x = rotated(x)
     if kv_format == "int8":
-        scale = np.abs(x).max(-1, keepdims=True) / 127
-        return np.rint(x / scale) * scale
-    parts = []
+        scale = np.maximum(np.abs(x).max(-1, keepdims=True) / 127, 1e-30)
+        return rotated(np.rint(x / scale) * scale)
+    parts, zero = [], (2**bits - 1) / 2
     for start in range(0, x.shape[-1], 32):
         part = x[..., start : start + 32]
-        low = rounded(part.min(-1, keepdims=True), down=True)
-        scale = rounded((part.max(-1, keepdims=True) - low) / top)
-        parts.append(np.clip(np.rint((part - low) / scale), 0, top) * scale + low)
-    return np.concatenate(parts, -1)
+        scale = np.maximum(rounded(np.abs(part).max(-1, keepdims=True) / zero), 1e-30)
+        parts.append((np.clip(np.rint(part / scale + zero), 0, 2 * zero) - zero) * scale)
+    return rotated(np.concatenate(parts, -1))
 
 
 def spec_of(
@@ -185,6 +192,7 @@ SPECS = {
     "softcap": spec_of(softcap=2.0),
     "partly rotary": spec_of(64, rotary=32),
     "no rotary": spec_of(32, rotary=0),
+    "heads of seven times sixteen": spec_of(112, heads=2, groups=1),
     "large heads": spec_of(256, heads=2, groups=1),
 }
 
@@ -240,6 +248,21 @@ def test_a_tree_sees_keys_at_its_nodes_positions(kv_format: KVFormat) -> None:
     assert usual_error(ours, expected) < SAME * (20 if kv_format == "bf16" else 1)
 
 
+@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+def test_a_large_number_costs_the_others_of_its_head_little(kv_format: KVFormat) -> None:
+    """One number of every value is fifty times the others, which share scales with it."""
+    layer, count = Layer.random(spec_of()), 100
+    values = layer.qkv[-2 * 64 :].reshape(2, 64, HIDDEN)
+    values[:, 5] *= 50
+    x = np.random.default_rng(6).standard_normal((count, HIDDEN)).astype(np.float32)
+    ops = NativeOps(threads=1, kv_format=kv_format)
+    step = ops.begin(Batch.extend([(ops.kv_cache([layer.spec], count), [0] * count)]))
+    ours = layer.run(ops, x, step).reshape(count, -1, 64)
+    exact = layer.expected(x, np.arange(count), np.tri(count, dtype=bool), None)
+    difference = np.delete(ours - exact.reshape(ours.shape), 5, axis=2)
+    assert np.abs(difference).mean() < {"int8": 0.012, "int4": 0.12}[kv_format]
+
+
 def test_far_positions_keep_their_bias() -> None:
     """Nine thousand tokens held, whose keys are nothing but their bias."""
     layer, held = Layer.random(spec_of(), bias=8.0), 9000
@@ -253,8 +276,8 @@ def test_far_positions_keep_their_bias() -> None:
     cache.advance(held)
     ours = layer.run(ops, x[held:], ops.begin(Batch.extend([(cache, [0] * 5)])))
     seen = np.tri(5, held + 5, held, dtype=bool)
-    expected = layer.expected(x, np.arange(held + 5), seen, None)
-    assert relative_error(ours, expected) < BOUNDS["int8"]
+    expected = layer.expected(x, np.arange(held + 5), seen, "int8")
+    assert relative_error(ours, expected) < BOUNDS["int8"] / 4
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
@@ -315,11 +338,12 @@ def test_trimming_leaves_no_trace(kv_format: KVFormat, tiny: Any) -> None:
 def test_sizes_and_that_growth_holds_no_more_than_it_counts() -> None:
     assert block_nbytes(2, 128, "bf16") == 256 * 2 * 2 * 256
     assert block_nbytes(2, 128, "int8") == 256 * 2 * 2 * (128 + 4)
-    assert block_nbytes(2, 128, "int4") == 256 * 2 * (80 + 16 + 64 + 16)
+    assert block_nbytes(2, 128, "int4") == 256 * 2 * (96 + 8 + 64 + 8)
     ops = NativeOps(kv_format="int4")
     layers = [spec_of(128)] * 8
     cache = ops.kv_cache(layers, 1 << 20)  # 1.3 GB, of which nothing is resident
     before = resident()
+    assert cache.kv_layout == "native 2 int4 8x2x128"  # rotated: files of the first are read again
     assert cache.nbytes == 0
     for length in (1, 256, 257, 5000):
         cache.reserve(length)

@@ -69,14 +69,15 @@ def _planes(
     elif kv_format == "int8":
         key, value, scale = width, width, 4
     else:
-        key, value, scale = 20 * chunks, 16 * chunks, 4 * chunks
+        key, value, scale = 24 * chunks, 16 * chunks, 2 * chunks
     pieces = data.reshape(blocks, layers, groups, _BLOCK * (key + value + 2 * scale))
     keys = pieces[..., : _BLOCK * key]
     if kv_format == "int4":
-        coded = keys.reshape(blocks, layers, groups, tiles, chunks, 20 * _TILE)
+        coded = keys.reshape(blocks, layers, groups, tiles, chunks, 24 * _TILE)
         low = coded[..., : 16 * _TILE]
         yield low.reshape(blocks, layers, groups, tiles, chunks, 16, _TILE), True
-        yield coded[..., 16 * _TILE :].view(np.uint32), True  # the fifth bits
+        upper = coded[..., 16 * _TILE :].view(np.uint32)
+        yield upper.reshape(blocks, layers, groups, tiles, chunks, 2, _TILE), True
     else:
         number: Any = np.uint16 if kv_format == "bf16" else np.uint8
         yield keys.view(number).reshape(blocks, layers, groups, tiles, width, _TILE), True
