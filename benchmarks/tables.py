@@ -23,6 +23,7 @@ from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
+from benchmarks.kv.tables import kv_table
 from benchmarks.moe.tables import experts_table, ssd_table
 from benchmarks.offload.tables import offload_table, prompts_table
 from benchmarks.quality.tables import full_tables, short_table
@@ -108,6 +109,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "experts_ssd": ssd_table,
     "gpu_check": gpu_tables,
     "kernels": kernels_table,
+    "kv": kv_table,
     "offload": offload_table,
     "passes": passes_table,
     "prompts": prompts_table,

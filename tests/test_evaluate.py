@@ -17,6 +17,7 @@ import localrt
 from localrt.cli import main
 from localrt.errors import OptionError, TokenizerError
 from localrt.evaluating.evaluate import evaluate
+from localrt.quant.ops.native.abi import find_library
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 from tests.real_models import real_model
@@ -210,6 +211,22 @@ def test_a_model_against_itself_in_another_format(
     assert other["perplexity_change_error"] < record["perplexity_error"] / record["perplexity"]
     assert main(["eval", *common, "--against-format", "f32"]) == 0
     assert "f32): perplexity" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+def test_a_model_against_itself_with_another_cache(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    common = ["eval", str(tiny_folder), "--text", str(text), "--ctx", "64", "--json"]
+    found = []
+    for flags in (["int4", "--against-kv-format", "bf16"], ["int4", "--against-kv-format", "int4"]):
+        assert main([*common, "--kv-format", *flags]) == 0
+        found.append(json.loads(capsys.readouterr().out)["against"]["kl_divergence"])
+    assert found[0] > found[1] == 0
+    # Floating point has no such caches: --kv-format is the model's alone.
+    assert main([*common, "--kv-format", "int4", "--against-format", "f32"]) == 0
 
 
 @pytest.mark.real

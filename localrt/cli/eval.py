@@ -30,6 +30,12 @@ _FLAGS: tuple[Flag, ...] = (
     ("--against", str, "MODEL", "compare with this model: KL divergence, top-1 agreement"),
     ("--against-engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
     ("--against-format", ("bf16", "f32"), None, "compare with weights unpacked to this format"),
+    (
+        "--against-kv-format",
+        ("bf16", "int8", "int4"),
+        None,
+        "compare with a KV cache in this format",
+    ),
 )
 
 
@@ -50,12 +56,16 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as models:
         model = models.enter_context(load(args.model, load_options(args)))
         against = None
-        if args.against or args.against_engine or args.against_format:
+        if args.against or args.against_engine or args.against_format or args.against_kv_format:
             options = load_options(args)
             if args.against_engine or args.against_format:
-                # One of the two alone replaces both: llamacpp knows no formats to compute in.
+                # One of the two alone replaces both: llamacpp knows no formats to compute in, and
+                # neither it nor floating point knows those of caches.
                 options["engine"] = args.against_engine or "native"
                 options["format"] = args.against_format
+                options["kv_format"] = None
+            if args.against_kv_format:
+                options["kv_format"] = args.against_kv_format
             against = models.enter_context(load(args.against or args.model, options))
         line = models.enter_context(StatusLine())
         found = evaluate(
