@@ -19,12 +19,12 @@ from benchmarks.common.random_weights import random_packed
 from benchmarks.gpu.timing import RUNS, Result, copy_bandwidth, guarded, launch_seconds, timed
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.cuda.products import MOST_ROWS
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
 from localrt.quant.ops.torch.experts import run_each
 from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import run_kind
 from localrt.quant.ops.triton.grouped import plan_blocks
-from localrt.quant.ops.triton.linear import MOST_ROWS
 from localrt.quant.ops.triton.ops import TritonOps
 
 __all__ = ["check_grouped"]

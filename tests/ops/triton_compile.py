@@ -31,15 +31,13 @@ from localrt.quant.ops.triton.grouped import (
     plan_blocks,
 )
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
-from localrt.quant.ops.triton.linear import Tiles, dense_linear, tiled_linear
+from localrt.quant.ops.triton.linear import Tiles, dense_linear
 from localrt.quant.ops.triton.mixture import combined, router_logits
 from localrt.quant.ops.triton.rows import unpack_rows
 from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
 from tests.ops.packed import random_tensor
 
 LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g128m")
-GATED = ("q4_k",)
-ONE_ROW = ("mxfp4", "nvfp4")  # with these and that gated, one for each kind of scale
 EXPERTS = (("q4_k", 1), ("nvfp4", 64), ("q6_k", 256), ("mxfp4", 256))
 PROCESSORS = 24
 
@@ -92,7 +90,7 @@ def tiles(name: str, rows: int, columns: int) -> Tiles:
     layout = layout_of(FORMATS[name])
     assert layout is not None
     views = data, data.view(torch.float16), data.view(torch.int32)
-    return Tiles(layout, (rows, columns), *views, torch.ones(rows // 16))
+    return Tiles(name, layout, (rows, columns), *views, torch.ones(rows // 16))
 
 
 def experts(name: str, rows: int) -> None:
@@ -120,7 +118,6 @@ def latents() -> None:
         attend_latent_rows(queries, cache, one, rope=64, scale=0.1, mask=mask, longest=256)
     absorbed = queries[..., 64:].transpose(0, 1)
     dense_linear(q[..., :128].transpose(0, 1), torch.zeros(8192, 128, dtype=q.dtype), absorbed)
-    tiled_linear(absorbed, tiles("q4_0", 2048, 512), torch.zeros(16, 2, 128))
 
 
 def main() -> int:
@@ -133,11 +130,7 @@ def main() -> int:
     out = torch.zeros(64, 1024)
     for name in LINEAR:
         weight = tiles(name, 1024, 512)
-        tiled_linear(x, weight, out)
-        if name in ONE_ROW:
-            tiled_linear(x[:1], weight, out[:1])
-        if name in GATED:
-            tiled_linear(x[:1], weight, torch.zeros(1, 512, dtype=torch.bfloat16), gate="silu")
+        if name == "q4_k":
             unpack_rows(weight, out[:2, :512], index=torch.zeros(2, dtype=torch.int64))
         unpack_rows(weight, out[:, :512], first=16)
     for name, rows in EXPERTS:

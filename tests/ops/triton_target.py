@@ -1,4 +1,4 @@
-"""Where the Triton kernels are tested: on a CUDA GPU, else in Triton's interpreter on the CPU.
+"""Where the card's kernels are tested: on a CUDA GPU, else on the CPU, Triton's in its interpreter.
 
 Import this before anything that imports Triton: the interpreter is chosen when Triton is imported.
 """
@@ -34,8 +34,10 @@ if DEVICE == "cpu":
             allow_module_level=True,
         )
 
+from localrt.quant.ops.cuda.launch import emulate  # noqa: E402
 from localrt.quant.ops.triton.formats import layout_of  # noqa: E402
 from localrt.quant.ops.triton.linear import Tiles  # noqa: E402
+from tests.ops.cuda.emulator import Emulator  # noqa: E402
 
 
 def patch_once_a_launch() -> None:
@@ -66,6 +68,7 @@ def patch_once_a_launch() -> None:
 
 if DEVICE == "cpu":
     patch_once_a_launch()
+    emulate(Emulator())
 
 
 def tiles_of(tensor: PackedTensor) -> Tiles:
@@ -76,4 +79,5 @@ def tiles_of(tensor: PackedTensor) -> Tiles:
     shape = (tensor.shape[0], tensor.shape[1])
     count = -(-shape[0] // 16)
     factor = None if tensor.scale == 1.0 else torch.full((count,), tensor.scale, device=DEVICE)
-    return Tiles(layout, shape, data, data.view(torch.float16), data.view(torch.int32), factor)
+    wide = data.view(torch.float16), data.view(torch.int32)
+    return Tiles(tensor.format.name, layout, shape, data, *wide, factor)

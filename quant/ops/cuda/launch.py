@@ -32,10 +32,11 @@ class Launcher(Protocol):
 _emulator: Launcher | None = None
 
 
-def emulate(launcher: Launcher | None) -> None:
-    """Run what is launched on the CPU by ``launcher``."""
+def emulate(launcher: Launcher | None) -> Launcher | None:
+    """Run what is launched on the CPU by ``launcher``; returns who did before."""
     global _emulator
-    _emulator = launcher
+    before, _emulator = _emulator, launcher
+    return before
 
 
 def launch(

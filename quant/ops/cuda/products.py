@@ -75,6 +75,15 @@ class Records:
         """Bytes from a row to the next."""
         return -(-self.columns // 64) * _RECORD
 
+    def values(self) -> Tensor:
+        """What they stand for: (heads, rows, columns), float64, for checks."""
+        records = self.data[:, : self.rows].reshape(self.heads, self.rows, -1, _RECORD)
+        codes = records[..., :64].view(torch.int8).reshape(*records.shape[:3], 4, 2, 2, 4)
+        scales = records[..., 128:].contiguous().view(torch.float32)
+        steps = codes.permute(0, 1, 2, 4, 5, 3, 6).reshape(*records.shape[:3], 2, 32).double()
+        whole = steps * scales.reshape(*records.shape[:3], 2, 2)[..., :1]
+        return whole.reshape(self.heads, self.rows, -1)[..., : self.columns]
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

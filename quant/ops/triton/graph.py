@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.ops.cuda.products import MOST_ROWS
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
 from localrt.quant.ops.torch.kv import TorchKVCache
-from localrt.quant.ops.triton.linear import MOST_ROWS
 from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, TritonPass
 
 __all__ = ["DecodeGraph", "GraphedForward", "RecordedOps", "record"]

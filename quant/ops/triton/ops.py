@@ -20,6 +20,7 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
+from localrt.quant.ops.cuda.products import MOST_ROWS, product, quantize
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -50,7 +51,7 @@ from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import route_rows, run_kinds
 from localrt.quant.ops.triton.graph import GraphedForward
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
-from localrt.quant.ops.triton.linear import MOST_ROWS, Tiles, tiled_linear
+from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.mixture import combined
 from localrt.quant.ops.triton.products import multiply, multiply_heads
 from localrt.quant.ops.triton.rows import unpack_rows
@@ -424,12 +425,7 @@ class TritonOps:
         if weight.hadamard:
             x = rotate_blocks(x, weight.hadamard)
         out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=self._device)
-        first = 0
-        for part in weight.parts:
-            stop = first + part.shape[0]
-            here = None if bias is None else bias[first:stop]
-            multiply(x, part, out[:, first:stop], here)
-            first = stop
+        multiply(x, weight, out, bias)
         return out
 
     # -- parts -----------------------------------------------------------------------------------
@@ -442,7 +438,7 @@ class TritonOps:
             if weight.hadamard:
                 h = rotate_blocks(h, weight.hadamard)
             out = torch.empty(len(h), inner, dtype=torch.bfloat16, device=self._device)
-            tiled_linear(h, part, out, gate=activation)
+            product(quantize(h), part, out, gate=activation)
             return out
         return gate(self.linear(h, weight), activation)
 

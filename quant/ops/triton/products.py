@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.ops.triton.linear import MOST_ROWS, Tiles, dense_linear, tiled_linear
+from localrt.quant.ops.cuda.products import MOST_ROWS, Records, product, quantize
+from localrt.quant.ops.triton.linear import Tiles, dense_linear
 from localrt.quant.ops.triton.rows import unpack_rows
 from localrt.quant.ops.triton.steps import rotate_blocks
 from localrt.quant.ops.triton.weight import TritonWeight
@@ -21,15 +22,25 @@ __all__ = ["multiply", "multiply_heads"]
 _UNPACKED = 32 << 20
 
 
-def multiply(x: Tensor, part: Tiles | Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """One part of a product, x (R, columns) bf16, into its columns of the result."""
-    rows, columns = part.shape
-    if len(x) <= MOST_ROWS and columns % 32 == 0:
-        if isinstance(part, Tensor):
-            dense_linear(x, part, out, bias=bias)
+def multiply(x: Tensor, weight: TritonWeight, out: Tensor, bias: Tensor | None) -> None:
+    """out (R, rows) = x (R, columns), bf16, times the weight's rows."""
+    records: Records | None = None
+    first = 0
+    for part in weight.parts:
+        rows, columns = part.shape
+        y, own = out[:, first : first + rows], None if bias is None else bias[first : first + rows]
+        first += rows
+        if len(x) > MOST_ROWS or columns % 32:
+            _multiply_unpacked(x, part, y, own)
+        elif isinstance(part, Tensor):
+            dense_linear(x, part, y, bias=own)
         else:
-            tiled_linear(x, part, out, bias=bias)
-        return
+            records = records or quantize(x)
+            product(records, part, y, bias=own)
+
+
+def _multiply_unpacked(x: Tensor, part: Tiles | Tensor, out: Tensor, bias: Tensor | None) -> None:
+    rows, columns = part.shape
     at_once = max(16, _UNPACKED // columns // 16 * 16)
     for first in range(0, rows, at_once):
         stop = min(rows, first + at_once)
@@ -51,7 +62,7 @@ def multiply_heads(x: Tensor, weight: TritonWeight, out: Tensor) -> None:
             dense_linear(x, part, out)
             return
         if rows % 16 == 0:
-            tiled_linear(x, part, out)
+            product(quantize(x), part, out)
             return
     whole = [_unpacked(part, 0, part.shape[0]) for part in weight.parts]
     stacked = (whole[0] if len(whole) == 1 else torch.cat(whole)).view(heads, rows, columns)

@@ -110,7 +110,7 @@ def _on_device(block: TiledTensor, data: Tensor) -> Tiles | Tensor:
         tiles = padded_rows(block.shape[0]) // TILE_ROWS
         factor = torch.full((tiles,), block.scale, dtype=torch.float32, device=data.device)
     wide = data.view(torch.float16), data.view(torch.int32)
-    return Tiles(layout, block.shape, data, *wide, factor)
+    return Tiles(block.format.name, layout, block.shape, data, *wide, factor)
 
 
 class _TiledPart:
@@ -153,7 +153,8 @@ class _TiledPart:
         layout = layout_of(self._format)
         assert layout is not None, "only known formats are tiled"
         shape = (self._rows, self._columns)
-        return Tiles(layout, shape, data, data.view(torch.float16), data.view(torch.int32), factor)
+        wide = data.view(torch.float16), data.view(torch.int32)
+        return Tiles(self._format.name, layout, shape, data, *wide, factor)
 
 
 class _DensePart:

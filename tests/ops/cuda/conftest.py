@@ -14,6 +14,6 @@ from tests.ops.cuda.emulator import Emulator
 def emulator() -> Iterator[Emulator]:
     """Runs what is launched on the CPU."""
     launcher = Emulator()
-    emulate(launcher)
+    before = emulate(launcher)
     yield launcher
-    emulate(None)
+    emulate(before)

@@ -46,15 +46,7 @@ def inputs(rows: int, columns: int) -> torch.Tensor:
 
 
 def values_of(x: Records) -> np.ndarray:
-    """What the records stand for, as ``quant/cuda/records.cuh`` says: (rows, columns)."""
-    records = x.data.numpy().reshape(x.heads, x.data.shape[1], -1, 144)[0, : x.rows]
-    codes = records[..., :64].view(np.int8).reshape(x.rows, -1, 4, 2, 2, 4)
-    assert np.array_equal(records[..., 64:128].view(np.int8).reshape(codes.shape), -codes)
-    scales = np.ascontiguousarray(records[..., 128:]).view(np.float32).reshape(x.rows, -1, 2, 2)
-    steps = codes.transpose(0, 1, 3, 4, 2, 5).reshape(x.rows, -1, 2, 32)
-    assert np.allclose(steps.sum(-1) * scales[..., 0], scales[..., 1], rtol=1e-6)
-    whole = steps * scales[..., :1].astype(np.float64)
-    return whole.reshape(x.rows, -1)[:, : x.columns]
+    return x.values()[0].numpy()
 
 
 def run(
@@ -76,9 +68,15 @@ def test_every_packed_format_has_a_kernel() -> None:
 def test_rows_in_8_bits_are_within_half_a_step(emulator: Emulator) -> None:
     x = inputs(3, 96)
     x[1, :32] = 0
-    found = values_of(quantize(x))
+    records = quantize(x)
+    found = values_of(records)
     steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 127
     assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= steps * 0.5001).all()
+    # Beside a record's numbers: the same times -1, and the sum of each step.
+    each = records.data.numpy().reshape(1, 8, 2, 144)[0, :3]
+    assert np.array_equal(each[..., 64:128].view(np.int8), -each[..., :64].view(np.int8))
+    sums = np.ascontiguousarray(each[..., 128:]).view(np.float32).reshape(3, 4, 2)[:, :3, 1]
+    assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))
