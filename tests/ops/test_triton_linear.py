@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from localrt.quant.formats import FORMATS, unpack
+from localrt.quant.formats.tiled import TiledTensor, tile
 from tests.ops.packed import random_tensor
 from tests.ops.triton_target import DEVICE, tiles_of
 
 from localrt.quant.ops.triton.formats import layout_of  # isort: skip
+from localrt.quant.ops.cuda.products import quantize  # isort: skip
 from localrt.quant.ops.triton.linear import dense_linear  # isort: skip
+from localrt.quant.ops.triton.products import multiply  # isort: skip
 from localrt.quant.ops.triton.rows import unpack_rows  # isort: skip
+from localrt.quant.ops.triton.weight import build_weight  # isort: skip
 
 KNOWN = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) is not None)
 
@@ -74,3 +80,23 @@ def test_extreme_scales() -> None:
         out = torch.empty(16, 64, device=DEVICE)
         unpack_rows(tiles_of(tensor), out)
         assert np.array_equal(out.cpu().numpy(), unpack(tensor))
+
+
+def test_matrices_that_follow_one_another_are_one_product() -> None:
+    """Queries, keys and values of a unit on the card; another format is a product of its own."""
+    tensors = [random_tensor(name, 32, 256, seed) for seed, name in enumerate(["nvfp4"] * 3)]
+    tensors += [random_tensor("q6_k", 16, 256)]
+    data = torch.from_numpy(np.concatenate([tile(tensor) for tensor in tensors])).to(DEVICE)
+    blocks, at = [], 0
+    for number, tensor in enumerate(tensors):
+        size = tile(tensor).size
+        lies: Any = data[at : at + size]
+        shape = (tensor.shape[0], tensor.shape[1])
+        blocks.append(TiledTensor(f"{number}", tensor.format, shape, lies, tensor.scale))
+        at += size
+    weight = build_weight((112, 256), iter(blocks), torch.device(DEVICE))
+    assert [part.shape[0] for part in weight.parts] == [96, 16]
+    x, out = inputs(2, 256), torch.empty(2, 112, device=DEVICE)
+    multiply(x, weight, out, None)
+    values = np.concatenate([unpack(tensor) for tensor in tensors]).astype(np.float64)
+    assert error(out.cpu().numpy(), quantize(x).values()[0].numpy() @ values.T) < 1e-6

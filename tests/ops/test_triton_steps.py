@@ -12,7 +12,9 @@ from localrt.quant.methods.hadamard import block_hadamard
 from tests.ops.triton_target import DEVICE
 
 from localrt.quant.ops.triton.attention import attend  # isort: skip
-from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks  # isort: skip
+from localrt.quant.ops.cuda.products import quantize  # isort: skip
+from localrt.quant.ops.cuda.steps import norm, norm_records  # isort: skip
+from localrt.quant.ops.triton.steps import gate, rope_append, rotate_blocks  # isort: skip
 
 # bf16 results: 8 bits, and the interpreter cuts off where a GPU rounds.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}
@@ -32,6 +34,8 @@ def test_norm_keeps_the_sum(width: int) -> None:
     torch.testing.assert_close(got.float(), F.rms_norm(total, (width,), weight, 1e-6), **CLOSE)
     exact = norm(x, weight, 1e-6, out=torch.float32)
     torch.testing.assert_close(exact, F.rms_norm(total, (width,), weight, 1e-6))
+    records = norm_records(x, weight, 1e-6)
+    assert torch.equal(records.data[:, :3], quantize(exact).data[:, :3])
 
 
 @pytest.mark.parametrize(

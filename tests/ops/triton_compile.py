@@ -34,7 +34,7 @@ from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.linear import Tiles, dense_linear
 from localrt.quant.ops.triton.mixture import combined, router_logits
 from localrt.quant.ops.triton.rows import unpack_rows
-from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
+from localrt.quant.ops.triton.steps import gate, rope_append, rotate_blocks
 from tests.ops.packed import random_tensor
 
 LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g128m")
@@ -138,7 +138,6 @@ def main() -> int:
     router_logits(out, torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(64, 128))
     combined(out, torch.zeros(16, 4), torch.zeros(16, 1024))
     dense_linear(x, torch.zeros(1024, 512, dtype=torch.bfloat16), out, bias=torch.zeros(1024))
-    norm(out, torch.ones(1024), 1e-6, pending=out, out=torch.bfloat16)
     gate(torch.zeros(2, 1024, dtype=torch.bfloat16), "gelu_tanh")
     rotate_blocks(x, 128)
     one, angles = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 64)

@@ -21,10 +21,12 @@ from localrt.quant.ops.cuda.programs import Program
 __all__ = [
     "GATES",
     "MOST_ROWS",
+    "OUT",
     "Cut",
     "Records",
     "TiledMatrix",
     "best_cut",
+    "empty_records",
     "linear_program",
     "product",
     "quantize",
@@ -38,7 +40,8 @@ GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 _MOST_CHAINS = 8
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
 _RECORD = 144  # bytes of 64 columns: quant/cuda/records.cuh
-_OUT = {torch.float32: "float", torch.bfloat16: "Bf16"}
+OUT = {torch.float32: "float", torch.bfloat16: "Bf16"}
+"""Types of tensors, as the kernels call them."""
 
 
 class TiledMatrix(Protocol):
@@ -134,26 +137,30 @@ class _Linear(Structure):
     )
 
 
+def empty_records(heads: int, rows: int, columns: int, device: torch.device) -> Records:
+    """Room for records that a kernel writes."""
+    size = heads, -(-rows // 8) * 8, -(-columns // 64) * _RECORD
+    return Records(torch.empty(size, dtype=torch.uint8, device=device), heads, rows, columns)
+
+
 def quantize(x: Tensor) -> Records:
     """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns lie together."""
     heads = x.shape[0] if x.dim() == 3 else 1
     rows, columns = x.shape[-2:]
-    stride = -(-columns // 64) * _RECORD
-    padded = -(-rows // 8) * 8
-    data = torch.empty(heads, padded, stride, dtype=torch.uint8, device=x.device)
+    records = empty_records(heads, rows, columns, x.device)
     args = _Quantize(
         x.data_ptr(),
-        data.data_ptr(),
+        records.data.data_ptr(),
         x.stride(0) if heads > 1 else 0,
-        padded * stride,
+        records.data.stride(0),
         x.stride(-2),
-        stride,
+        records.stride,
         rows,
         columns,
     )
-    program = Program.of("quantize", IN=_OUT[x.dtype])
+    program = Program.of("quantize", IN=OUT[x.dtype])
     launch(x.device, program, (-(-columns // 256), rows, heads), 256, args)
-    return Records(data, heads, rows, columns)
+    return records
 
 
 def product(
@@ -235,7 +242,7 @@ def linear_program(
         WIDTH="ONE" if rows == 1 else "FEW" if rows <= 4 else "MANY",
         NT_=cut.groups,
         GATE=GATES[gate] if gate else 0,
-        OUT=_OUT[out],
+        OUT=OUT[out],
         BLOCKS=2 if cut.groups == 1 and format_ != "q6_k" else 1,  # of a processor at once
     )
 

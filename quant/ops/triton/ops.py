@@ -20,7 +20,8 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
-from localrt.quant.ops.cuda.products import MOST_ROWS, product, quantize
+from localrt.quant.ops.cuda.products import MOST_ROWS, Records, product, quantize
+from localrt.quant.ops.cuda.steps import norm
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -53,9 +54,9 @@ from localrt.quant.ops.triton.graph import GraphedForward
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.mixture import combined
-from localrt.quant.ops.triton.products import multiply, multiply_heads
+from localrt.quant.ops.triton.products import multiply, multiply_heads, reads_records
 from localrt.quant.ops.triton.rows import unpack_rows
-from localrt.quant.ops.triton.steps import gate, norm, rope_append, rotate_blocks
+from localrt.quant.ops.triton.steps import gate, rope_append, rotate_blocks
 from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, Stream, TritonPass
 from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
 
@@ -180,7 +181,8 @@ class TritonOps:
         layer: int,
     ) -> Tensor:
         """(R, H, E); keys and values are written to the caches."""
-        qkv = self.linear(x.normed(weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
+        h = self._normed(x, weights.norm, spec.eps, weights.qkv)
+        qkv = self.linear(h, weights.qkv, weights.qkv_bias)
         shape = (qkv.shape[0], spec.heads, spec.head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         cos, sin = self._rope_tables(spec.rope, step)
@@ -244,7 +246,8 @@ class TritonOps:
     ) -> Tensor:
         """(R, H, P + L); the latents are written to the caches."""
         kind = torch.bfloat16 if weights.query_up is None else torch.float32
-        wide = self.linear(x.normed(weights.norm, spec.eps), weights.down, dtype=kind)
+        h = self._normed(x, weights.norm, spec.eps, weights.down)
+        wide = self.linear(h, weights.down, dtype=kind)
         q, latents = wide[:, : -spec.head_dim], wide[:, -spec.head_dim :]
         if weights.query_up is not None:
             ranked = norm(q, weights.query_norm, spec.latent_eps, out=torch.bfloat16)
@@ -304,7 +307,7 @@ class TritonOps:
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""
         assert weights.norm is not None, "experts that all rows see have a step of their own"
-        h = x.normed(weights.norm, spec.eps)
+        h = self._normed(x, weights.norm, spec.eps, weights.gate_up)
         inner = self._gated(h, weights.gate_up, spec.activation)
         y = self.linear(inner, weights.down, dtype=torch.float32)
         if weights.post_norm is None:
@@ -415,30 +418,44 @@ class TritonOps:
 
     def linear(
         self,
-        x: Tensor,
+        x: Tensor | Records,
         weight: TritonWeight,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """x (R, columns), bf16, times the weight's rows: (R, rows) in ``dtype``."""
-        if weight.hadamard:
+        """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``."""
+        if weight.hadamard and isinstance(x, Tensor):
             x = rotate_blocks(x, weight.hadamard)
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=self._device)
+        rows = x.rows if isinstance(x, Records) else len(x)
+        out = torch.empty(rows, weight.shape[0], dtype=dtype, device=self._device)
         multiply(x, weight, out, bias)
         return out
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _gated(self, h: Tensor, weight: TritonWeight, activation: str) -> Tensor:
+    def _normed(
+        self, x: Stream, weight: Tensor, eps: float, reader: TritonWeight
+    ) -> Tensor | Records:
+        """The norm of x, as the product with ``reader`` reads it."""
+        if reads_records(reader, len(x.values)):
+            return x.normed_records(weight, eps)
+        return x.normed(weight, eps)
+
+    def _gated(self, h: Tensor | Records, weight: TritonWeight, activation: str) -> Tensor:
         """activation(gate) * up, in one kernel where the stacked halves are whole tiles."""
         part, inner = weight.parts[0], weight.shape[0] // 2
-        small = len(h) <= MOST_ROWS and inner % 16 == 0 and inner * weight.shape[1] < 1 << 30
-        if len(weight.parts) == 1 and isinstance(part, Tiles) and small:
-            if weight.hadamard:
-                h = rotate_blocks(h, weight.hadamard)
-            out = torch.empty(len(h), inner, dtype=torch.bfloat16, device=self._device)
-            product(quantize(h), part, out, gate=activation)
+        rows = h.rows if isinstance(h, Records) else len(h)
+        if (
+            len(weight.parts) == 1
+            and isinstance(part, Tiles)
+            and inner % 16 == 0
+            and rows <= MOST_ROWS
+        ):
+            if isinstance(h, Tensor):
+                h = quantize(rotate_blocks(h, weight.hadamard) if weight.hadamard else h)
+            out = torch.empty(rows, inner, dtype=torch.bfloat16, device=self._device)
+            product(h, part, out, gate=activation)
             return out
         return gate(self.linear(h, weight), activation)
 

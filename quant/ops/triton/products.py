@@ -16,27 +16,36 @@ from localrt.quant.ops.triton.rows import unpack_rows
 from localrt.quant.ops.triton.steps import rotate_blocks
 from localrt.quant.ops.triton.weight import TritonWeight
 
-__all__ = ["multiply", "multiply_heads"]
+__all__ = ["multiply", "multiply_heads", "reads_records"]
 
 # Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
 _UNPACKED = 32 << 20
 
 
-def multiply(x: Tensor, weight: TritonWeight, out: Tensor, bias: Tensor | None) -> None:
-    """out (R, rows) = x (R, columns), bf16, times the weight's rows."""
-    records: Records | None = None
+def reads_records(weight: TritonWeight, rows: int) -> bool:
+    """Whether ``rows`` rows are multiplied with it in 8 bits, and in no other form."""
+    packed = all(isinstance(part, Tiles) for part in weight.parts)
+    return packed and rows <= MOST_ROWS and not weight.hadamard
+
+
+def multiply(x: Tensor | Records, weight: TritonWeight, out: Tensor, bias: Tensor | None) -> None:
+    """out (R, rows) = x (R, columns), bf16 or records, times the weight's rows."""
+    if isinstance(x, Tensor) and reads_records(weight, len(x)):
+        x = quantize(x)
     first = 0
     for part in weight.parts:
         rows, columns = part.shape
         y, own = out[:, first : first + rows], None if bias is None else bias[first : first + rows]
         first += rows
-        if len(x) > MOST_ROWS or columns % 32:
+        if isinstance(x, Records):
+            assert isinstance(part, Tiles), "records are for packed weights"
+            product(x, part, y, bias=own)
+        elif len(x) > MOST_ROWS or columns % 32:
             _multiply_unpacked(x, part, y, own)
         elif isinstance(part, Tensor):
             dense_linear(x, part, y, bias=own)
         else:
-            records = records or quantize(x)
-            product(records, part, y, bias=own)
+            product(quantize(x), part, y, bias=own)
 
 
 def _multiply_unpacked(x: Tensor, part: Tiles | Tensor, out: Tensor, bias: Tensor | None) -> None:

@@ -1,5 +1,5 @@
-"""The small steps around the products, one kernel each: RMSNorm with the residual sum, rotary with
-the append to the KV cache, the gate, the block Hadamard rotation.
+"""The small steps around the products, one kernel each: rotary with the append to the KV
+cache, the gate, the block Hadamard rotation.
 
 Every row is computed by programs of its own, in an order that no other row changes. Numbers that
 change from pass to pass (positions, tokens held) come from device memory, so that a recorded CUDA
@@ -19,35 +19,10 @@ from torch import Tensor
 from localrt.quant.ops.triton import device as triton_device
 from localrt.quant.ops.triton.chains import GATES
 
-__all__ = ["gate", "norm", "rope_append", "rotate_blocks"]
+__all__ = ["gate", "rope_append", "rotate_blocks"]
 
 # Widest block of the Hadamard rotation that one program can hold.
 _MOST_HADAMARD = 256
-
-
-def norm(
-    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None, out: torch.dtype
-) -> Tensor:
-    """RMSNorm of x (R, D), float32, times weight (D,); ``pending`` (R, D) is added to x first.
-
-    x keeps the sum; its rows may lie apart. The result is of type ``out``.
-    """
-    rows, width = x.shape
-    y = torch.empty(rows, width, dtype=out, device=x.device)
-    block = triton.next_power_of_2(width)
-    _norm_kernel[(rows,)](
-        x,
-        pending,
-        weight,
-        y,
-        eps,
-        width,
-        x.stride(0),
-        block=block,
-        num_warps=4 if block <= 4096 else 8,
-        enable_fp_fusion=True,
-    )
-    return y
 
 
 def rope_append(
@@ -152,21 +127,6 @@ def rotate_blocks(x: Tensor, size: int) -> Tensor:
         enable_fp_fusion=True,
     )
     return y
-
-
-@triton.jit
-def _norm_kernel(x, pending, weight, y, eps, width, x_stride, block: tl.constexpr):
-    i = tl.arange(0, block)
-    mask = i < width
-    at = tl.program_id(0).to(tl.int64) * width + i
-    x += tl.program_id(0).to(tl.int64) * x_stride + i
-    value = tl.load(x, mask=mask, other=0.0)
-    if pending is not None:
-        value += tl.load(pending + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(x, value, mask=mask)
-    mean = tl.sum(value * value, 0) / width
-    value = value * (1.0 / tl.sqrt(mean + eps)) * tl.load(weight + i, mask=mask, other=0.0)
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.attention import Rope
+from localrt.quant.ops.cuda.products import Records
+from localrt.quant.ops.cuda.steps import norm, norm_records
 from localrt.quant.ops.protocol import Span
-from localrt.quant.ops.triton.steps import norm
 
 __all__ = ["Logits", "Numbers", "Recording", "Stream", "TritonPass"]
 
@@ -46,6 +47,11 @@ class Stream:
         """RMSNorm of the sum; nothing is pending afterwards."""
         pending, self.pending = self.pending, None
         return norm(self.values, weight, eps, pending=pending, out=out)
+
+    def normed_records(self, weight: Tensor, eps: float) -> Records:
+        """The same as the products of packed weights read it."""
+        pending, self.pending = self.pending, None
+        return norm_records(self.values, weight, eps, pending=pending)
 
 
 class Numbers:

@@ -75,7 +75,7 @@ def build_weight(
         rotations.add(block.hadamard if isinstance(block, TiledTensor) else 0)
         data: object = block.data
         if isinstance(block, TiledTensor) and isinstance(data, Tensor):
-            parts.append(_on_device(block, data))
+            _join(parts, _on_device(block, data))
             left -= block.shape[0]
             continue
         if building is None or not building.takes(block):
@@ -111,6 +111,34 @@ def _on_device(block: TiledTensor, data: Tensor) -> Tiles | Tensor:
         factor = torch.full((tiles,), block.scale, dtype=torch.float32, device=data.device)
     wide = data.view(torch.float16), data.view(torch.int32)
     return Tiles(block.format.name, layout, block.shape, data, *wide, factor)
+
+
+def _join(parts: list[Tiles | Tensor], new: Tiles | Tensor) -> None:
+    """Add a part; where its tiles follow the last part's in memory the two are one, and one product
+    of the kernels: the queries, keys and values of a unit, a gate and what it lets through.
+    """
+    last = parts[-1] if parts else None
+    if not isinstance(last, Tiles) or not isinstance(new, Tiles) or last.format != new.format:
+        parts.append(new)
+        return
+    follows = last.w8.data_ptr() + last.w8.nbytes == new.w8.data_ptr()
+    same = last.w8.untyped_storage().data_ptr() == new.w8.untyped_storage().data_ptr()
+    if not (follows and same) or last.shape[0] % TILE_ROWS:
+        parts.append(new)
+        return
+    data = last.w8.as_strided((last.w8.numel() + new.w8.numel(),), (1,))
+    factor = None
+    if last.factor is not None or new.factor is not None:
+        factor = torch.cat([_factor(last), _factor(new)])
+    shape = (last.shape[0] + new.shape[0], last.shape[1])
+    wide = data.view(torch.float16), data.view(torch.int32)
+    parts[-1] = Tiles(last.format, last.layout, shape, data, *wide, factor)
+
+
+def _factor(tiles: Tiles) -> Tensor:
+    if tiles.factor is not None:
+        return tiles.factor
+    return torch.ones(tiles.count, dtype=torch.float32, device=tiles.w8.device)
 
 
 class _TiledPart:

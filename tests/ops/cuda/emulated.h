@@ -24,6 +24,7 @@ void emulated_warp();            // and of the warp
 uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each other
 float fmaf(float, float, float);
 float expf(float);
+float sqrtf(float);
 float nearbyintf(float);
 }
 #define threadIdx emulated_place.thread

@@ -1,0 +1,73 @@
+"""The small steps round the products, one kernel each. A row's bits depend on that row alone."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_void_p
+
+import torch
+from torch import Tensor
+
+from localrt.quant.ops.cuda.launch import launch
+from localrt.quant.ops.cuda.products import OUT, Records, empty_records
+from localrt.quant.ops.cuda.programs import Program
+
+__all__ = ["norm", "norm_records"]
+
+_THREADS = 256
+
+
+class _Norm(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("pending", c_void_p),
+        ("weight", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int),
+        ("x_stride", c_int),
+        ("y_stride", c_int),
+        ("eps", c_float),
+    )
+
+
+def norm(
+    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None, out: torch.dtype
+) -> Tensor:
+    """RMSNorm of x (R, D), float32, times weight (D,); ``pending`` (R, D) is added to x first.
+
+    x keeps the sum; its rows may lie apart. The result is of type ``out``, bf16 or float32.
+    """
+    y = torch.empty(x.shape, dtype=out, device=x.device)
+    _norm(x, weight, eps, pending, y, y.shape[1], OUT=OUT[out], RECORDS=0)
+    return y
+
+
+def norm_records(
+    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None
+) -> Records:
+    """``norm``, as the products of packed weights read it."""
+    records = empty_records(1, x.shape[0], x.shape[1], x.device)
+    _norm(x, weight, eps, pending, records.data, records.stride, OUT="float", RECORDS=1)
+    return records
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    pending: Tensor | None,
+    y: Tensor,
+    stride: int,
+    **macros: object,
+) -> None:
+    assert pending is None or pending.is_contiguous(), "rows of a sum follow one another"
+    args = _Norm(
+        x.data_ptr(),
+        None if pending is None else pending.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
+        x.shape[1],
+        x.stride(0),
+        stride,
+        eps,
+    )
+    launch(x.device, Program.of("norm", **macros), (x.shape[0], 1, 1), _THREADS, args)
