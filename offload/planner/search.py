@@ -39,11 +39,12 @@ def fits(request: PlanRequest) -> bool:
 def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> float:
     """Tokens per second of the best plan by rules, 0 where nothing fits; nothing more is told.
 
-    A mixture takes over the rings of ``like``: there are too many experts to try many.
+    Passes are as long as those of ``like``; a mixture takes over its rings too: there are too many
+    experts to try many.
     """
-    request, rooms, prefill_rows = _prepare(request)
+    longest = PREFILL_ROWS if like is None else max(PREFILL_ROWS, like.prefill_rows)
+    request, rooms, prefill_rows = _prepare(request, longest)
     if like is not None and request.shape.experts is not None:
-        request, rooms, prefill_rows = _prepare(request, like.prefill_rows)
         costs = request.costs()
         best = best_candidate(costs, rooms, prefill_rows=prefill_rows, exact=False, rings=like)
     else:
