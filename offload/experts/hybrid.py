@@ -124,6 +124,11 @@ class HybridStage:
             self._fill(place, state.mark)
         return card.ops.combine_experts(turn.slots, routing, shared)
 
+    def settle(self) -> None:
+        """Return when nothing is on its way to a slot: their memory may be given back then."""
+        self._settle(None)
+        self._arriving.clear()
+
     def _time(self, mark: Mark) -> float:
         """Seconds on the clock: a virtual one's are those of the mark."""
         return mark if isinstance(mark, float) else self._clock.now()
@@ -138,7 +143,7 @@ class HybridStage:
         self._link_free = there if isinstance(there, float) else begin + self._costs.fetch
         return there
 
-    def _settle(self, turn: int) -> None:
+    def _settle(self, turn: int | None) -> None:
         """Copies have ended: RAM need not keep what they read. Not those for the layer whose
         ``turn`` it is: the card waits for them, not the host.
         """

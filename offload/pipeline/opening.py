@@ -293,7 +293,7 @@ def _expert_runners(
         setup.held.callback(slots.close)
         costs = devices.expert_costs
         assert costs is not None, "who computes an expert is decided by what it takes"
-        runners["gpu"] = HybridStage(
+        runners["gpu"] = hybrid = HybridStage(
             slots,
             experts,
             devices.ops,
@@ -301,4 +301,5 @@ def _expert_runners(
             costs,
             card_rows=setup.placement.card_rows,
         )
+        setup.held.callback(hybrid.settle)
     return runners
