@@ -11,10 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from localrt.errors import MemoryBudgetError
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.latent import LatentAttention
 from localrt.models.moe import Experts, ResidentExperts, SparseMlp, load_expert
-from localrt.models.parts import Attention, Embedding, GatedMlp, Head, Logits, Part, Residual
+from localrt.models.parts import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    Head,
+    Logits,
+    Part,
+    PassState,
+    Residual,
+)
 from localrt.models.residency import Check, Residency, Resident
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec
@@ -126,27 +136,36 @@ class Decoder:
         residency = self.residency
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         with self.ops.scope():
-            state = residency.begin(batch, wanted, check)
-            try:
-                for part in residency.body:
-                    if check is not None:
-                        check()
-                    part(state)
-                if features is not None:
-                    state.copy_features(features)
-                for part in residency.head(state):
-                    if check is not None:
-                        check()
-                    part(state)
-            except BaseException:
-                residency.abandon()
-                raise
+            # A second time where a card's memory, which others use too, has run out in the first.
+            for again in (True, False):
+                state = residency.begin(batch, wanted, check)
+                try:
+                    self._compute(state, check, features)
+                    break
+                except BaseException as error:
+                    residency.abandon()
+                    full = isinstance(error, MemoryBudgetError)
+                    if not (again and full and residency.relieve()):
+                        raise
         for span in batch.spans:
             span.cache.advance(span.rows)
         residency.end(state, batch)
         if state.logits is None:
             return np.empty((0, self.config.vocab_size), np.float32)
         return state.logits
+
+    def _compute(self, state: PassState, check: Check | None, features: Logits | None) -> None:
+        """All parts of a pass."""
+        for part in self.residency.body:
+            if check is not None:
+                check()
+            part(state)
+        if features is not None:
+            state.copy_features(features)
+        for part in self.residency.head(state):
+            if check is not None:
+                check()
+            part(state)
 
     def close(self) -> None:
         """End all threads and free all weights."""

@@ -99,6 +99,10 @@ class Residency:
     def abandon(self) -> None:
         """The pass was given up: the next one begins with the first part."""
 
+    def relieve(self) -> bool:
+        """Memory ran out in a pass: give some back. False if there is none to give."""
+        return False
+
     # -- caches ----------------------------------------------------------------------------------
 
     def cache(self, capacity: int) -> KVCache:

@@ -41,6 +41,7 @@ __all__ = [
     "Tier",
     "activation_nbytes",
     "card_rows_choices",
+    "card_scratch_nbytes",
     "check_fits",
     "constraint_nbytes",
     "draft_growth_nbytes",
@@ -59,6 +60,7 @@ __all__ = [
     "resident_account",
     "resident_forecast",
     "shorter_contexts",
+    "unstreamable_card_nbytes",
     "unstreamable_nbytes",
     "weight_nbytes",
 ]
@@ -91,8 +93,11 @@ UNKNOWN_MODEL_NBYTES = 200 << 20
 CUDA_CONTEXT_NBYTES = 400 << 20
 """Of a card's memory: CUDA's context and kernels' code, before anything is allocated."""
 
-SPARE_VRAM_NBYTES = 300 << 20
-"""Of a real card: what driver, other programs and the allocator's rounding may still take."""
+SPARE_VRAM_NBYTES = (128 + 40 + 32 + 150) << 20
+"""Of a real card: torch rounds each of about 64 allocations up by 2 MB at most, and takes small
+ones from blocks of 20 MB, of weights and of activations; cuBLAS has 32 MB; 150 MB stay free, below
+which other programs are given memory back.
+"""
 
 PREFILL_ROWS = 512
 """Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""
@@ -110,6 +115,8 @@ SMALLEST_CONTEXT = 512
 _KERNEL_SCRATCH_NBYTES = 3 << 20  # what the native kernels allocate for themselves
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
 _TORCH_GROWTH_NBYTES = 20 << 20  # of these, what passes take where the libraries are there already
+_UNPACKED_AT_ONCE = 32 << 20  # numbers of a matrix, in bf16, by passes of more than 64 rows
+_PACKED_ROWS = 64
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
 _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
@@ -281,6 +288,16 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
     return rows * per_row + logits_nbytes(sizes.vocab, 2) + latents
 
 
+def card_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
+    """What passes of at most ``rows`` rows need of a card beside weights, keys and values.
+
+    Long passes unpack a piece of a matrix at a time, and keep its product beside the others'.
+    """
+    most = max(2 * sizes.inner, 2 * sizes.expert_inner) * sizes.hidden
+    unpacked = 2 * min(most, _UNPACKED_AT_ONCE) if rows > _PACKED_ROWS else 0
+    return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + unpacked
+
+
 def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:
     """The most rows of a pass, up to ``most``, whose activations are a small part of ``budget``."""
     for rows in (most, *(choice for choice in _ROW_CHOICES if choice < most)):
@@ -382,7 +399,7 @@ def placed_account(
     if any(where.on_gpu for where in placement.where.values()):
         parts += [
             ("vram", "driver's context", budgets.context_bytes()),
-            ("vram", "activations", activations),
+            ("vram", "activations", card_scratch_nbytes(shape.pass_sizes, rows)),
             ("vram", "weights", weights[Where.VRAM]),
             ("vram", "keys and values", caches["vram"]),
             ("vram", "ring for copies", placement.vram_ring),
@@ -407,6 +424,13 @@ def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
     if largest > placement.ram_ring > 0:
         stays += growing_ring_nbytes(largest) - placement.ram_ring
     return stays
+
+
+def unstreamable_card_nbytes(shape: ModelShape, placement: Placement) -> int:
+    """Weights on the card that stay there whatever the caches need. Of experts few have to."""
+    limit = min(placement.ram_ring, placement.vram_ring)
+    on_card = [u for u in shape.units if placement.where[u.name] is Where.VRAM]
+    return sum(u.nbytes for u in on_card if u.kind != "expert" and u.nbytes > limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

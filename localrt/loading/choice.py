@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from localrt.loading.options import pick_context
-from localrt.offload.account import FIRST_CONTEXT, unstreamable_nbytes
+from localrt.offload.account import FIRST_CONTEXT, unstreamable_card_nbytes, unstreamable_nbytes
 from localrt.offload.planner import (
     Budgets,
     MachineProfile,
@@ -101,8 +101,15 @@ def first_plan(
 
 
 def _can_grow(plan: Plan, ctx: int) -> bool:
-    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed."""
+    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed, on both sides."""
     shape, placement = plan.request.shape, plan.placement
-    caches = zip(placement.kv, shape.kv_nbytes(plan.request.kv_format, ctx), strict=True)
-    kv = sum(nbytes for place, nbytes in caches if place == "ram")
-    return unstreamable_nbytes(shape, placement) + kv <= plan.for_weights_and_caches()
+    sizes = shape.kv_nbytes(plan.request.kv_format, ctx)
+    kv = {"ram": 0, "vram": 0, "ssd": 0}
+    for place, nbytes in zip(placement.kv, sizes, strict=True):
+        kv[place] += nbytes
+    memory = plan.memory
+    streamed = (memory.nbytes(what, "vram") for what in ("weights", "keys and values"))
+    stays = memory.total("vram") - sum(streamed) + unstreamable_card_nbytes(shape, placement)
+    on_card = not kv["vram"] or stays + kv["vram"] <= plan.request.budgets.vram
+    in_ram = unstreamable_nbytes(shape, placement) + kv["ram"] <= plan.for_weights_and_caches()
+    return in_ram and on_card

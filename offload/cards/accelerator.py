@@ -27,13 +27,14 @@ class Accelerator:
     """One card; ``ops`` computes on its memory. ``copy_in`` may be called by several threads, the
     rest by one at a time.
 
-    ``capacity`` is the bytes that may be allocated in all, ``used`` those that are; ``link_bytes``
-    were copied to it so far.
+    ``capacity`` is the bytes that may be taken in all, ``used`` those that are allocated here;
+    ``held`` are those that others take: keys, values, and what kernels need for themselves. Most
+    of both together was ``peak``. ``link_bytes`` were copied to it so far.
     """
 
     def __init__(self, clock: Clock, ops: Ops, *, name: str, capacity: int) -> None:
         self.name, self.ops, self.capacity = name, ops, capacity
-        self.used = 0
+        self.used = self.held = self.peak = 0
         self.link_bytes = 0
         self._clock = clock
         self._lock = threading.Lock()
@@ -52,7 +53,20 @@ class Accelerator:
                     f"{format_bytes(self.used)} are taken"
                 )
             self.used += nbytes
-        return self._alloc(nbytes)
+        try:
+            memory = self._alloc(nbytes)
+        except BaseException:
+            with self._lock:
+                self.used -= nbytes
+            raise
+        self.hold(self.held)
+        return memory
+
+    def hold(self, nbytes: int) -> None:
+        """Others take ``nbytes`` from now on."""
+        with self._lock:
+            self.held = nbytes
+            self.peak = max(self.peak, self.used + nbytes)
 
     def free(self, memory: Any) -> None:
         """Give memory back."""

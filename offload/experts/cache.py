@@ -75,7 +75,8 @@ def slots_within(nbytes: int, expert_nbytes: int) -> int:
 class ExpertCache:
     """``capacity`` slots for the experts of all layers, ``used`` of ``count`` in each layer.
 
-    ``tables`` are what the layers' kernels compute with; ``alloc`` gives the memory of a slot.
+    ``tables`` are what the layers' kernels compute with; ``alloc`` gives the memory of a slot, and
+    ``free`` takes it back.
     ``hits`` and ``demands`` count the experts that layers found and asked for.
     """
 
@@ -89,13 +90,14 @@ class ExpertCache:
         policy: Learned | None = None,
         tables: Sequence[ExpertTable] = (),
         alloc: Callable[[], Any] = lambda: None,
+        free: Callable[[Any], object] = lambda memory: None,
     ) -> None:
         self.layers, self.count, self.used = layers, count, used
         self.policy = policy or Learned(layers, count, used)
         self.tables = tables
         self.capacity = capacity
         self.hits = self.demands = 0
-        self._alloc = alloc
+        self._alloc, self._free = alloc, free
         self._slots: dict[Key, Slot] = {}
         self._spare: list[Slot] = []
         self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
@@ -278,13 +280,25 @@ class ExpertCache:
         self._victims = self._flat
         while len(self._slots) > capacity and self._evict_least():
             pass
-        self._spare.clear()
+        self._free_spare()
+
+    def withdraw(self, memory: Sequence[Any]) -> None:
+        """Have no slots in these pieces of ``memory`` any more; nothing may be in use."""
+        gone = {id(each) for each in memory}
+        for key in [key for key, slot in self._slots.items() if id(slot.memory) in gone]:
+            self.drop(*key)
+        self._spare = [slot for slot in self._spare if id(slot.memory) not in gone]
+        self.capacity -= len(memory)
 
     def close(self) -> None:
         """Free everything."""
         for layer, expert in list(self._slots):
             self.drop(layer, expert)
-        self._spare.clear()
+        self._free_spare()
+
+    def _free_spare(self) -> None:
+        while self._spare:
+            self._free(self._spare.pop().memory)
 
     def _refresh(self, layer: int) -> None:
         self._worth[layer] = np.where(self._blocked[layer], np.inf, self.policy.value[layer])

@@ -1,4 +1,4 @@
-"""Experts in a card's memory: equal slots of one allocation, filled over the link.
+"""Experts in a card's memory: equal slots in a few allocations, filled over the link.
 
 It knows bytes and marks, not who computes what.
 """
@@ -11,14 +11,15 @@ from typing import Any
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.timing import Mark
 from localrt.offload.cards.accelerator import Accelerator
+from localrt.offload.cards.slab import SLABS, Slab
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.quant.ops.experts import ExpertWeights
 
-__all__ = ["CardSlots"]
+__all__ = ["CardSlots", "SlotMemory"]
 
 
 class CardSlots:
-    """``cache`` says which of ``units`` are in its slots, which are cut from ``memory``.
+    """``cache`` says which of ``units`` are in its slots, which ``memory`` gives.
 
     ``build`` makes weights of a unit's bytes on the card and of the same in RAM. ``expert_size`` is
     the largest expert's bytes, and its multiply-accumulates with one row.
@@ -29,7 +30,7 @@ class CardSlots:
         card: Accelerator,
         units: Mapping[Key, StoredUnit],
         cache: ExpertCache,
-        memory: Any,
+        memory: SlotMemory,
         *,
         build: Callable[[Key, StoredUnit, Any, Any], ExpertWeights],
     ) -> None:
@@ -65,7 +66,60 @@ class CardSlots:
         for slot in slots:
             slot.used = mark
 
+    def give_back(self, nbytes: int) -> int:
+        """Have ``nbytes`` less of the card, but for one allocation; the bytes freed.
+
+        Called between passes, when nothing is on its way to a slot.
+        """
+        freed = 0
+        while freed < nbytes and (gone := self._memory.last()):
+            self.cache.withdraw(gone)
+            freed += self._memory.free_last()
+        return freed
+
     def close(self) -> None:
         """Free the memory."""
         self.cache.close()
-        self.card.free(self._memory)
+        self._memory.close()
+
+
+class SlotMemory:
+    """Memory of ``card`` for ``count`` slots of ``nbytes``, in about ``SLABS`` allocations.
+
+    Raises:
+        MemoryBudgetError: the card has no room for it.
+    """
+
+    def __init__(self, card: Accelerator, nbytes: int, count: int) -> None:
+        self._slabs: list[tuple[Slab, list[Any]]] = []
+        together = -(-count // SLABS)
+        try:
+            for first in range(0, count, together):
+                slots = min(together, count - first)
+                slab = Slab(card, slots * nbytes, slots)
+                self._slabs.append((slab, [slab.take(nbytes) for _ in range(slots)]))
+        except BaseException:
+            self.close()
+            raise
+        self._unused = [slot for _, slots in self._slabs for slot in slots]
+
+    def take(self) -> Any:
+        """The memory of a slot that had none so far."""
+        return self._unused.pop(0)
+
+    def last(self) -> list[Any]:
+        """The slots of the last allocation; none where only one is left."""
+        return self._slabs[-1][1] if len(self._slabs) > 1 else []
+
+    def free_last(self) -> int:
+        """Nobody uses these any more; the bytes freed."""
+        slab, slots = self._slabs.pop()
+        gone = {id(slot) for slot in slots}
+        self._unused = [slot for slot in self._unused if id(slot) not in gone]
+        return slab.free()
+
+    def close(self) -> None:
+        """Free everything."""
+        for slab, _ in self._slabs:
+            slab.free()
+        self._slabs.clear()

@@ -124,6 +124,11 @@ class HybridStage:
             self._fill(place, state.mark)
         return card.ops.combine_experts(turn.slots, routing, shared)
 
+    def give_back(self, nbytes: int) -> int:
+        """Have ``nbytes`` less of the card's slots, between passes; the bytes freed."""
+        self.settle()
+        return self._slots.give_back(nbytes)
+
     def settle(self) -> None:
         """Return when nothing is on its way to a slot: their memory may be given back then."""
         self._settle(None)

@@ -16,7 +16,7 @@ from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.moe import load_expert
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
-from localrt.offload.experts.card import CardSlots
+from localrt.offload.experts.card import CardSlots, SlotMemory
 from localrt.offload.experts.pool import Bytes, ExpertPool
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
@@ -78,11 +78,15 @@ class Mixture:
         return min(slots_within(kept + ring, largest), len(units))
 
     def cache(
-        self, slots: int, tables: Sequence[ExpertTable], alloc: Callable[[], Any]
+        self,
+        slots: int,
+        tables: Sequence[ExpertTable],
+        alloc: Callable[[], Any],
+        free: Callable[[Any], object] = lambda memory: None,
     ) -> ExpertCache:
         """Of so many slots."""
         sizes = (len(self.layers), self.count, self.used)
-        return ExpertCache(*sizes, slots, tables=tables, alloc=alloc)
+        return ExpertCache(*sizes, slots, tables=tables, alloc=alloc, free=free)
 
 
 class ExpertMemory:
@@ -140,6 +144,7 @@ def open_experts(
     *,
     ring: int,
     alloc: Callable[[int], Any],
+    free: Callable[[Any], object] = lambda memory: None,
     room: int = 0,
 ) -> ExpertMemory:
     """Slots for as many experts as are placed in RAM, and for ``ring`` bytes more.
@@ -163,7 +168,7 @@ def open_experts(
             slots = mixture.slots(ours, nbytes, ring if len(ours) == len(units) else 0)
             pool = ExpertPool(
                 ours,
-                mixture.cache(slots, tables, partial(alloc, size)),
+                mixture.cache(slots, tables, partial(alloc, size), free),
                 reader,
                 build=lambda key, data: mixture.build(lane, key, data),
                 verify=verify,
@@ -234,7 +239,6 @@ def open_card_slots(mixture: Mixture, lane: Lane, *, ring: int) -> CardSlots:
             lane.remember_vectors(unit, in_ram)
         return mixture.build(lane, key, data)
 
-    memory = card.alloc(slots * size)
-    parts = (memory[at : at + size] for at in range(0, slots * size, size))
-    cache = mixture.cache(slots, mixture.tables(lane.ops), parts.__next__)
+    memory = SlotMemory(card, size, slots)
+    cache = mixture.cache(slots, mixture.tables(lane.ops), memory.take)
     return CardSlots(card, units, cache, memory, build=build)

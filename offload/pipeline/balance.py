@@ -13,6 +13,7 @@ from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.residency import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
+from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane
@@ -20,9 +21,11 @@ from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
 
-__all__ = ["Balance", "Rings", "choose_units"]
+__all__ = ["Balance", "Rings", "choose_slabs", "choose_units"]
 
 _IN_RAM = (Where.RAM, Where.LINK)
+_OTHERS = "other programs need the memory"
+_RELIEF_SHARE = 16  # of what weights take of a card, that is given back when it is full
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
 
@@ -44,7 +47,8 @@ class Balance(WeightMemory):
     ``caches`` share the budget. ``fixed`` are bytes of weights in RAM that stay. ``shortage`` says
     how many bytes of RAM (below zero: how many are spare again) and of the card's memory others
     need now. ``forget`` ends what copies wait for, before other units are streamed. ``experts`` are
-    a mixture's slots.
+    a mixture's slots, ``card_experts`` those on the card. ``card_scratch`` are bytes of the card
+    that kernels need beside weights and caches.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Balance(WeightMemory):
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
         forget: Callable[[], None] = lambda: None,
         experts: ExpertMemory | None = None,
+        card_experts: HybridStage | None = None,
+        card_scratch: int = 0,
     ) -> None:
         self.streams = True
         self._stages = stages
@@ -71,6 +77,9 @@ class Balance(WeightMemory):
         self._shortage = shortage
         self._forget = forget
         self._experts = experts
+        self._card = next((lane.card for lane in lanes if lane.card is not None), None)
+        self._card_experts = card_experts
+        self._card_scratch = card_scratch
         self._most_experts = 0 if experts is None else experts.nbytes
         self._ring_growth = 0  # bytes that the ring takes beyond what was planned
         self._crossing = False  # the card computes what can cross the link
@@ -80,6 +89,8 @@ class Balance(WeightMemory):
         self._changed = ""  # the budget, and to what
         self._why = ""  # what was given back was
         self._card_given = 0
+        self._card_why = ""
+        self._card_caches = 0  # keys and values on the card, in the last pass
 
     @property
     def note(self) -> str:
@@ -92,7 +103,8 @@ class Balance(WeightMemory):
             parts.append(f"{format_bytes(-ram)} less of the weights are read for every token")
         if vram:
             parts.append(f"{format_bytes(vram)} more are copied to the card")
-        return f"{' and '.join(parts)}: {self._why if ram > 0 else self._changed}" if parts else ""
+        why = (self._why if ram > 0 else self._changed) or self._card_why
+        return f"{' and '.join(parts)}: {why}" if parts else ""
 
     @property
     def ram_nbytes(self) -> int:
@@ -154,8 +166,9 @@ class Balance(WeightMemory):
         if any(stage.place(crossing=True) is not stage.where for stage in self._stages):
             self._schedule()  # what was copied ahead is of the other kind
 
-    def make_room(self, growth: int) -> None:
-        """Before a pass that adds ``growth`` bytes of RAM: give back what is missing.
+    def make_room(self, growth: int, card_growth: int = 0) -> None:
+        """Before a pass that adds ``growth`` bytes of RAM, and ``card_growth`` of a card's memory:
+        give back what is missing.
 
         Raises:
             MemoryBudgetError: all that can be streamed would not be enough.
@@ -164,11 +177,10 @@ class Balance(WeightMemory):
         ram, vram = self._shortage()
         if ram > 0:
             self._withheld += self.give_back(ram)
-            self._why = "other programs need the memory"
+            self._why = _OTHERS
         elif ram < 0:  # as much again as we would take is free
             self._withheld = max(0, self._withheld + ram)
-        if vram:
-            self.give_back_card(vram)
+        self._make_room_on_card(card_growth, vram)
         missing = max(0, self.ram_nbytes + self._ring_growth + caches - self._budget)
         if missing > 0:
             self._why = self._changed or "keys and values have grown"
@@ -197,8 +209,7 @@ class Balance(WeightMemory):
     @property
     def card(self) -> tuple[int, int] | None:
         """See ``WeightMemory``."""
-        cards = [lane.card for lane in self._lanes if lane.card is not None]
-        return (cards[0].used, cards[0].capacity) if cards else None
+        return None if self._card is None else (self._card.used, self._card.capacity)
 
     # -- giving back -----------------------------------------------------------------------------
 
@@ -214,18 +225,69 @@ class Balance(WeightMemory):
 
     def give_back_card(self, nbytes: int) -> int:
         """The same of the card's memory: its units are then read and copied in each pass."""
-        limit = min(self._ram_ring, self._rings.vram)
-        able = [s for s in self._stages if s.where is Where.VRAM and s.unit.nbytes <= limit]
-        freed = self._move(choose_units(self._stages, nbytes, able))
-        self._card_given += freed
+        freed = 0 if self._card_experts is None else self._card_experts.give_back(nbytes)
+        if freed < nbytes:
+            chosen = choose_slabs(self._slabs(), nbytes - freed)
+            streamed = self._move([stage for slab in chosen for stage in slab])
+            self._card_given += streamed
+            freed += streamed
         return freed
 
     def shrink_card(self, nbytes: int, words: str) -> int:
         """See ``WeightMemory``."""
         freed = self.give_back_card(nbytes)
-        if freed:
+        if freed and self._card is not None:
+            self._card.capacity -= freed
             self._changed = self._why = words
         return freed
+
+    def relieve(self) -> bool:
+        """The card had no memory for a pass that was begun: have less of it; False if that cannot
+        be.
+        """
+        card = self._card
+        if card is None:
+            return False
+        freed = self.give_back_card(max(card.used // _RELIEF_SHARE, 1))
+        if freed:
+            card.capacity = card.used + card.held
+            self._card_why = _OTHERS
+        return freed > 0
+
+    def _make_room_on_card(self, growth: int, shortage: int) -> None:
+        """Before a pass that adds ``growth`` bytes, where others need ``shortage`` bytes."""
+        card = self._card
+        if card is None:
+            return
+        held = self._caches.card_nbytes + growth + self._card_scratch
+        if shortage > 0:
+            freed = self.give_back_card(shortage)
+            card.capacity = min(card.capacity, card.used + held)
+            self._card_why = _OTHERS if freed else self._card_why
+        missing = card.used + held - card.capacity
+        if missing > 0:
+            if self._caches.card_nbytes + growth > self._card_caches:
+                self._card_why = "keys and values on the card have grown"
+            elif not self._changed:
+                self._card_why = _OTHERS
+            if self.give_back_card(missing) < missing:
+                raise MemoryBudgetError(
+                    f"{card.name}: keys, values and what kernels need take {format_bytes(held)}, "
+                    f"weights that cannot be streamed {format_bytes(card.used)}, and "
+                    f"{format_bytes(card.capacity)} may be used: use a shorter --ctx, or more "
+                    "--gpu-memory"
+                )
+        self._card_caches = self._caches.card_nbytes + growth
+        card.hold(held)
+
+    def _slabs(self) -> list[list[Stage]]:
+        """The units of each slab of the card that can be streamed, all of them."""
+        limit = min(self._ram_ring, self._rings.vram)
+        slabs: dict[int, list[Stage]] = {}
+        for stage in self._stages:
+            if stage.slab is not None:
+                slabs.setdefault(id(stage.slab), []).append(stage)
+        return [slab for slab in slabs.values() if all(s.unit.nbytes <= limit for s in slab)]
 
     def _able(self) -> list[Stage]:
         return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring]
@@ -319,6 +381,18 @@ def choose_units(stages: Sequence[Stage], nbytes: int, able: Sequence[Stage]) ->
         chosen.append(pick)
         nbytes -= size
     return sorted(chosen, key=lambda stage: place[stage.name])
+
+
+def choose_slabs(slabs: Sequence[Sequence[Stage]], nbytes: int) -> list[Sequence[Stage]]:
+    """Those of ``nbytes`` or more in all, little more; all where they are not enough."""
+    left, chosen = list(slabs), list[Sequence[Stage]]()
+    while left and nbytes > 0:
+        sizes = [sum(stage.unit.nbytes for stage in slab) for slab in left]
+        enough = [size for size in sizes if size >= nbytes]
+        size = min(enough) if enough else max(sizes)
+        chosen.append(left.pop(sizes.index(size)))
+        nbytes -= size
+    return chosen
 
 
 def _distance(index: int, others: Sequence[int], count: int) -> int:

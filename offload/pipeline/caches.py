@@ -30,11 +30,11 @@ class SplitCache:
     ) -> None:
         self._host_ops = host
         self._host_specs = [spec for n, spec in enumerate(specs) if n not in on_card]
+        self._card_ops = card
+        self._card_specs = [spec for n, spec in enumerate(specs) if n in on_card]
         self._parts: dict[int, KVCache] = {
             id(host): host.kv_cache(self._host_specs, capacity),
-            id(card): card.kv_cache(
-                [spec for n, spec in enumerate(specs) if n in on_card], capacity
-            ),
+            id(card): card.kv_cache(self._card_specs, capacity),
         }
 
     def on(self, ops: Ops) -> KVCache:
@@ -60,6 +60,16 @@ class SplitCache:
         """Bytes in RAM with ``rows`` more, at most."""
         length = _grown_length(self.on(self._host_ops), rows)
         return self._host_ops.kv_nbytes(self._host_specs, length)
+
+    @property
+    def card_nbytes(self) -> int:
+        """Bytes on the card."""
+        return self.on(self._card_ops).nbytes
+
+    def grown_card_nbytes(self, rows: int) -> int:
+        """Bytes on the card with ``rows`` more, at most."""
+        length = _grown_length(self.on(self._card_ops), rows)
+        return self._card_ops.kv_nbytes(self._card_specs, length)
 
     def reserve(self, length: int) -> None:
         """Make room on both."""
@@ -136,6 +146,18 @@ class Caches:
         """Bytes of RAM that they take now."""
         return sum(map(self._in_ram, self._made))
 
+    @property
+    def card_nbytes(self) -> int:
+        """Bytes of the card's memory that they take now."""
+        return sum(map(self._on_the_card, self._made))
+
+    def card_growth(self, batch: Batch) -> int:
+        """Bytes of the card's memory that a pass is about to add, at most."""
+        return sum(
+            max(0, self._grown_on_card(span.cache, span.rows) - self._on_the_card(span.cache))
+            for span in batch.spans
+        )
+
     def growth(self, batch: Batch) -> int:
         """Bytes of RAM that a pass is about to add, at most."""
         return sum(
@@ -149,6 +171,23 @@ class Caches:
         if self._host.kv_nbytes(self._host_specs, cache.length + rows) <= self._in_ram(cache):
             return 0  # there is room already
         return self._host.kv_nbytes(self._host_specs, _grown_length(cache, rows))
+
+    def _grown_on_card(self, cache: KVCache, rows: int) -> int:
+        if isinstance(cache, SplitCache):
+            return cache.grown_card_nbytes(rows)
+        if not self._on_card or cache.length + rows <= 0:
+            return 0
+        length = _grown_length(cache, rows)
+        everywhere, here = (
+            self._host.kv_nbytes(s, length) for s in (self._specs, self._host_specs)
+        )
+        return everywhere - here
+
+    def _on_the_card(self, cache: KVCache) -> int:
+        """Bytes of a cache on the card; of a virtual one's what its attention sees."""
+        if isinstance(cache, SplitCache):
+            return cache.card_nbytes
+        return cache.nbytes - self._in_ram(cache)
 
     def _in_ram(self, cache: KVCache) -> int:
         """Bytes of a cache in RAM; what a virtual card's attention sees counts as the card's."""

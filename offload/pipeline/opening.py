@@ -14,6 +14,7 @@ from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.unit_memory import Verifier
 from localrt.models.config import EMBEDDING, DecoderConfig
 from localrt.models.decoder import load_norm
+from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.memory import (
     ExpertMemory,
@@ -36,6 +37,7 @@ from localrt.offload.reading.loading import Reading
 from localrt.offload.reading.sources import DiskSource, LinkSource
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring
+from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.aligned import aligned_buffer
 
 __all__ = ["open_pipeline"]
@@ -151,6 +153,8 @@ def _open(
         shortage=shortage,
         forget=forget,
         experts=experts,
+        card_experts=next((r for r in runners.values() if isinstance(r, HybridStage)), None),
+        card_scratch=_card_scratch(setup),
     )
 
     def ssd_bytes() -> int:
@@ -176,6 +180,14 @@ def _open(
         close=held.close,
         experts=runners,
     )
+
+
+def _card_scratch(setup: Setup) -> int:
+    """What kernels need of the card; nothing where it computes nothing."""
+    placement = setup.placement
+    if not (placement.card_rows or any(where.on_gpu for where in placement.where.values())):
+        return 0
+    return card_scratch_nbytes(PassSizes.of_config(setup.config), placement.prefill_rows)
 
 
 # -- lanes -----------------------------------------------------------------------------------------
@@ -271,6 +283,7 @@ def _open_experts(setup: Setup, cpu: Lane, budget: int) -> ExpertMemory | None:
         room=budget - sum(in_ram),
         # What is copied over the link must not be paged out on the way.
         alloc=aligned_buffer if card is None else card.host_buffer,
+        free=(lambda memory: None) if card is None else card.free_host,
     )
     setup.held.callback(experts.close)
     return experts

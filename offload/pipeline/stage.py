@@ -16,6 +16,7 @@ from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.parts import Part
 from localrt.models.timing import Mark
 from localrt.models.weights import VectorKey, WeightLoader
+from localrt.offload.cards.slab import Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.quant.ops.aligned import aligned_buffer
@@ -46,6 +47,7 @@ class Stage:
         self.where = where
         self.lane = lane
         self.memory: Any | None = None
+        self.slab: Slab | None = None  # what the memory is a part of, on a card
         self.part: Part | None = None
         self.keep = False
         self.copy: Any | None = None
@@ -68,15 +70,18 @@ class Stage:
         """RAM for it."""
         return aligned_buffer(nbytes)
 
-    def put(self, memory: Any) -> None:
-        """The unit is resident from now on, and its bytes are ``memory``."""
-        self.memory = memory
+    def put(self, memory: Any, slab: Slab | None = None) -> None:
+        """The unit is resident from now on, and its bytes are ``memory``: of ``slab`` on a card."""
+        self.memory, self.slab = memory, slab
         if not self.where.copied:
             self.part = self._load(self.lane.weights(self.unit, memory))
         self._moved()
 
     def move(self, where: Where) -> int:
-        """Stream what was resident from now on; returns the bytes that are free."""
+        """Stream what was resident from now on; returns the bytes that are free.
+
+        On a card they are those of all units of a slab, when the last of them is moved.
+        """
         before, memory = self.where, self.memory
         self.where, self.memory, self.part = where, None, None
         self._moved()
@@ -87,8 +92,9 @@ class Stage:
             return nbytes
         if before is Where.LINK:
             return card.free_host(memory)
-        card.free(memory)
-        return nbytes
+        assert self.slab is not None, "that of resident units is in slabs"
+        slab, self.slab = self.slab, None
+        return slab.give_back()
 
     def forget_places(self) -> None:
         """The ring is another one from now on."""

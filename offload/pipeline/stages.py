@@ -9,6 +9,7 @@ from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import Experts
 from localrt.offload.cards.accelerator import Accelerator
+from localrt.offload.cards.slab import Slab, share_slabs
 from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.setup import Setup
@@ -100,7 +101,9 @@ def load_resident(
     seconds = read_stages(Where.RAM, aligned_buffer, Stage.put)
     if card is not None:
         seconds += read_stages(Where.RAM, card.host_buffer, _put_crossing, crossing=True)
-        seconds += read_stages(Where.VRAM, aligned_buffer, partial(_put_on_card, card))
+        seconds += read_stages(
+            Where.VRAM, aligned_buffer, partial(_put_on_card, card, _slabs(setup, card))
+        )
         seconds += read_stages(Where.LINK, card.host_buffer, _put_beside_card)
         for stage in setup.stages.values():
             if stage.place(crossing=True) is Where.SSD_LINK:
@@ -116,12 +119,24 @@ def load_resident(
     return seconds
 
 
-def _put_on_card(card: Accelerator, stage: Stage, data: Bytes) -> None:
-    memory = card.alloc(stage.unit.nbytes)
+def _slabs(setup: Setup, card: Accelerator) -> dict[str, Slab]:
+    """The card's memory for its resident units, by unit."""
+    stages = setup.stages.values()
+    sizes = {stage.name: stage.unit.nbytes for stage in stages if stage.where is Where.VRAM}
+    slabs: dict[str, Slab] = {}
+    for names in share_slabs(sizes):
+        slab = Slab(card, sum(sizes[name] for name in names), len(names))
+        setup.held.callback(slab.free)
+        slabs |= dict.fromkeys(names, slab)
+    return slabs
+
+
+def _put_on_card(card: Accelerator, slabs: dict[str, Slab], stage: Stage, data: Bytes) -> None:
+    memory = slabs[stage.name].take(stage.unit.nbytes)
     card.wait(card.copy_in(stage.name, data, memory, None, None))
     stage.lane.remember_vectors(stage.unit, data)
     with card.ops.scope():
-        stage.put(memory)
+        stage.put(memory, slabs[stage.name])
 
 
 def _put_crossing(stage: Stage, data: Bytes) -> None:

@@ -95,7 +95,8 @@ class Streamed(Residency):
             self.abandon()  # read ahead, some time ago: the disk may have come back
         self.memory.follow(crossing=pipe.placement.crosses(len(batch.tokens)))
         logits = pass_logits_nbytes(self.config.vocab_size, len(wanted))
-        self.memory.make_room(pipe.caches.growth(batch) + logits)
+        caches = pipe.caches
+        self.memory.make_room(caches.growth(batch) + logits, caches.card_growth(batch))
         if not len(wanted):
             self._skip_head()
         self._cpu_before = pipe.clock.busy().get("cpu", 0.0)
@@ -125,6 +126,10 @@ class Streamed(Residency):
         for lane in self._lanes:  # the CPU's first: a card's copies ask it for what they need
             lane.rewind()
 
+    def relieve(self) -> bool:
+        """See ``Residency``."""
+        return self.memory.relieve()
+
     def _skip_head(self) -> None:
         """The pass reads and copies none of the head, but for what is on its way to the card."""
         pipe, head = self.pipeline, self.pipeline.head
@@ -145,7 +150,8 @@ class Streamed(Residency):
             MemoryBudgetError: as in ``begin``.
         """
         batch = Batch.extend([(cache, [0] * (length - cache.length))])
-        self.memory.make_room(self.pipeline.caches.growth(batch))
+        caches = self.pipeline.caches
+        self.memory.make_room(caches.growth(batch), caches.card_growth(batch))
         cache.reserve(length)
 
     # -- what passes report ----------------------------------------------------------------------

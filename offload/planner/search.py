@@ -9,6 +9,7 @@ from localrt.offload.account import (
     PREFILL_ROWS,
     activation_nbytes,
     card_rows_choices,
+    card_scratch_nbytes,
     fitting_rows,
     kv_buffer_nbytes,
     kv_tail_nbytes,
@@ -141,7 +142,8 @@ def _prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanReq
     ram = budgets.ram - budgets.process_bytes(shape.vocab) - budgets.scratch - activations - small
     vram = 0
     if request.uses_gpu:
-        vram = budgets.vram - budgets.context_bytes() - activations - small
+        scratch = card_scratch_nbytes(shape.pass_sizes, rows)
+        vram = budgets.vram - budgets.context_bytes() - scratch - small
     # Keys and values of all sequences at the full context.
     sizes = shape.kv_nbytes(request.kv_format, request.ctx)
     kv = tuple(request.sequences * size for size in sizes)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.ops.triton.device import full_card
 from localrt.quant.ops.triton.stream import Stream
 
 __all__ = ["CudaCopies"]
@@ -42,8 +43,13 @@ class CudaCopies:
         self.unpinned = 0  # bytes of buffers that the system would not pin
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Uninitialized bytes on the card."""
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        """Uninitialized bytes on the card.
+
+        Raises:
+            MemoryBudgetError: so much is not free.
+        """
+        with full_card():
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if self._stream is not None:
             # Kernels that are still at work may be reading what these bytes held before.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -51,7 +57,8 @@ class CudaCopies:
 
     def free(self, memory: Tensor) -> None:
         """Give bytes back to the system, whoever still holds the tensor: it is empty then."""
-        if self._real:
+        if self._stream is not None:
+            self._stream.synchronize()  # what is still being copied there
             memory.untyped_storage().resize_(0)
             torch.cuda.empty_cache()  # torch would keep it, and other programs would not see it
             return
@@ -160,5 +167,7 @@ class CudaCopies:
     def free_host(self, data: Bytes) -> None:
         """Unpin a buffer of ``host_buffer``: whoever holds it last frees it."""
         if any(data is other for other in self._pinned):
+            if self._stream is not None:
+                self._stream.synchronize()  # what is still being copied from there
             self._pinned = [other for other in self._pinned if other is not data]
             self._cuda.cudart().cudaHostUnregister(data.ctypes.data)

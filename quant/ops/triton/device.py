@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["compiled", "processors", "upload"]
+from localrt.errors import MemoryBudgetError
+
+__all__ = ["compiled", "full_card", "processors", "upload"]
 
 
 def compiled(x: Tensor) -> bool:
@@ -19,6 +23,18 @@ def compiled(x: Tensor) -> bool:
     The interpreter knows no PTX and multiplies no bf16: kernels have a plain branch for it.
     """
     return x.is_cuda
+
+
+@contextmanager
+def full_card() -> Iterator[None]:
+    """Says in our words that a card has no memory left."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryBudgetError(
+            "the card has no memory left: close other programs that use it, or give the model less "
+            "with --gpu-memory"
+        ) from error
 
 
 @cache

@@ -8,7 +8,7 @@ what a product reads is bf16. It knows no architecture; the kernels are in the f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ from localrt.quant.ops.torch.experts import gated
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents
 from localrt.quant.ops.triton.attention import attend
-from localrt.quant.ops.triton.device import upload
+from localrt.quant.ops.triton.device import full_card, upload
 from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import route_rows, run_kinds
 from localrt.quant.ops.triton.graph import GraphedForward
@@ -80,13 +80,14 @@ class TritonOps:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Inference mode, on this device."""
-        with torch.inference_mode():
-            if self._device.type != "cuda":
-                yield
-                return
-            with torch.cuda.device(self._device):
-                yield
+        """Inference mode, on this device.
+
+        Raises:
+            MemoryBudgetError: the device has no memory left for what is computed within.
+        """
+        device = nullcontext() if self._device.type != "cuda" else torch.cuda.device(self._device)
+        with torch.inference_mode(), device, full_card():
+            yield
 
     def free_memory(self) -> int | None:
         """What CUDA says is free."""

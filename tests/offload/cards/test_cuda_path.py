@@ -37,6 +37,8 @@ from tests.offload.placed import (
 
 pytest.importorskip("triton")
 
+import torch
+
 from localrt.quant.ops.triton import cuda_memory
 from localrt.quant.ops.triton.cuda_memory import CudaCopies
 from localrt.quant.ops.triton.linear import Tiles
@@ -189,6 +191,19 @@ def test_memory_beyond_what_may_be_used_is_refused() -> None:
     card.free(memory)
     assert card.used == 0
     assert card.alloc(1_000_000).numel() == 1_000_000
+
+
+def test_a_full_card_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    with pytest.raises(MemoryBudgetError, match="no memory left"), TritonOps(device="cpu").scope():
+        full()
+    card, _ = card_of()
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(MemoryBudgetError, match="no memory left"):
+        card.alloc(1000)
+    assert card.used == 0
 
 
 def test_what_copies_reach_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
