@@ -123,8 +123,8 @@ SMALL = {
             num_experts_per_tok=2,
         ),
         "int4-g32",
-        200_000,
-        scratch=50_000,
+        300_000,
+        scratch=150_000,
         turns=1,
         tokens=2,
     )
@@ -197,7 +197,7 @@ def mixture(device: str, name: str, size: Size) -> Result:
         copies, link, memory = measured_copies(device)
         store = RandomStore("Qwen3MoeForCausalLM", size.config, size.format, Path(folder))
         placement = place(store, room - size.scratch)
-        card = Card(SkewedOps(logits, used, device=device), copies, room - size.scratch)
+        card = Card(SkewedOps(logits, used, device=device), copies, room)
         costs = costs_of(store, host, link, memory)
         mode = ReadMode(threads=4, block=1 << 20)
         with opened(store, placement, card, host, mode, costs) as decoder:
@@ -223,7 +223,7 @@ def place(store: RandomStore, room: int) -> Placement:
     kept = max(0, room // experts[0].nbytes)
     where |= {unit.name: Where.RAM for unit in experts[kept:]}
     kv = ("vram",) * store.decoder.layers
-    return Placement(where=where, kv=kv)  # type: ignore[arg-type]
+    return Placement(where=where, kv=kv, prefill_rows=1)  # type: ignore[arg-type]
 
 
 def costs_of(store: RandomStore, host: NativeOps, link: float, memory: float) -> ExpertCosts:

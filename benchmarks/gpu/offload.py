@@ -72,8 +72,8 @@ LARGE = Size(
 )
 SMALL = Size(
     config={**LARGE.config, **SMALLEST, "num_hidden_layers": 3},
-    vram=92_000,
-    scratch=50_000,
+    vram=192_000,
+    scratch=150_000,
     passes=1,
     peer_layers=1,
 )
@@ -122,7 +122,9 @@ def place(store: RandomStore, room: int) -> Placement:
             where[unit.name] = Where.LINK
     read = [unit.nbytes for unit in layers if where[unit.name].read]
     kv = ("vram",) * store.decoder.layers
-    return Placement(where=where, kv=kv, ram_ring=2 * max(read, default=0), vram_ring=ring)  # type: ignore[arg-type]
+    ring_bytes = 2 * max(read, default=0)
+    # Tokens are decoded one by one.
+    return Placement(where=where, kv=kv, ram_ring=ring_bytes, vram_ring=ring, prefill_rows=1)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -219,7 +221,7 @@ def pipeline(device: str, size: Size) -> Result:
         store = RandomStore("MistralForCausalLM", size.config, FORMAT, Path(folder))
         placement = place(store, room - size.scratch)
         store.put_on_disk(names_at(placement, Where.SSD_LINK))
-        card = Card(TritonOps(device=device), copies, room - size.scratch)
+        card = Card(TritonOps(device=device), copies, room)
         host = TorchOps(compute_format="f32", device="cpu")
         mode = ReadMode(direct=True, threads=4, block=1 << 20)
         with opened(store, placement, card, host, mode) as decoder:

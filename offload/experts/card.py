@@ -66,6 +66,11 @@ class CardSlots:
         for slot in slots:
             slot.used = mark
 
+    @property
+    def reclaimable(self) -> int:
+        """Bytes that ``give_back`` could free."""
+        return self._memory.reclaimable
+
     def give_back(self, nbytes: int) -> int:
         """Have ``nbytes`` less of the card, but for one allocation; the bytes freed.
 
@@ -106,6 +111,11 @@ class SlotMemory:
     def take(self) -> Any:
         """The memory of a slot that had none so far."""
         return self._unused.pop(0)
+
+    @property
+    def reclaimable(self) -> int:
+        """Bytes of all allocations but one."""
+        return sum(slab.nbytes for slab, _ in self._slabs[1:])
 
     def last(self) -> list[Any]:
         """The slots of the last allocation; none where only one is left."""

@@ -124,6 +124,11 @@ class HybridStage:
             self._fill(place, state.mark)
         return card.ops.combine_experts(turn.slots, routing, shared)
 
+    @property
+    def reclaimable(self) -> int:
+        """Bytes that ``give_back`` could free."""
+        return self._slots.reclaimable
+
     def give_back(self, nbytes: int) -> int:
         """Have ``nbytes`` less of the card's slots, between passes; the bytes freed."""
         self.settle()

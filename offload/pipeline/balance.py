@@ -235,6 +235,10 @@ class Balance(WeightMemory):
 
     def shrink_card(self, nbytes: int, words: str) -> int:
         """See ``WeightMemory``."""
+        slabs = sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
+        experts = 0 if self._card_experts is None else self._card_experts.reclaimable
+        if slabs + experts < nbytes:
+            return 0
         freed = self.give_back_card(nbytes)
         if freed and self._card is not None:
             self._card.capacity -= freed
