@@ -152,6 +152,7 @@ struct HalfScale {  // a float16 for a span
 
     FN void load(HalfScale& s, const u8* head, const Lane& lane) { s.scales.load(s.scales, head, lane); }
     FN float of(const HalfScale& s, int row, int) { return s.scales.of(s.scales, row); }
+    FN float exact(const HalfScale& s, int row, int half) { return of(s, row, half); }
 };
 
 template <int ROWS>
@@ -166,6 +167,7 @@ struct HalfScaleAndMinimum {
         s.minima.load(s.minima, head + 32, lane);
     }
     FN float of(const HalfScaleAndMinimum& s, int row, int) { return s.scales.of(s.scales, row); }
+    FN float exact(const HalfScaleAndMinimum& s, int row, int half) { return of(s, row, half); }
     FN float minimum_of(const HalfScaleAndMinimum& s, int row) { return s.minima.of(s.minima, row); }
 };
 
@@ -179,6 +181,10 @@ struct E8m0Scale {  // a power of two
     FN void load(E8m0Scale& s, const u8* head, const Lane& lane) { s.bytes.load(s.bytes, head, lane); }
     // A byte is the exponent of a float; 2 ** -127, which is no normal one, becomes 0.
     FN float of(const E8m0Scale& s, int row, int) { return as_float(s.bytes.of(s.bytes, row, 23) & 0x7F800000u); }
+    FN float exact(const E8m0Scale& s, int row, int half) {
+        const float scale = of(s, row, half);
+        return scale == 0 ? as_float(0x00400000u) : scale;
+    }
 };
 
 template <int ROWS>
@@ -195,6 +201,7 @@ struct E4m3Scale {  // for each 16 columns; none is negative
         const float2 two = two_halves(two_e4m3(row < 2 ? s.bytes[half].four : s.bytes[half].four >> 16));
         return row & 1 ? two.y : two.x;
     }
+    FN float exact(const E4m3Scale& s, int row, int half) { return of(s, row, half); }
 };
 
 // Q4_K and Q5_K: a scale and a minimum of 6 bits for each step, times two float16 of the span. Five
@@ -252,5 +259,5 @@ struct Packed {
     using Scales = SCALES<ROWS>;
     static constexpr int SPAN = SPAN_;  // steps of a span
     static constexpr int HEAD = SCALES<4>::HEAD, STEP = 64 * CODES::BITS, BYTES = HEAD + SPAN * STEP;
-    static constexpr float UNIT = CODES::UNIT * SCALES<4>::UNIT;
+    static constexpr float SCALE_UNIT = SCALES<4>::UNIT, UNIT = CODES::UNIT * SCALE_UNIT;
 };

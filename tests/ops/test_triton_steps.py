@@ -13,8 +13,8 @@ from tests.ops.triton_target import DEVICE
 
 from localrt.quant.ops.triton.attention import attend  # isort: skip
 from localrt.quant.ops.cuda.products import quantize  # isort: skip
-from localrt.quant.ops.cuda.steps import norm, norm_records  # isort: skip
-from localrt.quant.ops.triton.steps import gate, rope_append, rotate_blocks  # isort: skip
+from localrt.quant.ops.cuda.steps import gate, norm, norm_records, rotate_blocks  # isort: skip
+from localrt.quant.ops.triton.steps import rope_append  # isort: skip
 
 # bf16 results: 8 bits, and the interpreter cuts off where a GPU rounds.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}

@@ -31,13 +31,9 @@ from localrt.quant.ops.triton.grouped import (
     plan_blocks,
 )
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
-from localrt.quant.ops.triton.linear import Tiles, dense_linear
 from localrt.quant.ops.triton.mixture import combined, router_logits
-from localrt.quant.ops.triton.rows import unpack_rows
-from localrt.quant.ops.triton.steps import gate, rope_append, rotate_blocks
-from tests.ops.packed import random_tensor
+from localrt.quant.ops.triton.steps import rope_append
 
-LINEAR = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4", "nf4", "int4-g128m", "int8-g128m")
 EXPERTS = (("q4_k", 1), ("nvfp4", 64), ("q6_k", 256), ("mxfp4", 256))
 PROCESSORS = 24
 
@@ -82,17 +78,6 @@ def compile_only(found: list[dict[str, Any]]) -> None:
     JITFunction.run = run
 
 
-def tiles(name: str, rows: int, columns: int) -> Tiles:
-    from localrt.quant.formats.tiled import tile
-
-    tensor = random_tensor(name, rows, columns)
-    data = torch.from_numpy(tile(tensor))
-    layout = layout_of(FORMATS[name])
-    assert layout is not None
-    views = data, data.view(torch.float16), data.view(torch.int32)
-    return Tiles(name, layout, (rows, columns), *views, torch.ones(rows // 16))
-
-
 def experts(name: str, rows: int) -> None:
     """Four experts of 512 by 256, a quarter of the rows each."""
     layout = layout_of(FORMATS[name])
@@ -116,8 +101,6 @@ def latents() -> None:
     latent_append(q, wide, queries, cache, one, **turn, interleaved=True)
     for mask in (None, torch.ones(2, 2, dtype=torch.int8)):
         attend_latent_rows(queries, cache, one, rope=64, scale=0.1, mask=mask, longest=256)
-    absorbed = queries[..., 64:].transpose(0, 1)
-    dense_linear(q[..., :128].transpose(0, 1), torch.zeros(8192, 128, dtype=q.dtype), absorbed)
 
 
 def main() -> int:
@@ -126,20 +109,11 @@ def main() -> int:
     compile_only(found)
     triton_device.compiled = lambda x: True  # type: ignore[assignment]
     triton_device.processors = lambda device: PROCESSORS  # type: ignore[assignment]
-    x = torch.zeros(64, 512, dtype=torch.bfloat16)
     out = torch.zeros(64, 1024)
-    for name in LINEAR:
-        weight = tiles(name, 1024, 512)
-        if name == "q4_k":
-            unpack_rows(weight, out[:2, :512], index=torch.zeros(2, dtype=torch.int64))
-        unpack_rows(weight, out[:, :512], first=16)
     for name, rows in EXPERTS:
         experts(name, rows)
     router_logits(out, torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(64, 128))
     combined(out, torch.zeros(16, 4), torch.zeros(16, 1024))
-    dense_linear(x, torch.zeros(1024, 512, dtype=torch.bfloat16), out, bias=torch.zeros(1024))
-    gate(torch.zeros(2, 1024, dtype=torch.bfloat16), "gelu_tanh")
-    rotate_blocks(x, 128)
     one, angles = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 64)
     for size in (128, 256):
         cache = torch.zeros(2, 256, size, dtype=torch.bfloat16)

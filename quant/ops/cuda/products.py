@@ -26,6 +26,7 @@ __all__ = [
     "Records",
     "TiledMatrix",
     "best_cut",
+    "dense_product",
     "empty_records",
     "linear_program",
     "product",
@@ -110,6 +111,22 @@ class _Quantize(Structure):
         ("x_stride", c_int),
         ("records_stride", c_int),
         ("m", c_int),
+        ("columns", c_int),
+    )
+
+
+class _Dense(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("y", c_void_p),
+        ("bias", c_void_p),
+        ("x_head", c_int64),
+        ("y_head", c_int64),
+        ("x_stride", c_int),
+        ("y_stride", c_int),
+        ("m", c_int),
+        ("rows", c_int),
         ("columns", c_int),
     )
 
@@ -219,6 +236,31 @@ def product(
         limit,
     )
     launch(out.device, program, grid, 32 * warps, args)
+
+
+def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
+    """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16, R at most 64.
+
+    ``columns`` is a multiple of 8. With x (H, R, columns) the weight stacks H matrices, and out is
+    (H, R, rows / H). cuBLAS would choose its order of sums by R.
+    """
+    heads = x.shape[0] if x.dim() == 3 else 1
+    rows, count = weight.shape[0] // heads, x.shape[-2]
+    args = _Dense(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        x.stride(0) if heads > 1 else 0,
+        out.stride(0) if heads > 1 else 0,
+        x.stride(-2),
+        out.stride(-2),
+        count,
+        rows,
+        weight.shape[1],
+    )
+    grid = (-(-rows // 8), -(-count // 8), heads)
+    launch(out.device, Program.of("dense", OUT=OUT[out.dtype]), grid, 256, args)
 
 
 def best_cut(format_: str, tiles: int, rows: int, processors: int, gate: bool) -> Cut:

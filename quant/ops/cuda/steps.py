@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.products import OUT, Records, empty_records
+from localrt.quant.ops.cuda.products import GATES, OUT, Records, empty_records
 from localrt.quant.ops.cuda.programs import Program
 
-__all__ = ["norm", "norm_records"]
+__all__ = ["gate", "norm", "norm_records", "rotate_blocks"]
 
 _THREADS = 256
+# Widest block of the Hadamard rotation: a block of threads holds it.
+_MOST_HADAMARD = 256
 
 
 class _Norm(Structure):
@@ -27,6 +29,20 @@ class _Norm(Structure):
         ("y_stride", c_int),
         ("eps", c_float),
     )
+
+
+class _Rotate(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int),
+        ("size", c_int),
+        ("scale", c_float),
+    )
+
+
+class _Gate(Structure):
+    _fields_ = (("x", c_void_p), ("y", c_void_p), ("width", c_int))
 
 
 def norm(
@@ -71,3 +87,32 @@ def _norm(
         eps,
     )
     launch(x.device, Program.of("norm", **macros), (x.shape[0], 1, 1), _THREADS, args)
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of gate_up (R, 2F), bf16, gate first: (R, F) in bf16."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(rows, width, dtype=torch.bfloat16, device=gate_up.device)
+    args = _Gate(gate_up.data_ptr(), y.data_ptr(), width)
+    program = Program.of("gate", GATE=GATES[activation])
+    launch(y.device, program, (-(-width // _THREADS), rows, 1), _THREADS, args)
+    return y
+
+
+def rotate_blocks(x: Tensor, size: int) -> Tensor:
+    """Every ``size`` consecutive columns of x (R, D), bf16, times the Hadamard matrix / sqrt(size).
+
+    Natural order, as in ``quant/methods/hadamard.py``; rounded to bf16.
+
+    Raises:
+        ValueError: ``size`` is not a power of two up to 256 that divides D.
+    """
+    rows, width = x.shape
+    if size & (size - 1) or not 2 <= size <= _MOST_HADAMARD or width % size:
+        raise ValueError(f"no Hadamard rotation in blocks of {size} for {width} columns")
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    args = _Rotate(x.data_ptr(), y.data_ptr(), width, size, size**-0.5)
+    grid = (-(-width // _MOST_HADAMARD), rows, 1)
+    launch(x.device, Program.of("rotate"), grid, _MOST_HADAMARD, args)
+    return y

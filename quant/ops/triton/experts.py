@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.cuda.products import MOST_ROWS
+from localrt.quant.ops.cuda.steps import rotate_blocks
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.torch.experts import route, run_each
 from localrt.quant.ops.triton.expert_table import ExpertKind, TritonExpertTable
 from localrt.quant.ops.triton.grouped import Plan, grouped_down, grouped_gate_up, plan_blocks
 from localrt.quant.ops.triton.mixture import router_logits
-from localrt.quant.ops.triton.steps import rotate_blocks
 
 __all__ = ["route_rows", "run_kind", "run_kinds"]
 

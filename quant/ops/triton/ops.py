@@ -21,7 +21,8 @@ from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.cuda.products import MOST_ROWS, Records, product, quantize
-from localrt.quant.ops.cuda.steps import norm
+from localrt.quant.ops.cuda.rows import unpack_rows
+from localrt.quant.ops.cuda.steps import gate, norm, rotate_blocks
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -55,8 +56,7 @@ from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.mixture import combined
 from localrt.quant.ops.triton.products import multiply, multiply_heads, reads_records
-from localrt.quant.ops.triton.rows import unpack_rows
-from localrt.quant.ops.triton.steps import gate, rope_append, rotate_blocks
+from localrt.quant.ops.triton.steps import rope_append
 from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, Stream, TritonPass
 from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
 

@@ -10,10 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.ops.cuda.products import MOST_ROWS, Records, product, quantize
-from localrt.quant.ops.triton.linear import Tiles, dense_linear
-from localrt.quant.ops.triton.rows import unpack_rows
-from localrt.quant.ops.triton.steps import rotate_blocks
+from localrt.quant.ops.cuda.products import (
+    MOST_ROWS,
+    Records,
+    dense_product,
+    product,
+    quantize,
+)
+from localrt.quant.ops.cuda.rows import unpack_rows
+from localrt.quant.ops.cuda.steps import rotate_blocks
+from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.weight import TritonWeight
 
 __all__ = ["multiply", "multiply_heads", "reads_records"]
@@ -43,7 +49,7 @@ def multiply(x: Tensor | Records, weight: TritonWeight, out: Tensor, bias: Tenso
         elif len(x) > MOST_ROWS or columns % 32:
             _multiply_unpacked(x, part, y, own)
         elif isinstance(part, Tensor):
-            dense_linear(x, part, y, bias=own)
+            dense_product(x, part, y, bias=own)
         else:
             product(quantize(x), part, y, bias=own)
 
@@ -68,7 +74,7 @@ def multiply_heads(x: Tensor, weight: TritonWeight, out: Tensor) -> None:
     part, rows = weight.parts[0], weight.shape[0] // heads
     if count <= MOST_ROWS and columns % 32 == 0 and len(weight.parts) == 1:
         if isinstance(part, Tensor):
-            dense_linear(x, part, out)
+            dense_product(x, part, out)
             return
         if rows % 16 == 0:
             product(quantize(x), part, out)

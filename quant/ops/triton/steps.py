@@ -1,5 +1,4 @@
-"""The small steps around the products, one kernel each: rotary with the append to the KV
-cache, the gate, the block Hadamard rotation.
+"""Rotary with the append to the KV cache.
 
 Every row is computed by programs of its own, in an order that no other row changes. Numbers that
 change from pass to pass (positions, tokens held) come from device memory, so that a recorded CUDA
@@ -16,13 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localrt.quant.ops.triton import device as triton_device
-from localrt.quant.ops.triton.chains import GATES
-
-__all__ = ["gate", "rope_append", "rotate_blocks"]
-
-# Widest block of the Hadamard rotation that one program can hold.
-_MOST_HADAMARD = 256
+__all__ = ["rope_append"]
 
 
 def rope_append(
@@ -83,50 +76,6 @@ def rope_append(
         num_warps=1,
         enable_fp_fusion=True,
     )
-
-
-def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of gate_up (R, 2F), gate first: (R, F) in bf16."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    y = torch.empty(rows, width, dtype=torch.bfloat16, device=gate_up.device)
-    block = 1024
-    _gate_kernel[(rows, -(-width // block))](
-        gate_up,
-        y,
-        width,
-        kind=GATES[activation],
-        block=block,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-    return y
-
-
-def rotate_blocks(x: Tensor, size: int) -> Tensor:
-    """Every ``size`` consecutive columns of x (R, D), bf16, times the Hadamard matrix / sqrt(size).
-
-    Natural order, as in ``quant/methods/hadamard.py``; rounded to bf16.
-
-    Raises:
-        ValueError: ``size`` is not a power of two up to 256 that divides D.
-    """
-    rows, width = x.shape
-    if size & (size - 1) or not 2 <= size <= _MOST_HADAMARD or width % size:
-        raise ValueError(f"no Hadamard rotation in blocks of {size} for {width} columns")
-    y = torch.empty_like(x)
-    blocks = width // size
-    _hadamard_kernel[(rows, -(-blocks // 16))](
-        x,
-        y,
-        blocks,
-        size**-0.5,
-        size=size,
-        padded=max(size, 16),
-        compiled=triton_device.compiled(x),
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-    return y
 
 
 @triton.jit
@@ -196,40 +145,3 @@ def _rope_kernel(
         else:
             place = v_cache + (head - heads - groups).to(tl.int64) * group_stride + slot
         tl.store(place + i, value.to(tl.bfloat16), mask=mask)
-
-
-@triton.jit
-def _gate_kernel(gate_up, y, width, kind: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * block + tl.arange(0, block)
-    mask = i < width
-    g = tl.load(gate_up + row * 2 * width + i, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + i, mask=mask, other=0.0).to(tl.float32)
-    if kind == 1:
-        g = g * tl.sigmoid(g)
-    else:  # 0.5 * (1 + tanh(z)) is sigmoid(2 z)
-        g = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-    tl.store(y + row * width + i, (g * up).to(tl.bfloat16), mask=mask)
-
-
-@triton.jit
-def _hadamard_kernel(
-    x, y, blocks, scale, size: tl.constexpr, padded: tl.constexpr, compiled: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1) * 16 + tl.arange(0, 16)
-    k = tl.arange(0, padded)
-    at = row * (blocks * size) + b[:, None] * size + k[None, :]
-    mask = (b < blocks)[:, None] & (k < size)[None, :]
-    value = tl.load(x + at, mask=mask, other=0.0)
-    # The matrix's sign at (i, j) is the parity of the bits that i and j share.
-    shared = k[:, None] & k[None, :]
-    shared ^= shared >> 4
-    shared ^= shared >> 2
-    shared ^= shared >> 1
-    signs = tl.where(shared & 1 == 1, -1.0, 1.0)
-    if compiled:
-        turned = tl.dot(value, signs.to(tl.bfloat16))
-    else:
-        turned = tl.dot(value.to(tl.float32), signs)
-    tl.store(y + at, (turned * scale).to(tl.bfloat16), mask=mask)

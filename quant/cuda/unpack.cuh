@@ -1,0 +1,40 @@
+// A lane's codes of a step as numbers.
+#pragma once
+#include "formats.cuh"
+
+// Of one of the lane's rows the columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3, each scale times code plus
+// offset rounded as the formats' reference does: one product, one sum.
+template <class F, class Scales>
+FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane& lane, int row, int step, float (&low)[4],
+                float (&high)[4]) {
+    using Codes = typename F::Codes;
+    float scale[2], offset = 0;
+    for (int half = 0; half < 2; half++) {
+        if constexpr (Scales::TWO_LEVEL)
+            scale[half] = times(Scales::outer(scales, row), from_int(Scales::scale(scales, row, step, half)));
+        else
+            scale[half] = times(Scales::exact(scales, row, half), F::SCALE_UNIT);
+        if (!Scales::HALVES) scale[1] = scale[0];
+    }
+    if constexpr (Scales::TWO_LEVEL && Scales::MINIMUM)
+        offset = times(Scales::outer_minimum(scales, row), from_int(Scales::minimum(scales, row, step)));
+    else if constexpr (Scales::MINIMUM)
+        offset = Scales::minimum_of(scales, row);
+    for (int i = 0; i < 8; i++) {
+        i32 code = 0;
+        for (int plane = 0; plane < Codes::PLANES; plane++) {
+            u32 a, b;
+            Codes::operands(codes, lane, row, plane, a, b);
+            const u32 byte = (i < 4 ? a : b) >> 8 * (i % 4) & 255;
+            const i32 found = Codes::SIGNED ? (i32)(i8)byte : (i32)byte - Codes::ZERO;
+            bool negative = false;
+            if constexpr (Codes::PLANES == 2) negative = plane == Codes::NEGATIVE;
+            code += negative ? -found : found;
+        }
+        // Codes in the order of their bytes come as 4t, 16 + 4t, 4t + 1, ...
+        const int half = Codes::MIXED ? i % 2 : i / 4, at = Codes::MIXED ? i / 2 : i % 4;
+        float value = times(times(from_int(code), Codes::UNIT), scale[half]);
+        if constexpr (Scales::MINIMUM) value = plus(value, offset);
+        (half ? high : low)[at] = value;
+    }
+}
