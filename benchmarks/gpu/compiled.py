@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.compiled --out FILE [--only FORMAT,...] [--targets 75,89]
 
-For each format, number of rows, gate and generation of cards: registers, spills, shared memory, and
-instructions of the main loop per byte of packed weights, scales included. The disassembler is the
-one that Triton brings.
+For products and grouped experts, each format, number of rows, gate and generation of cards:
+registers, spills, shared memory, and instructions of the main loop per byte of packed weights,
+scales included. The disassembler is the one that Triton brings.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,13 +28,15 @@ from benchmarks.common import record
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 from localrt.quant.ops.cuda.formats import TYPES, steps_at_once
+from localrt.quant.ops.cuda.grouped import grouped_program
 from localrt.quant.ops.cuda.products import best_cut, linear_program
-from localrt.quant.ops.cuda.programs import compile_program
+from localrt.quant.ops.cuda.programs import Program, compile_program
 
-__all__ = ["ROWS", "SHARED_BYTES", "TARGETS", "Build", "build"]
+__all__ = ["ROWS", "SHARED_BYTES", "SLOTS", "TARGETS", "Build", "build", "build_experts"]
 
 TARGETS = (75, 80, 86, 89, 90, 120)
 ROWS = (1, 8, 16, 64)
+SLOTS = (1, 4, 8, 16, 24)  # of one expert at once
 # What a block may have: CUDA C++ Programming Guide, compute capabilities.
 SHARED_BYTES = {
     75: 64 << 10,
@@ -51,6 +54,7 @@ _MANY_TILES = 1 << 20  # a long matrix: the variant that decoding lives on
 class Build:
     """One variant. ``per_byte``: instructions of a warp in the main loop per byte it reads."""
 
+    kernel: str
     format: str
     rows: int
     gate: bool
@@ -66,12 +70,26 @@ def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
     """Compile the variant that a long matrix in ``format_`` takes for ``rows`` rows."""
     cut = best_cut(format_, _MANY_TILES, rows, 24, gate)
     program = linear_program(format_, rows, cut, _GATE if gate else None, torch.float32)
+    return _built(program, format_, rows, target, gate=gate, pairs=cut.pairs)
+
+
+def build_experts(format_: str, slots: int, target: int, *, gate: bool = False) -> Build:
+    """Compile the variant that experts in ``format_`` take for ``slots`` rows of each."""
+    out = torch.bfloat16 if gate else torch.float32
+    program = grouped_program(format_, slots, _GATE if gate else None, out)
+    return _built(program, format_, slots, target, gate=gate, pairs=1)
+
+
+def _built(
+    program: Program, format_: str, rows: int, target: int, *, gate: bool, pairs: int
+) -> Build:
     compiled = compile_program(program, target)
     loop = _main_loop(_instructions(compiled.code))
     steps = steps_at_once(format_)
     span = tile_span(FORMATS[format_])
-    read = 2 * cut.pairs * 16 * FORMATS[format_].row_bytes(span) * steps * 32 // span
+    read = 2 * pairs * 16 * FORMATS[format_].row_bytes(span) * steps * 32 // span
     return Build(
+        program.name,
         format_,
         rows,
         gate,
@@ -120,8 +138,10 @@ def _main_loop(code: list[tuple[str, str]]) -> list[str]:
     return max(loops, key=lambda body: sum("IMMA" in text for text in body))
 
 
-def _variants(formats: list[str], targets: list[int]) -> Iterator[tuple[str, int, bool, int]]:
-    return itertools.product(formats, ROWS, (False, True), targets)
+def _builds(formats: list[str], targets: list[int]) -> Iterator[Callable[[], Build]]:
+    for make, counts in ((build, ROWS), (build_experts, SLOTS)):
+        for name, count, gate, target in itertools.product(formats, counts, (False, True), targets):
+            yield partial(make, name, count, target, gate=gate)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,9 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     formats = args.only.split(",") if args.only else sorted(TYPES)
     targets = [int(t) for t in args.targets.split(",")] if args.targets else list(TARGETS)
-    variants = list(_variants(formats, targets))
     with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda v: build(v[0], v[1], v[3], gate=v[2]), variants))
+        made = list(threads.map(lambda make: make(), _builds(formats, targets)))
     setting = record.setting("python -m benchmarks.gpu.compiled", "nvidia-cuda-nvrtc", "triton")
     record.save(args.out, {**setting, "rows": [asdict(each) for each in made]})
     worst = max(made, key=lambda each: each.shared_bytes)

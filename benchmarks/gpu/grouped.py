@@ -19,12 +19,11 @@ from benchmarks.common.random_weights import random_packed
 from benchmarks.gpu.timing import RUNS, Result, copy_bandwidth, guarded, launch_seconds, timed
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.cuda.products import MOST_ROWS
+from localrt.quant.ops.cuda.grouped import plan_slots
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
 from localrt.quant.ops.torch.experts import run_each
 from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import run_kind
-from localrt.quant.ops.triton.grouped import plan_blocks
 from localrt.quant.ops.triton.ops import TritonOps
 
 __all__ = ["check_grouped"]
@@ -227,14 +226,11 @@ class Layer:
     def _kernels(
         self, x: torch.Tensor, routing: Routing, slots: torch.Tensor
     ) -> Callable[[], None]:
-        chosen = routing.chosen.reshape(-1)
-        order = np.argsort(chosen, kind="stable")
-        found, counts = np.unique(chosen, return_counts=True)
-        plan = plan_blocks(
-            self.table.places[found], counts, order, routing.used, torch.device(self.device),
-            long=len(x) > MOST_ROWS,
-        )  # fmt: skip
-        return lambda: run_kind(x, plan, self.kind, self.shape.spec, slots)
+        device = torch.device(self.device)
+        chosen = torch.from_numpy(np.ascontiguousarray(routing.chosen)).to(device)
+        plan = plan_slots(chosen, routing.loads(self.shape.count) > 0)
+        entries = self.table.entries(device)
+        return lambda: run_kind(x, plan, entries, self.kind, self.shape.spec, slots)
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -4,8 +4,7 @@
 //   FORMAT PAIRS_ WIDTH NT_   see sums.cuh
 //   GATE                      0, or a matrix of gate rows before as many up rows, and how they meet
 //   OUT                       float or Bf16
-#include "gates.cuh"
-#include "sums.cuh"
+#include "results.cuh"
 
 using Weights = FORMAT;
 
@@ -24,34 +23,11 @@ struct Linear {
     float limit;
 };
 
-// Result `i` of a block, in the order of its threads: which of its tiles, row and activations.
-template <class S>
-FN void place(int i, int pairs, int& tile, int& row, int& n) {
-    const int lane = i % 32, p = i / 32 / (S::ROWS * S::COLUMNS) % pairs, r = i / 32 / S::COLUMNS % S::ROWS, c = i / 32 % S::COLUMNS;
-    const Lane l = Lane::make(lane);
-    tile = 2 * p + l.g / 4;
-    row = 4 * l.q + (S::ROWS == 1 ? l.t : r);
-    n = S::ROWS == 1 ? 0 : S::COLUMNS == 1 ? l.t : 2 * l.t + c;
-}
-
-// The sum of W numbers in the order of a tree, which is the same however chains are shared out to blocks.
-template <class Number>
-FN float joined(int count, Number number) {
-    float sums[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) sums[i] = i < count ? number(i) : 0;
-#pragma unroll
-    for (int width = 1; width < 8; width *= 2)
-#pragma unroll
-        for (int i = 0; i < 8; i += 2 * width) sums[i] = plus(sums[i], sums[i + width]);
-    return sums[0];
-}
-
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
-    constexpr int PAIRS = PAIRS_, NT = NT_, MOST = 8;
+    constexpr int PAIRS = PAIRS_, NT = NT_;
     using S = Sums<Weights, PAIRS, WIDTH, NT>;
     constexpr int EACH = PAIRS * S::ROWS * S::COLUMNS * 32;  // results of a block, for each of NT
-    __shared__ float meet[MOST][EACH];
+    __shared__ float meet[MOST_CHAINS][EACH];
     __shared__ u32 turn;
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32, parts = gridDim.y;
     const Lane lane = Lane::make(threadIdx.x % 32);
@@ -70,21 +46,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
     if (chain < args.chains)
         s.add(s, tile, begin + next < half ? next * args.tile_bytes : 0, args.steps, lane, chain, args.chains);
 
+    const float* factors = args.factors ? args.factors + head * args.tiles : nullptr;
+    const Ends ends = {{factors, factors ? factors + half : nullptr}, {args.bias, args.bias ? args.bias + args.rows : nullptr}};
     float* shared = args.partial + ((i64)blockIdx.z * gridDim.x + blockIdx.x) * parts * NT * EACH;
     for (int stage = 0; stage < (parts > 1 ? 2 : 1); stage++) {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-            if (stage == 0) {
-                __syncthreads();
-#pragma unroll
-                for (int p = 0; p < PAIRS; p++)
-#pragma unroll
-                    for (int r = 0; r < S::ROWS; r++)
-#pragma unroll
-                        for (int c = 0; c < S::COLUMNS; c++)
-                            meet[warp][((p * S::ROWS + r) * S::COLUMNS + c) * 32 + threadIdx.x % 32] = s.of[p][r][nt][c];
-                __syncthreads();
-            }
+            if (stage == 0) leave<S, PAIRS>(s, nt, meet);
             for (int i = threadIdx.x; i < EACH; i += blockDim.x) {
                 if (stage == 0) {
                     const float sum = joined(warps, [&](int w) { return meet[w][i]; });
@@ -102,17 +70,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
                 n += (group * NT + nt) * 8;
                 const int t = GATE ? first + at / 2 : first + at, out = t * 16 + row;
                 if (n >= args.m || t >= half || out >= args.rows || (GATE && (at & 1))) continue;
-                const float* factors = args.factors ? args.factors + head * args.tiles : nullptr;
-                float value = times(meet[0][i], Weights::UNIT);
-                if (factors) value = times(value, factors[t]);
-                if (args.bias) value = plus(value, args.bias[out]);
-                if constexpr (GATE != 0) {
-                    // The same row of the other tile is 16 lanes on.
-                    float up = times(meet[0][i + 16], Weights::UNIT);
-                    if (factors) up = times(up, factors[half + t]);
-                    if (args.bias) up = plus(up, args.bias[args.rows + out]);
-                    value = gated<GATE>(value, up, args.limit);
-                }
+                // The same row of the other tile is 16 lanes on.
+                const float value = finished<GATE>(meet[0][i], meet[0][GATE ? i + 16 : i], Weights::UNIT, ends, t, out, args.limit);
                 store((OUT*)args.y + head * args.y_head + (i64)n * args.y_stride + out, value);
             }
             __syncthreads();

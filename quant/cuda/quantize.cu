@@ -13,7 +13,7 @@ struct Quantize {
 };
 
 extern "C" __global__ void quantize(Quantize args) {
-    const int column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, head = blockIdx.z;
+    const int column = blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x, head = blockIdx.z;
     if (column >= (args.columns + 63) / 64 * 64) return;  // whole warps
     const IN* x = args.x + head * args.x_head + (i64)row * args.x_stride;
     const float value = column < args.columns ? value_of(x[column]) : 0;

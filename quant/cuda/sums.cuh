@@ -13,11 +13,27 @@
 // FEW (up to 4): with four rows and one of activations. Else 8 NT, of which a lane has two of each 8.
 enum Width { ONE, FEW, MANY };
 
-// Rows of activations that lie one after another, ...
+// Rows of activations that lie one after another. Offsets in bytes are from a lane's first row: `numbers`
+// of row 8 n on, `scales` of row 8 n + c on.
 struct InOrder {
     int stride;
 
-    FN int at(const InOrder& rows, int row) { return row * rows.stride; }
+    FN InOrder begin(const InOrder& rows, int, int) { return rows; }
+    FN int first(const InOrder& rows, int row) { return row * rows.stride; }
+    FN int numbers(const InOrder& rows, int n) { return 8 * n * rows.stride; }
+    FN int scales(const InOrder& rows, int n, int c) { return (8 * n + c) * rows.stride; }
+};
+
+// Rows that lie anywhere: at the offsets of a list in shared memory, which costs fewer registers.
+struct Gathered {
+    const int *of_numbers, *of_scales;  // from a lane's first row on
+
+    FN Gathered begin(const Gathered& rows, int numbers, int scales) {
+        return Gathered{rows.of_numbers + numbers, rows.of_scales + scales};
+    }
+    FN int first(const Gathered&, int) { return 0; }
+    FN int numbers(const Gathered& rows, int n) { return rows.of_numbers[8 * n]; }
+    FN int scales(const Gathered& rows, int n, int c) { return rows.of_scales[8 * n + c]; }
 };
 
 template <class F, int PAIRS, Width WIDTH, int NT = 1, class Rows = InOrder>
@@ -42,9 +58,10 @@ struct Sums {
         s.part[0] = Codes::MIXED ? 0x00FF00FFu : 0xFFFFFFFFu, s.part[1] = Codes::MIXED ? 0x00FF00FFu : 0;
         if (second) s.part[0] = ~s.part[0], s.part[1] = ~s.part[1];
         records += chain * (TURN / 2) * RECORD;
-        s.rows = rows;
-        s.numbers = records + rows.at(rows, WIDTH == ONE ? 0 : WIDTH == FEW ? lane.g / 2 : lane.g) + lane.t * 16;
-        s.scales = records + rows.at(rows, WIDTH == ONE ? 0 : WIDTH == FEW ? lane.t : 2 * lane.t) + SCALES;
+        const int number = WIDTH == ONE ? 0 : WIDTH == FEW ? lane.g / 2 : lane.g, scale = WIDTH == ONE ? 0 : WIDTH == FEW ? lane.t : 2 * lane.t;
+        s.rows = rows.begin(rows, number, scale);
+        s.numbers = records + rows.first(rows, number) + lane.t * 16;
+        s.scales = records + rows.first(rows, scale) + SCALES;
 #pragma unroll
         for (int i = 0; i < PAIRS * ROWS * NT * COLUMNS; i++) (&s.of[0][0][0][0])[i] = 0;
     }
@@ -126,7 +143,7 @@ struct Sums {
     }
 
     FN float2 scale_of(const Sums& s, int n, int c, int step) {
-        return *(const float2*)(s.scales + s.rows.at(s.rows, 8 * n + c) + (step >> 1) * RECORD + (step & 1) * 8);
+        return *(const float2*)(s.scales + s.rows.scales(s.rows, n, c) + (step >> 1) * RECORD + (step & 1) * 8);
     }
 
     // One step. `EVEN`: a turn has whole records.
@@ -194,7 +211,7 @@ struct Sums {
     // A step's operand of activations: for each half of its columns where they have scales of their own.
     template <bool EVEN>
     FN void right(const Sums& s, u32 (&b)[SETS][2], int plane, int n, int step) {
-        const u8* at = s.numbers + s.rows.at(s.rows, 8 * n) + (step >> 1) * RECORD;
+        const u8* at = s.numbers + s.rows.numbers(s.rows, n) + (step >> 1) * RECORD;
         if constexpr (Codes::PLANES == 2) at += plane == Codes::NEGATIVE ? NEGATIVES : 0;
         uint2 v;
         if constexpr (EVEN) {  // both steps of a record by one load, which the compiler sees twice

@@ -24,8 +24,8 @@ from localrt.quant.ops.triton.stream import Stream  # isort: skip
 from localrt.quant.ops.triton.weight import TritonWeight  # isort: skip
 
 COUNT, USED = 3, 2
-# Inner rows are bf16, in long passes weights are too; the interpreter cuts bits off, not rounds.
-CLOSE = 0.02
+# Rows are multiplied in 8 bits, NF4 by 127ths; bits are compared in tests/ops/cuda.
+CLOSE = 0.03
 FORMATS = ["q4_0", "q4_1", "q5_0", "q6_k", "q8_0", "q4_k", "mxfp4", "nvfp4", "nf4", "int4-g32m",
            "int8-g32m"]  # fmt: skip
 
@@ -256,11 +256,10 @@ def test_an_expert_that_came_back_elsewhere(ops: TritonOps) -> None:
         ops.run_experts(x, routing, table, ExpertSpec(), slots)
 
 
-@pytest.mark.slow
 def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
     experts = [Expert(ops, ("nvfp4", "q4_1"), 128, 96, seed=n, biased=True) for n in range(COUNT)]
-    x, routing = inputs(64, 128), routed(64)
-    whole = filled(ops, experts, x, routing, ExpertSpec()).view(64, USED, -1)
+    x, routing = inputs(70, 128), routed(70)
+    whole = filled(ops, experts, x, routing, ExpertSpec()).view(70, USED, -1)
     for rows in (slice(0, 1), slice(7, 12), slice(40, 64)):
         part = replace(
             routing,
@@ -269,10 +268,7 @@ def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
             weights=routing.weights[rows],
         )
         got = filled(ops, experts, x[rows], part, ExpertSpec()).view(-1, USED, whole.shape[2])
-        if DEVICE == "cuda":
-            assert torch.equal(got, whole[rows])
-        # The interpreter's BLAS chooses the order within a dot.
-        torch.testing.assert_close(got, whole[rows], rtol=1e-2, atol=float(whole.abs().max()) / 200)
+        assert torch.equal(got, whole[rows])
 
 
 @pytest.mark.slow

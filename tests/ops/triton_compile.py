@@ -19,22 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from localrt.quant.formats import FORMATS
 from localrt.quant.ops.triton import device as triton_device
 from localrt.quant.ops.triton.attention import attend
-from localrt.quant.ops.triton.formats import layout_of
-from localrt.quant.ops.triton.grouped import (
-    ADDRESSES,
-    Side,
-    grouped_down,
-    grouped_gate_up,
-    plan_blocks,
-)
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.mixture import combined, router_logits
 from localrt.quant.ops.triton.steps import rope_append
 
-EXPERTS = (("q4_k", 1), ("nvfp4", 64), ("q6_k", 256), ("mxfp4", 256))
 PROCESSORS = 24
 
 
@@ -78,20 +68,6 @@ def compile_only(found: list[dict[str, Any]]) -> None:
     JITFunction.run = run
 
 
-def experts(name: str, rows: int) -> None:
-    """Four experts of 512 by 256, a quarter of the rows each."""
-    layout = layout_of(FORMATS[name])
-    assert layout is not None
-    counts = np.full(4, max(1, rows // 4))
-    slots, places = np.arange(counts.sum()), np.zeros((4, ADDRESSES), np.int64)
-    plan = plan_blocks(places, counts, slots, 1, torch.device("cpu"), long=rows > 64)
-    x = torch.zeros(rows, 512, dtype=torch.bfloat16)
-    plain = name != "mxfp4"  # which is gpt-oss's
-    sides = (Side(layout, *shape, name == "nvfp4", not plain) for shape in ((256, 512), (512, 256)))
-    inner = grouped_gate_up(x, plan, next(sides), "silu" if plain else "swiglu_oai", 7.0)
-    grouped_down(inner, torch.zeros(len(slots), 512), plan, next(sides))
-
-
 def latents() -> None:
     """DeepSeek-V2-Lite's sizes."""
     q, queries = (torch.zeros(2, 16, n, dtype=torch.bfloat16) for n in (192, 576))
@@ -110,8 +86,6 @@ def main() -> int:
     triton_device.compiled = lambda x: True  # type: ignore[assignment]
     triton_device.processors = lambda device: PROCESSORS  # type: ignore[assignment]
     out = torch.zeros(64, 1024)
-    for name, rows in EXPERTS:
-        experts(name, rows)
     router_logits(out, torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(64, 128))
     combined(out, torch.zeros(16, 4), torch.zeros(16, 1024))
     one, angles = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 64)

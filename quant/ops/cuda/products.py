@@ -26,6 +26,7 @@ __all__ = [
     "Records",
     "TiledMatrix",
     "best_cut",
+    "chains_of",
     "dense_product",
     "empty_records",
     "linear_program",
@@ -176,7 +177,7 @@ def quantize(x: Tensor) -> Records:
         columns,
     )
     program = Program.of("quantize", IN=OUT[x.dtype])
-    launch(x.device, program, (-(-columns // 256), rows, heads), 256, args)
+    launch(x.device, program, (rows, -(-columns // 256), heads), 256, args)
     return records
 
 
@@ -202,7 +203,7 @@ def product(
     if cut is None:
         cut = best_cut(weight.format, tiles * heads, x.rows, _processors(x.data.device), bool(gate))
     program = linear_program(weight.format, x.rows, cut, gate, out.dtype)
-    chains = _chains(-(-steps // steps_at_once(weight.format)))
+    chains = chains_of(weight.format, columns)
     # Sums of chains are joined as a tree of so many leaves, wherever its branches are.
     leaves = 1 << (chains - 1).bit_length()
     parts = min(cut.parts, leaves)
@@ -289,8 +290,13 @@ def linear_program(
     )
 
 
-def _chains(turns: int) -> int:
-    """As few as take no longer than eight: a function of the columns alone, as sums must be."""
+@cache
+def chains_of(format_: str, columns: int) -> int:
+    """Warps that share a row's columns, as few as take no longer than eight.
+
+    It is a function of the columns alone, as the order of sums must be.
+    """
+    turns = -(-columns // (32 * steps_at_once(format_)))
     return -(-turns // -(-turns // _MOST_CHAINS))
 
 

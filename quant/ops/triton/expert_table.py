@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from localrt.quant.ops.cuda.grouped import ADDRESSES, MOST_EXPERTS, Side, write_entries
 from localrt.quant.ops.experts import ExpertWeights
 from localrt.quant.ops.torch.experts import TorchExpertTable
-from localrt.quant.ops.triton.formats import TritonLayout
-from localrt.quant.ops.triton.grouped import ADDRESSES, Side
 from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.weight import TritonWeight
 
@@ -34,22 +34,25 @@ class ExpertKind:
 
 
 class TritonExpertTable(TorchExpertTable):
-    """See ``ExpertTable``. ``places[expert]`` are the addresses that a plan's blocks begin with."""
+    """See ``ExpertTable``. ``kind_of[expert]`` is the number of its kind, or -1."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self.kinds: list[ExpertKind] = []  # those that were seen
-        self.kind_of = np.full(count, -1, np.int64)  # -1: none
-        self.places: npt.NDArray[np.int64] = np.zeros((count, ADDRESSES), np.int64)
+        self.kind_of = np.full(count, -1, np.int64)
+        self._places: npt.NDArray[np.int64] = np.zeros((count, ADDRESSES), np.int64)
+        self._moved = np.zeros(count, np.bool_)  # since the card's entries were written
+        self._entries: Tensor | None = None
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """Hold it."""
         super().put(expert, weights)
-        described = _describe(weights)
+        described = _describe(weights) if len(self.kind_of) <= MOST_EXPERTS else None
         if described is None:
             self.kind_of[expert] = -1
             return
-        kind, self.places[expert] = described
+        kind, self._places[expert] = described
+        self._moved[expert] = True
         if kind not in self.kinds:
             self.kinds.append(kind)
         self.kind_of[expert] = self.kinds.index(kind)
@@ -59,6 +62,16 @@ class TritonExpertTable(TorchExpertTable):
         super().drop(expert)
         self.kind_of[expert] = -1
 
+    def entries(self, device: torch.device) -> Tensor:
+        """(E, ADDRESSES) int64 on the device: where experts lie, for kernels that start now."""
+        if self._entries is None:
+            self._entries = torch.zeros(self._places.shape, dtype=torch.int64, device=device)
+        if self._moved.any():
+            moved = self._moved.nonzero()[0]
+            write_entries(self._entries, moved, self._places[moved])
+            self._moved[:] = False
+        return self._entries
+
 
 def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
     """An expert's kind and addresses; None where the grouped kernels cannot compute it."""
@@ -66,11 +79,11 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
     down = weights.down.parts[0]
     if both is None or len(weights.down.parts) != 1 or not isinstance(down, Tiles):
         return None
-    (gate, gate_factor), (up, up_factor), layout = both
+    (gate, gate_factor), (up, up_factor), format_ = both
     biases = weights.gate_up_bias, weights.down_bias
     kind = ExpertKind(
-        _side(weights.gate_up, layout, 2, gate_factor, biases[0]),
-        _side(weights.down, down.layout, 1, _address(down.factor), biases[1]),
+        _side(weights.gate_up, format_, 2),
+        _side(weights.down, down.format, 1),
         (weights.gate_up.hadamard, weights.down.hadamard),
     )
     factors = [gate_factor, up_factor, _address(down.factor)]
@@ -80,8 +93,8 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
 
 def _gate_and_up(
     weight: TritonWeight,
-) -> tuple[tuple[int, int], tuple[int, int], TritonLayout] | None:
-    """Addresses of gate's tiles and factors, of up's, and their layout."""
+) -> tuple[tuple[int, int], tuple[int, int], str] | None:
+    """Addresses of gate's tiles and factors, of up's, and their format."""
     tiles = [part for part in weight.parts if isinstance(part, Tiles)]
     inner, columns = weight.shape[0] // 2, weight.shape[1]
     first = tiles[0] if tiles else None
@@ -90,19 +103,16 @@ def _gate_and_up(
     if len(tiles) == 1 and inner % 16 == 0:
         at, factor = first.w8.data_ptr(), _address(first.factor)
         up = at + inner // 16 * first.layout.tile_bytes(columns)
-        return (at, factor), (up, factor and factor + inner // 16 * 4), first.layout
-    if len(tiles) == 2 and tiles[1].shape[0] == inner and tiles[1].layout == first.layout:
+        return (at, factor), (up, factor and factor + inner // 16 * 4), first.format
+    if len(tiles) == 2 and tiles[1].shape[0] == inner and tiles[1].format == first.format:
         ends = [(part.w8.data_ptr(), _address(part.factor)) for part in tiles]
-        if bool(ends[0][1]) == bool(ends[1][1]):
-            return ends[0], ends[1], first.layout
+        return ends[0], ends[1], first.format
     return None
 
 
-def _side(
-    weight: TritonWeight, layout: TritonLayout, stacked: int, factor: int, bias: Tensor | None
-) -> Side:
+def _side(weight: TritonWeight, format_: str, stacked: int) -> Side:
     rows, columns = weight.shape
-    return Side(layout, rows // stacked, columns, factor != 0, bias is not None)
+    return Side(format_, rows // stacked, columns)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -2,7 +2,7 @@
 
 Routing is decided on the host, since it says which weights are needed: a pass of a mixture waits
 for its router in every layer, and is not recorded as a CUDA graph. All experts of a kind are two
-launches (``grouped.py``); others are products of their own, as a dense MLP has them.
+launches (``quant/ops/cuda/grouped.py``); others are products of their own, as a dense MLP has them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.products import MOST_ROWS
+from localrt.quant.ops.cuda.grouped import Plan, grouped_down, grouped_gate_up, plan_slots
+from localrt.quant.ops.cuda.products import MOST_ROWS, quantize
 from localrt.quant.ops.cuda.steps import rotate_blocks
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.torch.experts import route, run_each
+from localrt.quant.ops.triton.device import upload
 from localrt.quant.ops.triton.expert_table import ExpertKind, TritonExpertTable
-from localrt.quant.ops.triton.grouped import Plan, grouped_down, grouped_gate_up, plan_blocks
 from localrt.quant.ops.triton.mixture import router_logits
 
 __all__ = ["route_rows", "run_kind", "run_kinds"]
@@ -70,32 +71,31 @@ def run_kinds(
     """Fill slots: experts of a kind together, whoever else was asked for.
 
     ``apart`` computes the rows of an expert of no kind. How a row is computed follows from its
-    expert and from whether the pass is long.
+    expert, and there from how many rows the pass has.
     """
-    chosen = routing.chosen.reshape(-1)
-    order = np.argsort(chosen, kind="stable")
+    found = np.unique(routing.chosen)
     if experts is not None:
-        order = order[np.isin(chosen[order], np.asarray(experts))]
-    if not len(order):
+        found = found[np.isin(found, np.asarray(experts))]
+    kinds = table.kind_of[found]
+    if (kinds < 0).any():
+        run_each(normed, routing, slots, found[kinds < 0], apart)
+    if (kinds < 0).all():
         return
-    long = len(normed) > MOST_ROWS
-    ranked = table.kind_of[chosen[order]]
-    for number in np.unique(ranked).tolist():
-        own = order[ranked == number]
-        found, counts = np.unique(chosen[own], return_counts=True)
-        if number < 0:
-            run_each(normed, routing, slots, found, apart)
-            continue
-        places = table.places[found]
-        plan = plan_blocks(places, counts, own, routing.used, normed.device, long=long)
-        run_kind(normed, plan, table.kinds[number], spec, slots)
+    chosen = upload(routing.chosen, normed.device)
+    entries = table.entries(normed.device)
+    for number in np.unique(kinds[kinds >= 0]).tolist():
+        wanted = np.zeros(len(table.kind_of), np.bool_)
+        wanted[found[kinds == number]] = True
+        run_kind(normed, plan_slots(chosen, wanted), entries, table.kinds[number], spec, slots)
 
 
-def run_kind(normed: Tensor, plan: Plan, kind: ExpertKind, spec: ExpertSpec, slots: Tensor) -> None:
-    """Two launches, and the rotations that the weights ask for."""
+def run_kind(
+    normed: Tensor, plan: Plan, entries: Tensor, kind: ExpertKind, spec: ExpertSpec, slots: Tensor
+) -> None:
+    """Two products, and the rotations that the weights ask for."""
     outer, within = kind.rotated
-    x = rotate_blocks(normed, outer) if outer else normed
-    inner = grouped_gate_up(x, plan, kind.gate_up, spec.activation, spec.limit)
+    x = quantize(rotate_blocks(normed, outer) if outer else normed)
+    inner = grouped_gate_up(x, plan, entries, kind.gate_up, spec.activation, spec.limit)
     if within:
         inner = rotate_blocks(inner, within)
-    grouped_down(inner, slots, plan, kind.down)
+    grouped_down(quantize(inner), slots, plan, entries, kind.down)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.compiled import SHARED_BYTES, TARGETS, Build, build
+from benchmarks.gpu.compiled import SHARED_BYTES, TARGETS, Build, build, build_experts
 from localrt.errors import LocalrtError
 from localrt.quant.ops.cuda.formats import TYPES
 from localrt.quant.ops.cuda.products import best_cut, linear_program
@@ -48,6 +48,20 @@ def test_many_rows_and_a_gate_on_ada() -> None:
 def test_other_generations(target: int) -> None:
     for name in ELSEWHERE:
         check(build(name, 1, target))
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "mxfp4", "nvfp4"])
+def test_experts_on_ada(name: str) -> None:
+    made = build_experts(name, 1, 89, gate=True)
+    check(made)
+    assert made.per_byte <= 0.12, made
+    check(build_experts(name, 24, 89))
+
+
+def test_plans_and_tables_of_experts() -> None:
+    for name in ("plan", "entries"):
+        for target in (75, 120):
+            assert "0 bytes spill stores" in compile_program(Program.of(name), target).log
 
 
 def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

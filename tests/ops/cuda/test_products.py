@@ -32,8 +32,8 @@ class Matrix:
     values: np.ndarray  # (rows, columns), float64
 
 
-def matrix(name: str, rows: int, columns: int) -> Matrix:
-    tensor = random_tensor(name, rows, columns)
+def matrix(name: str, rows: int, columns: int, seed: int = 0) -> Matrix:
+    tensor = random_tensor(name, rows, columns, seed)
     tiles = -(-rows // 16)
     factor = None if tensor.scale == 1 else torch.full((tiles,), tensor.scale)
     data = torch.from_numpy(tile(tensor))

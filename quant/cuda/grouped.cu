@@ -1,0 +1,67 @@
+// Products of rows with the matrices of experts that lie anywhere, in the card's memory or in pinned RAM.
+// A block takes 32 PAIRS weight rows of one expert and some of the slots that chose it (plan.cu): its sums
+// are those of linear.cu. Compiled for
+//
+//   FORMAT PAIRS_ WIDTH NT_   see sums.cuh
+//   GATE                      0 for an expert's last matrix; else its first two, and how they meet
+//   OUT                       float or Bf16
+#include "plan.cuh"
+#include "results.cuh"
+
+using Weights = FORMAT;
+
+struct Grouped {
+    const u8* x;  // records of rows, of which `per` slots each read one
+    void* y;      // a row for each slot
+    const Expert* experts;
+    const Part* parts;
+    const int* slots;
+    i64 tile_bytes;
+    int x_stride, y_stride, per;
+    int rows, tiles, steps;  // of one matrix
+    float limit;
+};
+
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) {
+    constexpr int PAIRS = PAIRS_, NT = NT_, UP = GATE ? 1 : 0;
+    using S = Sums<Weights, PAIRS, WIDTH, NT, Gathered>;
+    constexpr int EACH = PAIRS * S::ROWS * S::COLUMNS * 32;
+    __shared__ int offsets[8 * NT];  // of rows
+    __shared__ float meet[MOST_CHAINS][EACH];
+    const Part& part = args.parts[blockIdx.y];  // loaded anew behind the sums, which need all registers
+    if (!part.count) return;
+    const Lane lane = Lane::make(threadIdx.x % 32);
+    for (int n = threadIdx.x; n < 8 * NT; n += blockDim.x) offsets[n] = args.slots[part.first + (n < part.count ? n : 0)] / args.per * args.x_stride;
+    __syncthreads();
+
+    // Pairs of tiles: two that follow one another, or a gate's and the up rows' that belong to it.
+    const int own = lane.g / 4, first = blockIdx.x * (GATE ? PAIRS : 2 * PAIRS), next = GATE ? 1 : 2;
+    const int in_matrix = GATE ? first : first + own;
+    const int begin = in_matrix < args.tiles ? in_matrix : args.tiles - 1;  // the last may lack neighbours
+    const u8* tile = args.experts[part.expert].tiles[GATE ? own : DOWN] + begin * args.tile_bytes;
+    const int chain = threadIdx.x / 32, chains = blockDim.x / 32;
+    S s;
+    s.begin(s, args.x, Gathered{offsets, offsets}, lane, chain);
+    s.add(s, tile, begin + next < args.tiles ? next * args.tile_bytes : 0, args.steps, lane, chain, chains);
+
+    const Expert& expert = args.experts[part.expert];
+    const float *bias = expert.biases[GATE ? 0 : 1], *factors = expert.factors[GATE ? 0 : DOWN];
+    const Ends ends = {{factors, expert.factors[UP]}, {bias, bias && UP ? bias + args.rows : nullptr}};
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        leave<S, PAIRS>(s, nt, meet);
+        for (int i = threadIdx.x; i < EACH; i += blockDim.x)
+            meet[0][i] = joined(chains, [&](int w) { return meet[w][i]; });
+        __syncthreads();
+        for (int i = threadIdx.x; i < EACH; i += blockDim.x) {
+            int at, row, n;
+            place<S>(i, PAIRS, at, row, n);
+            n += nt * 8;
+            const int t = GATE ? first + at / 2 : first + at, out = t * 16 + row;
+            if (n >= part.count || t >= args.tiles || out >= args.rows || (GATE && (at & 1))) continue;
+            // The same row of the other tile is 16 lanes on.
+            const float value = finished<GATE>(meet[0][i], meet[0][GATE ? i + 16 : i], Weights::UNIT, ends, t, out, args.limit);
+            store((OUT*)args.y + (i64)args.slots[part.first + n] * args.y_stride + out, value);
+        }
+    }
+}

@@ -1,0 +1,48 @@
+// From the choices of a pass to the parts that blocks of grouped.cu take: slots in the order of their
+// experts, cut into as many as one block computes. One block of threads, one for each expert.
+#include "plan.cuh"
+
+constexpr int MOST_EXPERTS = 1024;
+
+struct Plan {
+    const int* chosen;  // of each slot: an expert
+    Part* parts;        // those that are left over are empty
+    int* slots;
+    int count, most, size;  // slots; parts, and the slots of one
+    u32 wanted[MOST_EXPERTS / 32];
+};
+
+extern "C" __global__ void plan(Plan args) {
+    // Of each expert its slots, and its parts: how many, then where they end.
+    __shared__ u32 slots[MOST_EXPERTS], parts[MOST_EXPERTS], filled[MOST_EXPERTS];
+    const int expert = threadIdx.x, experts = blockDim.x;
+    slots[expert] = filled[expert] = 0;
+    __syncthreads();
+    for (int s = threadIdx.x; s < args.count; s += experts) {
+        const int chosen = args.chosen[s];
+        if (args.wanted[chosen / 32] >> chosen % 32 & 1) atomicAdd(&slots[chosen], 1);
+    }
+    __syncthreads();
+    const u32 own = slots[expert];
+    parts[expert] = (own + args.size - 1) / args.size;
+    __syncthreads();
+    for (int before = 1; before < experts; before *= 2) {
+        const u32 more = expert >= before ? slots[expert - before] : 0, others = expert >= before ? parts[expert - before] : 0;
+        __syncthreads();
+        slots[expert] += more, parts[expert] += others;
+        __syncthreads();
+    }
+    int first = slots[expert] - own;
+    for (int part = parts[expert] - (own + args.size - 1) / args.size; part < parts[expert]; part++) {
+        const int left = slots[expert] - first;
+        args.parts[part] = Part{expert, first, left < args.size ? left : args.size};
+        first += args.size;
+    }
+    for (int part = parts[experts - 1] + threadIdx.x; part < args.most; part += experts) args.parts[part].count = 0;
+    // Which slots of an expert meet in a block changes no result: their order is free.
+    for (int s = threadIdx.x; s < args.count; s += experts) {
+        const int chosen = args.chosen[s];
+        if (args.wanted[chosen / 32] >> chosen % 32 & 1)
+            args.slots[slots[chosen] - 1 - atomicAdd(&filled[chosen], 1)] = s;
+    }
+}

@@ -1,0 +1,220 @@
+"""Products of rows with many experts at once, each row with those that it chose.
+
+Experts of one launch differ in addresses alone, which a table on the card has: the card itself
+finds which block computes what. A slot is one choice of one row, as ``quant/ops/experts.py`` says;
+its bits are those of ``product`` with its expert alone, whatever else is computed.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localrt.quant.formats import FORMATS
+from localrt.quant.formats.tiled import TILE_ROWS
+from localrt.quant.ops.cuda.formats import TYPES
+from localrt.quant.ops.cuda.launch import launch
+from localrt.quant.ops.cuda.products import GATES, OUT, Records, chains_of
+from localrt.quant.ops.cuda.programs import Program
+
+__all__ = [
+    "ADDRESSES",
+    "MOST_EXPERTS",
+    "Plan",
+    "Side",
+    "grouped_down",
+    "grouped_gate_up",
+    "grouped_program",
+    "plan_slots",
+    "rows_at_once",
+    "write_entries",
+]
+
+ADDRESSES = 8
+"""Of an expert: tiles of gate, up and down; their factors; biases of gate and up, and of down."""
+
+MOST_EXPERTS = 1024
+"""Of a layer."""
+
+_MOST_ENTRIES = 32
+_WIDTHS = {1: "ONE", 4: "FEW"}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Gate and up, or down, of experts that are computed together; sizes are of one matrix."""
+
+    format: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The slots of some experts, by expert, and which of them a block computes; on the card.
+
+    ``parts`` (most, 3) int32 are an expert, the place of its first slot in ``slots`` and how many
+    there are, at most ``size``. A row of x has ``used`` slots.
+    """
+
+    parts: Tensor
+    slots: Tensor
+    size: int
+    used: int
+
+
+class _Plan(Structure):
+    _fields_ = (
+        ("chosen", c_void_p),
+        ("parts", c_void_p),
+        ("slots", c_void_p),
+        ("count", c_int),
+        ("most", c_int),
+        ("size", c_int),
+        ("wanted", c_uint32 * (MOST_EXPERTS // 32)),
+    )
+
+
+class _Entries(Structure):
+    _fields_ = (
+        ("table", c_void_p),
+        ("words", c_uint64 * (_MOST_ENTRIES * ADDRESSES)),
+        ("experts", c_int * _MOST_ENTRIES),
+    )
+
+
+class _Grouped(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("experts", c_void_p),
+        ("parts", c_void_p),
+        ("slots", c_void_p),
+        ("tile_bytes", c_int64),
+        ("x_stride", c_int),
+        ("y_stride", c_int),
+        ("per", c_int),
+        ("rows", c_int),
+        ("tiles", c_int),
+        ("steps", c_int),
+        ("limit", c_float),
+    )
+
+
+def write_entries(
+    table: Tensor, experts: npt.NDArray[np.intp], entries: npt.NDArray[np.int64]
+) -> None:
+    """Write ``entries`` (n, ADDRESSES) of ``experts`` (n,) to the table (E, ADDRESSES) int64.
+
+    Kernels that are started later see them.
+    """
+    for first in range(0, len(experts), _MOST_ENTRIES):
+        some = slice(first, first + _MOST_ENTRIES)
+        args = _Entries(table.data_ptr())
+        count = len(experts[some])
+        np.ctypeslib.as_array(args.words)[: count * ADDRESSES] = entries[some].reshape(-1)
+        np.ctypeslib.as_array(args.experts)[:count] = experts[some]
+        launch(table.device, _ENTRIES, (1, 1, 1), count * ADDRESSES, args)
+
+
+def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
+    """A pass whose rows chose the experts ``chosen`` (R, K) int32; ``wanted`` (E,) are computed."""
+    rows, used = chosen.shape
+    experts, slots = int(np.count_nonzero(wanted)), rows * used
+    size = rows_at_once(rows, used, len(wanted))
+    whole = (slots + min(experts, slots) * (size - 1)) // size
+    most = max(1, min(whole, experts * -(-rows // size)))
+    data = torch.empty(3 * most + slots, dtype=torch.int32, device=chosen.device)
+    parts, order = data[: 3 * most].view(most, 3), data[3 * most :]
+    bits = np.zeros(MOST_EXPERTS // 8, np.uint8)
+    packed = np.packbits(wanted, bitorder="little")
+    bits[: len(packed)] = packed
+    args = _Plan(chosen.data_ptr(), parts.data_ptr(), order.data_ptr(), slots, most, size)
+    args.wanted[:] = bits.view(np.uint32).tolist()
+    launch(chosen.device, _PLAN, (1, 1, 1), -(-len(wanted) // 32) * 32, args)
+    return Plan(parts, order, size, used)
+
+
+def rows_at_once(rows: int, used: int, experts: int) -> int:
+    """How many slots of one expert a block takes. Results do not depend on it."""
+    if rows <= 4:
+        return 1 if rows == 1 else 4
+    each = rows * used / experts
+    return 8 if each <= 6 or rows <= 8 else 16 if each <= 12 else 24
+
+
+def grouped_gate_up(
+    x: Records, plan: Plan, table: Tensor, side: Side, activation: str, limit: float
+) -> Tensor:
+    """activation(gate) * up of each of the plan's slots, bf16: (R * K, F), others undefined."""
+    slots = len(plan.slots)
+    out = torch.empty(slots, side.rows, dtype=torch.bfloat16, device=table.device)
+    _launch(x, out, plan, table, side, activation, limit, plan.used)
+    return out
+
+
+def grouped_down(inner: Records, out: Tensor, plan: Plan, table: Tensor, side: Side) -> None:
+    """Down of each of the plan's slots of ``inner`` (R * K, F), to ``out`` (R * K, D), float32."""
+    _launch(inner, out, plan, table, side, None, 0.0, 1)
+
+
+@cache
+def grouped_program(format_: str, size: int, gate: str | None, out: torch.dtype) -> Program:
+    """The variant of the kernel for ``size`` slots of an expert at once."""
+    return Program.of(
+        "grouped",
+        FORMAT=TYPES[format_],
+        PAIRS_=1,
+        WIDTH=_WIDTHS.get(size, "MANY"),
+        NT_=max(1, size // 8),
+        GATE=GATES[gate] if gate else 0,
+        OUT=OUT[out],
+        BLOCKS=2 if size <= 8 and format_ != "q6_k" else 1,
+    )
+
+
+def _launch(
+    x: Records,
+    y: Tensor,
+    plan: Plan,
+    table: Tensor,
+    side: Side,
+    gate: str | None,
+    limit: float,
+    per: int,
+) -> None:
+    tiles, steps = -(-side.rows // 16), side.columns // 32
+    args = _Grouped(
+        x.data.data_ptr(),
+        y.data_ptr(),
+        table.data_ptr(),
+        plan.parts.data_ptr(),
+        plan.slots.data_ptr(),
+        _tile_bytes(side.format, side.columns),
+        x.stride,
+        y.stride(0),
+        per,
+        side.rows,
+        tiles,
+        steps,
+        limit,
+    )
+    program = grouped_program(side.format, plan.size, gate, y.dtype)
+    grid = (tiles if gate else -(-tiles // 2), len(plan.parts), 1)
+    launch(y.device, program, grid, 32 * chains_of(side.format, side.columns), args)
+
+
+@cache
+def _tile_bytes(format_: str, columns: int) -> int:
+    """Of 16 rows."""
+    return TILE_ROWS * FORMATS[format_].row_bytes(columns)
+
+
+_PLAN = Program.of("plan")
+_ENTRIES = Program.of("entries")

@@ -1,0 +1,118 @@
+"""Products with many experts at once, on the CPU: each slot has the bits of ``product``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.quant.ops.cuda.grouped import (
+    ADDRESSES,
+    Plan,
+    Side,
+    grouped_down,
+    grouped_gate_up,
+    plan_slots,
+    write_entries,
+)
+from localrt.quant.ops.cuda.products import product, quantize
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.test_products import Matrix, inputs, matrix
+
+EXPERTS, USED, HIDDEN, INNER = 5, 2, 256, 80
+
+
+class Layer:
+    """Experts in ``format_``; some have biases."""
+
+    def __init__(self, format_: str) -> None:
+        self.gate_up = [matrix(format_, 2 * INNER, HIDDEN, seed=e) for e in range(EXPERTS)]
+        self.down = [matrix(format_, HIDDEN - 8, HIDDEN, seed=50 + e) for e in range(EXPERTS)]
+        self.biases = [torch.randn(2 * INNER) if e % 2 else None for e in range(EXPERTS)]
+        self.side = Side(format_, INNER, HIDDEN), Side(format_, HIDDEN - 8, HIDDEN)
+        self.table = torch.full((EXPERTS, ADDRESSES), -1, dtype=torch.int64)
+        entries = np.array([self._entry(e) for e in range(EXPERTS)])
+        write_entries(self.table, np.arange(EXPERTS), entries)
+
+    def _entry(self, e: int) -> list[int]:
+        both, down, bias = self.gate_up[e], self.down[e], self.biases[e]
+        half = INNER // 16
+        up = both.w8.data_ptr() + both.w8.numel() // 2
+        factors = [0, 0, 0]
+        if both.factor is not None and down.factor is not None:
+            at = both.factor.data_ptr()
+            factors = [at, at + 4 * half, down.factor.data_ptr()]
+        places = [both.w8.data_ptr(), up, down.w8.data_ptr(), *factors]
+        return [*places, 0 if bias is None else bias.data_ptr(), 0]
+
+
+def choices(rows: int, seed: int = 3) -> torch.Tensor:
+    """(rows, USED): the first expert is the first choice of most."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.stack([torch.randperm(EXPERTS, generator=generator) for _ in range(rows)])
+    order[: rows // 2] = torch.arange(EXPERTS)
+    return order[:, :USED].to(torch.int32)
+
+
+def slots_of(plan: Plan) -> list[tuple[int, list[int]]]:
+    """The parts that are not empty: an expert, its slots."""
+    parts, slots = plan.parts.tolist(), plan.slots.tolist()
+    return [(e, slots[first : first + count]) for e, first, count in parts if count]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 21, 64])
+def test_a_plan_has_every_slot_of_the_wanted_once(emulator: Emulator, rows: int) -> None:
+    chosen = choices(rows)
+    for wanted in (np.ones(EXPERTS, np.bool_), np.arange(EXPERTS) % 2 == 0):
+        plan = plan_slots(chosen, wanted)
+        parts = slots_of(plan)
+        assert all(len(slots) <= plan.size for _, slots in parts)
+        found = sorted((slot, expert) for expert, slots in parts for slot in slots)
+        both = enumerate(chosen.reshape(-1).tolist())
+        assert found == [(slot, expert) for slot, expert in both if wanted[expert]]
+
+
+# A variant of the kernel for each: one slot, four, eight, and 24 of an expert at once.
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("q4_0", 1), ("q4_0", 3), ("q4_0", 7), ("q4_0", 50), ("nvfp4", 3), ("q4_k", 7), ("mxfp4", 12)],
+)
+def test_slots_are_those_of_products(emulator: Emulator, name: str, rows: int) -> None:
+    layer, x, chosen = Layer(name), inputs(rows, HIDDEN), choices(rows)
+    hidden = torch.randn(rows * USED, HIDDEN)
+    plan = plan_slots(chosen, np.ones(EXPERTS, np.bool_))
+    inner = grouped_gate_up(quantize(x), plan, layer.table, layer.side[0], "swiglu_oai", 2.0)
+    out = torch.full((rows * USED, HIDDEN - 8), float("nan"))
+    grouped_down(quantize(hidden), out, plan, layer.table, layer.side[1])
+
+    def alone(row: torch.Tensor, weight: Matrix, wanted: torch.Tensor, **how: object) -> bool:
+        got = torch.empty(1, len(wanted), dtype=wanted.dtype)
+        product(quantize(row[None]), weight, got, **how)  # type: ignore[arg-type]
+        return torch.equal(got[0], wanted)
+
+    for slot, expert in enumerate(chosen.reshape(-1).tolist()):
+        if slot % max(1, rows // 6):  # some of them
+            continue
+        how = {"bias": layer.biases[expert], "gate": "swiglu_oai", "limit": 2.0}
+        assert alone(x[slot // USED], layer.gate_up[expert], inner[slot], **how)
+        assert alone(hidden[slot], layer.down[expert], out[slot])
+
+
+def test_only_the_wanted_are_computed(emulator: Emulator) -> None:
+    layer, chosen = Layer("q4_0"), choices(3)
+    wanted = np.arange(EXPERTS) == 1
+    layer.table[~torch.from_numpy(wanted)] = -1  # the others are nowhere
+    plan = plan_slots(chosen, wanted)
+    out = torch.full((3 * USED, HIDDEN - 8), float("nan"))
+    grouped_down(quantize(torch.randn(3 * USED, HIDDEN)), out, plan, layer.table, layer.side[1])
+    assert torch.equal(out.isfinite().all(1), chosen.reshape(-1) == 1)
+    assert torch.equal(out.isnan().all(1), chosen.reshape(-1) != 1)
+
+
+def test_entries_are_written_where_they_belong(emulator: Emulator) -> None:
+    table = torch.zeros(100, ADDRESSES, dtype=torch.int64)
+    experts = np.arange(1, 100, 2)  # more than one launch has room for
+    entries = np.arange(50 * ADDRESSES, dtype=np.int64).reshape(50, ADDRESSES) << 40
+    write_entries(table, experts, entries)
+    assert np.array_equal(table.numpy()[1::2], entries)
+    assert not table[::2].any()
