@@ -138,9 +138,9 @@ def _main_loop(code: list[tuple[str, str]]) -> list[str]:
     return max(loops, key=lambda body: sum("IMMA" in text for text in body))
 
 
-def _builds(formats: list[str], targets: list[int]) -> Iterator[Callable[[], Build]]:
+def _builds(formats: list[str], target: int) -> Iterator[Callable[[], Build]]:
     for make, counts in ((build, ROWS), (build_experts, SLOTS)):
-        for name, count, gate, target in itertools.product(formats, counts, (False, True), targets):
+        for name, count, gate in itertools.product(formats, counts, (False, True)):
             yield partial(make, name, count, target, gate=gate)
 
 
@@ -153,10 +153,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     formats = args.only.split(",") if args.only else sorted(TYPES)
     targets = [int(t) for t in args.targets.split(",")] if args.targets else list(TARGETS)
-    with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda make: make(), _builds(formats, targets)))
     setting = record.setting("python -m benchmarks.gpu.compiled", "nvidia-cuda-nvrtc", "triton")
-    record.save(args.out, {**setting, "rows": [asdict(each) for each in made]})
+    made: list[Build] = []
+    with ThreadPoolExecutor() as threads:
+        for target in targets:  # saved after each
+            made += threads.map(lambda make: make(), _builds(formats, target))
+            record.save(args.out, {**setting, "rows": [asdict(each) for each in made]})
+            print(f"sm_{target}: {len(made)} variants so far", flush=True)
     worst = max(made, key=lambda each: each.shared_bytes)
     spilled = [each for each in made if each.spilled_bytes]
     print(
