@@ -4,7 +4,7 @@
 
 It makes its own weights, prints one line per check, and writes one JSON after each of them. Exit
 status 1 when a check fails, or when there is no GPU; speeds never fail. ``--device cpu`` tries the
-script itself, the Triton kernels in Triton's interpreter.
+script itself: CUDA kernels are compiled for the CPU, Triton's run in its interpreter.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.gpu.timing import Result, guarded
 from localrt.files import write_text
+from localrt.quant.ops.cuda.launch import emulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +69,9 @@ def main() -> int:
         return 1
     if not cuda:
         os.environ["TRITON_INTERPRET"] = "1"
+        from tests.ops.cuda.emulator import Emulator
+
+        emulate(Emulator())
     torch.backends.cuda.matmul.allow_tf32 = False
     machine = {
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
