@@ -19,7 +19,7 @@ from benchmarks.gpu.timing import (
     guarded,
     launch_seconds,
 )
-from localrt.quant.ops.triton.attention import attend
+from localrt.quant.ops.cuda.attention import attend
 from localrt.quant.ops.triton.latent import attend_latent_rows
 
 __all__ = ["check_attention", "check_mixture_attention"]

@@ -47,6 +47,31 @@ constexpr float E4M3_UNIT = 256;
 FN u32 two_e4m3(u32 bits) { return pick(bits, 0, 0x1404) >> 1 & 0x3F803F80u; }
 #endif
 
+// Two bf16, to the nearest, ties to even; `low` in the lower half.
+FN u32 two_bf16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+#else
+    const u32 a = __float_as_uint(low), b = __float_as_uint(high);
+    return (a + 0x7FFF + (a >> 16 & 1)) >> 16 | (b + 0x7FFF + (b >> 16 & 1) & 0xFFFF0000u);
+#endif
+}
+
+// 2 to the power of f, to 22 bits; of minus infinity, 0.
+FN float power_of_two(float f) {
+    float d;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(f));
+    return d;
+}
+
+FN float reciprocal(float f) {
+    float d;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(f));
+    return d;
+}
+
 FN u16 float_to_half(float f) {
     u16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f));
@@ -98,6 +123,35 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
             else
                 asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
                     : "+r"(c[2 * half]), "+r"(c[2 * half + 1]) : "r"(a[2 * k + half]), "r"(b[k]));
+#endif
+}
+
+#if __CUDA_ARCH__ < 800
+// Two bf16 as float16: what is beyond 65504 becomes that.
+FN u32 halves_of(u32 bits) {
+    u32 d;
+    asm("{.reg .f16 a, b; .reg .f32 x, y; min.f32 x, %1, 0f477FE000; max.f32 x, x, 0fC77FE000;"
+        " min.f32 y, %2, 0f477FE000; max.f32 y, y, 0fC77FE000; cvt.rn.f16.f32 a, x; cvt.rn.f16.f32 b, y; mov.b32 %0, {a, b};}"
+        : "=r"(d) : "f"(__uint_as_float(bits << 16)), "f"(__uint_as_float(bits & 0xFFFF0000u)));
+    return d;
+}
+#endif
+
+// c (16 x 8, float) += a (16 x 16, bf16) times b (16 x 8, bf16). With g and t as above: a[0], a[2] are
+// row g, columns 2t and 8 + 2t with their neighbours; a[1], a[3] row g + 8; b[0], b[1] column g, rows
+// as a's columns; c as above.
+FN void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#else  // Turing multiplies float16, eight columns at a time
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(halves_of(a.x)), "r"(halves_of(a.y)), "r"(halves_of(b0)));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(halves_of(a.z)), "r"(halves_of(a.w)), "r"(halves_of(b1)));
 #endif
 }
 #endif

@@ -62,7 +62,7 @@ def make_ops(
         index = device.removeprefix("cuda").removeprefix(":") or "0"
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
-        if compute_format is None and _triton_runs(int(index)):
+        if compute_format is None and _triton_runs(int(index)) and _card_takes(attention):
             from localrt.quant.ops.triton.ops import TritonOps
 
             return TritonOps(device=f"cuda:{index}")
@@ -101,6 +101,13 @@ def _triton_runs(index: int) -> bool:
     except (ImportError, OSError):
         return False
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
+def _card_takes(attention: Sequence[AttentionSpec]) -> bool:
+    """Whether our GPU kernels attend with these heads."""
+    from localrt.quant.ops.cuda.attention import takes_heads
+
+    return all(isinstance(spec, LatentSpec) or takes_heads(spec.head_dim) for spec in attention)
 
 
 def kernels_take_heads(size: int) -> bool:

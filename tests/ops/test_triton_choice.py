@@ -10,7 +10,7 @@ import torch
 
 from localrt.errors import OptionError
 from localrt.quant.ops import choose
-from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 from localrt.quant.ops.protocol import Rope
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -36,6 +36,15 @@ def test_a_chosen_format_is_torchs() -> None:
 def test_gpus_without_bf16_do_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     assert choose.make_ops([], device="cuda").name != "triton"
+
+
+@pytest.mark.parametrize(("size", "name"), [(80, "triton"), (36, "torch"), (512, "torch")])
+def test_heads_that_no_kernel_takes_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, size: int, name: str
+) -> None:
+    monkeypatch.setattr(choose, "find_spec", lambda name: None)
+    spec = AttentionSpec(heads=1, kv_heads=1, head_dim=size, scale=1.0, eps=1e-6, rope=None)
+    assert choose.make_ops([spec], device="cuda").name == name
 
 
 @pytest.mark.parametrize("bitsandbytes", [True, False])

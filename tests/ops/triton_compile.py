@@ -20,10 +20,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from localrt.quant.ops.triton import device as triton_device
-from localrt.quant.ops.triton.attention import attend
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.mixture import combined, router_logits
-from localrt.quant.ops.triton.steps import rope_append
 
 PROCESSORS = 24
 
@@ -88,24 +86,6 @@ def main() -> int:
     out = torch.zeros(64, 1024)
     router_logits(out, torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(64, 128))
     combined(out, torch.zeros(16, 4), torch.zeros(16, 1024))
-    one, angles = torch.zeros(1, dtype=torch.int64), torch.zeros(2, 64)
-    for size in (128, 256):
-        cache = torch.zeros(2, 256, size, dtype=torch.bfloat16)
-        q = torch.zeros(2, 4, size, dtype=torch.bfloat16)
-        qkv = torch.zeros(2, 8 * size, dtype=torch.bfloat16)
-        weight = torch.ones(size)
-        angle = angles[:, : size // 2]
-        turn: dict[str, Any] = {"cos": angle, "sin": angle, "eps": 1e-6}
-        rope_append(qkv, q, cache, cache, one, **turn, q_norm=weight, k_norm=weight)
-        wide = {"q_norm": torch.ones(4 * size), "k_norm": torch.ones(2 * size)}
-        rope_append(qkv, q, cache, cache, one, **turn, **wide, joint=True)
-        places = torch.zeros(2, dtype=torch.int64)
-        common: dict[str, Any] = {"scale": 0.1, "longest": 256}
-        plain = {"window": None, "softcap": None, "mask": None, "sinks": torch.zeros(4)}
-        tree = {"window": 16, "softcap": 30.0, "mask": torch.ones(2, 2, dtype=torch.int8)}
-        attend(q, cache, cache, one, places, **common, **plain)
-        if size == 128:
-            attend(q, cache, cache, one, places, **common, **tree)
     latents()
     print(json.dumps({"triton": triton.__version__, "numpy": np.__version__, "kernels": found}))
     return 0

@@ -1,4 +1,4 @@
-"""Latent attention of 1 to 64 new rows (DeepSeek): as ``attention.py``, over one cached row.
+"""Latent attention of 1 to 64 new rows (DeepSeek), over one cached row.
 
 A cached row is the rotary key that all heads share, and the latent behind it, which is key and
 value at once: it is loaded once for both. Programs take 16 heads of new rows and a fixed run of 128
@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from localrt.quant.ops.triton import device as triton_device
-from localrt.quant.ops.triton.attention import RUN, SCRATCH_BYTES, join_runs
 
 __all__ = ["attend_latent_rows", "latent_append"]
 
+_RUN = 128  # keys of one program; part of what a result's bits depend on
 _ROWS = 16
 _KEYS = 32  # at once
+_SCRATCH_BYTES = 128 << 20
 
 
 def latent_append(
@@ -81,13 +82,14 @@ def attend_latent_rows(
 ) -> Tensor:
     """q (n, H, P + L) over cache (allocated, P + L), P being ``rope``: what is seen, (n, H, L).
 
-    ``held``, ``mask`` and ``longest`` are as in ``attend``.
+    ``held`` (one int64 on the device) tokens lie in the cache, and behind them the n new rows.
+    ``mask`` (n, n) int8 says which new row sees which; None is causal. ``longest`` bounds held + n.
     """
     n, heads, width = q.shape
     latent = width - rope
-    runs = -(-longest // RUN)
+    runs = -(-longest // _RUN)
     out = torch.empty(n, heads, latent, dtype=q.dtype, device=q.device)
-    chunk = max(1, min(n, SCRATCH_BYTES // (runs * heads * (latent + 2) * 4)))
+    chunk = max(1, min(n, _SCRATCH_BYTES // (runs * heads * (latent + 2) * 4)))
     partial = torch.empty(runs, chunk * heads, latent, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, runs, chunk * heads, dtype=torch.float32, device=q.device)
     for first in range(0, n, chunk):
@@ -111,14 +113,28 @@ def attend_latent_rows(
             turn=max(16, triton.next_power_of_2(rope)),
             block=max(16, triton.next_power_of_2(latent)),
             rows_block=_ROWS,
-            run=RUN,
+            run=_RUN,
             keys_block=_KEYS,
             compiled=triton_device.compiled(q),
             num_warps=8,
             num_stages=1,
             enable_fp_fusion=False,
         )
-        join_runs(partial, stats, held, out[first:], n, rows * heads, heads, latent)
+        _join_kernel[(rows * heads,)](
+            partial,
+            stats,
+            held,
+            out[first:],
+            n,
+            partial.stride(0),
+            runs,
+            size=latent,
+            block=triton.next_power_of_2(latent),
+            run=_RUN,
+            most=triton.next_power_of_2(runs),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -272,3 +288,37 @@ def _latent_runs_kernel(
     stat_at = tl.program_id(0) * (run_stride // latent) + place
     tl.store(stats + stat_at, highest, mask=live)
     tl.store(stats + runs * (run_stride // latent) + stat_at, weight, mask=live)
+
+
+@triton.jit(do_not_specialize=["n", "runs"])
+def _join_kernel(
+    partial,
+    stats,
+    held,
+    out,
+    n,
+    run_stride,
+    runs,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    run: tl.constexpr,
+    most: tl.constexpr,
+):
+    which = tl.program_id(0)
+    used = (tl.load(held).to(tl.int32) + n + run - 1) // run
+    width = run_stride // size
+    e = tl.arange(0, block)
+    e_live = e < size
+    r = tl.arange(0, most)
+    highest = tl.load(stats + r * width + which, mask=r < used, other=float("-inf"))
+    top = tl.max(highest, 0)
+    acc = tl.full((block,), 0.0, tl.float32)
+    weight = 0.0
+    found = partial + which * size + e
+    for i in range(0, used):
+        at = i * width + which
+        share = tl.exp(tl.load(stats + at) - top)
+        weight += share * tl.load(stats + runs * width + at)
+        acc += share * tl.load(found, mask=e_live, other=0.0)
+        found += run_stride
+    tl.store(out + which * size + e, (acc / weight).to(tl.bfloat16), mask=e_live)

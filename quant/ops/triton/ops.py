@@ -1,7 +1,7 @@
 """``Ops`` on CUDA through our own Triton kernels: matrices stay packed, and are computed on so.
 
-Passes of up to 64 rows run on the kernels alone and are batch-invariant. Longer ones (prefill)
-unpack a matrix at a time and use torch's products and attention. The residual stream is float32;
+Passes of up to 64 rows are batch-invariant. Longer ones (prefill) unpack a matrix at a time and use
+torch's products; attention is a kernel of its own for them. The residual stream is float32;
 what a product reads is bf16. It knows no architecture; the kernels are in the files beside it.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
+from localrt.quant.ops.cuda.attention import attend, rope_append
 from localrt.quant.ops.cuda.products import MOST_ROWS, Records, product, quantize
 from localrt.quant.ops.cuda.rows import unpack_rows
 from localrt.quant.ops.cuda.steps import gate, norm, rotate_blocks
@@ -43,11 +44,10 @@ from localrt.quant.ops.protocol import (
     Rope,
     Span,
 )
-from localrt.quant.ops.torch.attention import attend_rows, visible_keys
+from localrt.quant.ops.torch.attention import visible_keys
 from localrt.quant.ops.torch.experts import gated
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents
-from localrt.quant.ops.triton.attention import attend
 from localrt.quant.ops.triton.device import full_card, upload
 from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import route_rows, run_kinds
@@ -56,7 +56,6 @@ from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.mixture import combined
 from localrt.quant.ops.triton.products import multiply, multiply_heads, reads_records
-from localrt.quant.ops.triton.steps import rope_append
 from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, Stream, TritonPass
 from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
 
@@ -215,15 +214,10 @@ class TritonOps:
         """(R, D), float32."""
         outputs = []
         for index, (first, stop, span) in enumerate(_ranges(step.spans)):
-            rows = q[first:stop]
-            if span.rows > MOST_ROWS:
-                mask = self._mask(index, span, spec.window, step)
-                outputs.append(attend_rows(rows, _cache(span), layer, mask, spec, weights.sinks))
-                continue
             k, v = _cache(span).view(layer, span.rows)
             outputs.append(
                 attend(
-                    rows,
+                    q[first:stop],
                     k,
                     v,
                     step.held[index:],

@@ -24,6 +24,7 @@ void emulated_warp();            // and of the warp
 uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each other
 float fmaf(float, float, float);
 float expf(float);
+float exp2f(float);
 float sqrtf(float);
 float nearbyintf(float);
 }
@@ -61,6 +62,12 @@ FN float as_float(u32 bits) { float f; __builtin_memcpy(&f, &bits, 4); return f;
 FN u32 as_bits(float f) { u32 bits; __builtin_memcpy(&bits, &f, 4); return bits; }
 FN float half_to_float(u16 bits) { _Float16 h; __builtin_memcpy(&h, &bits, 2); return (float)h; }
 FN u16 float_to_half(float f) { _Float16 h = (_Float16)f; u16 bits; __builtin_memcpy(&bits, &h, 2); return bits; }
+FN u32 two_bf16(float low, float high) {
+    const u32 a = as_bits(low), b = as_bits(high);
+    return (a + 0x7FFF + (a >> 16 & 1)) >> 16 | ((b + 0x7FFF + (b >> 16 & 1)) & 0xFFFF0000u);
+}
+FN float power_of_two(float f) { return exp2f(f); }
+FN float reciprocal(float f) { return 1.f / f; }
 FN float2 two_halves(u32 bits) { return {half_to_float((u16)bits), half_to_float((u16)(bits >> 16))}; }
 constexpr float E4M3_UNIT = 256;
 FN u32 two_e4m3(u32 bits) { return pick(bits, 0, 0x1404) >> 1 & 0x3F803F80u; }
@@ -97,6 +104,24 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
                 const i32 b = (i8)(emulated_words((2 * t + n) * 4 + owner)[4 + word] >> byte & 255);
                 c[2 * half + n] += a * b;
             }
+        }
+    emulated_warp();
+}
+
+FN void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32 mine[6] = {a.x, a.y, a.z, a.w, b0, b1};
+    __builtin_memcpy(emulated_words(lane), mine, sizeof mine);
+    emulated_warp();
+    for (int half = 0; half < 2; half++)
+        for (int n = 0; n < 2; n++) {
+            double sum = c[2 * half + n];
+            for (int k = 0; k < 16; k++) {
+                const int word = k / 8, owner = k % 8 / 2;
+                const u32 x = emulated_words(g * 4 + owner)[2 * word + half], y = emulated_words((2 * t + n) * 4 + owner)[4 + word];
+                sum += (double)as_float(k % 2 ? x & 0xFFFF0000u : x << 16) * as_float(k % 2 ? y & 0xFFFF0000u : y << 16);
+            }
+            c[2 * half + n] = (float)sum;
         }
     emulated_warp();
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from benchmarks.gpu.compiled import SHARED_BYTES, TARGETS, Build, build, build_experts
 from localrt.errors import LocalrtError
+from localrt.quant.ops.cuda.attention import attention_program, join_program, rope_program
 from localrt.quant.ops.cuda.formats import TYPES
 from localrt.quant.ops.cuda.products import best_cut, linear_program
 from localrt.quant.ops.cuda.programs import Program, compile_program, machine_code
@@ -62,6 +64,32 @@ def test_plans_and_tables_of_experts() -> None:
     for name in ("plan", "entries"):
         for target in (75, 120):
             assert "0 bytes spill stores" in compile_program(Program.of(name), target).log
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes"),
+    [
+        (89, (128,)),
+        *(
+            pytest.param(target, (64, 80, 96, 128, 192, 256), marks=pytest.mark.slow)
+            for target in TARGETS
+        ),
+    ],
+)
+def test_attention(target: int, sizes: tuple[int, ...]) -> None:
+    programs = [join_program(128)]
+    for size in sizes:
+        programs += [attention_program(size, size, split=split) for split in (True, False)]
+        programs.append(rope_program(size))
+    for program in programs:
+        log = compile_program(program, target).log
+        spilled, shared = (
+            re.search(r"(\d+) bytes spill stores", log),
+            re.search(r"(\d+) bytes smem", log),
+        )
+        assert spilled is not None
+        assert int(spilled[1]) == 0, program
+        assert shared is None or int(shared[1]) <= 48 << 10, program
 
 
 def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

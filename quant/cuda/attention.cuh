@@ -1,0 +1,243 @@
+// What a warp knows of sixteen query rows: which keys they see, and their sums over keys and values,
+// with a softmax that goes on as keys come (Milakov and Gimelshein, 2018; FlashAttention, 2022).
+//
+// A product's inner numbers may come in any order, if both sides agree. So a lane loads 16 bytes of a
+// key, which are operands of two products, and of four values, which are those of eight.
+#pragma once
+#include "kv.cuh"
+
+constexpr int RUN = 256;  // keys whose sums are joined: a part of what a result's bits depend on
+constexpr float LOG2E = 1.44269504f;
+
+FN float most(float a, float b) { return a > b ? a : b; }
+FN float minus_infinity() { return as_float(0xFF800000u); }
+// Where nothing was seen so far any number will do, but infinity less infinity is none.
+FN float finite(float top) { return top == minus_infinity() ? 0.f : top; }
+
+struct Attention {
+    const u16* q;            // (n, heads, size), bf16
+    const u8 *k, *v;         // (groups, allocated) rows of the cache
+    const i64* held;         // tokens in it before the new rows
+    const i64* positions;    // (n,)
+    const i8* tree;          // (n, n): which new row sees which; or null: those before it and itself
+    const float* sinks;      // (heads,) or null
+    u16* out;                // (n, heads, value size), bf16
+    float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
+    i64 k_group, v_group, run_stride;
+    int n, first, rows, heads, per, window, runs;  // `rows` from `first` on; `per` heads of a group
+    float scale, softcap;
+
+    // Place of a query row among those of its group, to its place among all of this launch.
+    FN int result(const Attention& args, int place, int group) {
+        return place / args.per * args.heads + group * args.per + place % args.per;
+    }
+};
+
+// Rows g and g + 8 of sixteen, and what is so of all of them.
+struct Rows {
+    int row[2], position[2];  // row among the new ones
+    bool live[2];
+    int least, earliest, latest;  // row; positions
+
+    FN Rows make(const Attention& args, int place, int g) {
+        Rows rows;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = (place + g + 8 * i) / args.per;
+            rows.live[i] = row < args.rows;
+            rows.row[i] = args.first + (rows.live[i] ? row : args.rows - 1);
+            rows.position[i] = (int)args.positions[rows.row[i]];
+        }
+        rows.least = args.first + place / args.per;
+        const int a = rows.position[0], b = rows.position[1];
+        rows.earliest = a < b ? a : b, rows.latest = a < b ? b : a;
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) {
+            const int early = shuffle_xor(rows.earliest, lanes), late = shuffle_xor(rows.latest, lanes);
+            rows.earliest = early < rows.earliest ? early : rows.earliest;
+            rows.latest = late > rows.latest ? late : rows.latest;
+        }
+        return rows;
+    }
+
+    // Whether all of them see `count` keys from `key` on.
+    FN bool see_all(const Rows& rows, const Attention& args, int key, int count, int old) {
+        return key + count <= (args.tree ? old : old + rows.least + 1) && (!args.window || rows.latest - key < args.window);
+    }
+
+    FN bool sees(const Rows& rows, const Attention& args, int i, int key, int old) {
+        const int fresh = key - old;  // its row, if it is a new one
+        if (fresh >= args.n) return false;
+        if (args.tree) {
+            if (fresh >= 0 && !args.tree[(i64)rows.row[i] * args.n + fresh]) return false;
+        } else if (fresh > rows.row[i]) {
+            return false;
+        }
+        if (!args.window) return true;
+        return rows.position[i] - (fresh >= 0 && args.tree ? (int)args.positions[fresh] : key) < args.window;
+    }
+};
+
+// Sixteen rows' queries from `place` on, `tiles` times, as operands: (tiles, STEPS, 32 lanes).
+template <int STEPS, int SIZE>
+FN void load_queries(const Attention& args, int group, int place, int tiles, uint4* to) {
+    for (int at = threadIdx.x; at < tiles * STEPS * 32; at += blockDim.x) {
+        const int lane = at % 32, step = at / 32 % STEPS, e = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4;
+        uint2 found[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int here = place + at / 32 / STEPS * 16 + lane / 4 + 8 * i;
+            const bool there = here / args.per < args.rows && e < SIZE;
+            const u16* q = args.q + ((i64)args.first * args.heads + Attention::result(args, here, group)) * SIZE + e;
+            found[i] = there ? *(const uint2*)q : make_uint2(0, 0);
+        }
+        to[at] = make_uint4(found[0].x, found[1].x, found[0].y, found[1].y);
+    }
+}
+
+template <class Keys, class Values>
+struct AttentionSums {
+    static constexpr int SIZE = Keys::SIZE, VALUE = Values::SIZE, W = Values::W;
+    static constexpr int CHUNKS = (SIZE + 31) / 32, QUERY_STEPS = 2 * CHUNKS, SPANS = (VALUE + 8 * W - 1) / (8 * W);
+    static constexpr int STEP = SIZE <= 128 ? 32 : 16, EIGHTS = STEP / 8;  // keys at once
+
+    float of[SPANS][W][4];
+    float top[2], weight[2];  // the weight is a lane's own until `finish`
+
+    FN void clear(AttentionSums& s) {
+#pragma unroll
+        for (int i = 0; i < SPANS * W * 4; i++) (&s.of[0][0][0])[i] = 0;
+        s.top[0] = s.top[1] = minus_infinity(), s.weight[0] = s.weight[1] = 0;
+    }
+
+    // The keys and values of STEP tokens from `key` on.
+    FN void add(AttentionSums& s, const Attention& args, const Rows& rows, const uint4 (&queries)[QUERY_STEPS][32],
+                const u8* k, const u8* v, int key, int old, int lane) {
+        const int g = lane / 4, t = lane % 4, total = old + args.n;
+        float scores[EIGHTS][4];
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++) {
+            if (SIZE > 64 && j % 2 == 0) fence();
+            scores[j][0] = scores[j][1] = scores[j][2] = scores[j][3] = 0;
+            const int token = key + 8 * j + g;
+            const u8* row = k + (i64)(token < total ? token : key) * Keys::BYTES;  // `key` is a token that is there
+            uint4 keys[CHUNKS];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) keys[c] = Keys::key(row, c, t);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                multiply(scores[j], queries[2 * c][lane], keys[c].x, keys[c].y);
+                multiply(scores[j], queries[2 * c + 1][lane], keys[c].z, keys[c].w);
+            }
+        }
+        const bool all = Rows::see_all(rows, args, key, STEP, old);
+        const float scale = times(args.scale, LOG2E), cap = times(args.softcap, LOG2E);
+        const float steep = 2.f * LOG2E / cap;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float top = s.top[i];
+            u32 hidden = 0;
+            if (!all)
+#pragma unroll 1  // few steps come here
+                for (int at = 0; at < 2 * EIGHTS; at++)
+                    hidden |= (u32)!Rows::sees(rows, args, i, key + at / 2 * 8 + 2 * t + at % 2, old) << at;
+#pragma unroll
+            for (int j = 0; j < EIGHTS; j++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float& score = scores[j][2 * i + c];
+                    score = times(score, scale);
+                    if (args.softcap > 0)  // cap tanh(score / cap)
+                        score = fused(-2.f * cap, reciprocal(1.f + power_of_two(times(score, steep))), cap);
+                    if (hidden >> (2 * j + c) & 1) score = minus_infinity();
+                    top = most(top, score);
+                }
+            top = most(top, shuffle_xor(top, 1));
+            top = most(top, shuffle_xor(top, 2));
+            const float base = finite(top), kept = power_of_two(plus(s.top[i], -base));
+            float weight = 0;
+#pragma unroll
+            for (int j = 0; j < EIGHTS; j++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float& score = scores[j][2 * i + c];
+                    score = power_of_two(plus(score, -base));
+                    weight = plus(weight, score);
+                }
+            s.weight[i] = fused(s.weight[i], kept, weight);
+            s.top[i] = top;
+#pragma unroll
+            for (int at = 0; at < SPANS * W; at++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float& sum = (&s.of[0][0])[at][2 * i + c];
+                    sum = times(sum, kept);
+                }
+        }
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j += 2) {
+            const uint4 shares = make_uint4(two_bf16(scores[j][0], scores[j][1]), two_bf16(scores[j][2], scores[j][3]),
+                                            two_bf16(scores[j + 1][0], scores[j + 1][1]),
+                                            two_bf16(scores[j + 1][2], scores[j + 1][3]));
+            const int token = key + 8 * j + 2 * t;
+#pragma unroll
+            for (int c = 0; c < SPANS; c++) {
+                u32 values[4][W / 2];  // of tokens 0, 1, 8 and 9 from there
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int at = token + i / 2 * 8 + i % 2;
+                    Values::value(v + (i64)at * Values::BYTES, c, g, at < total, values[i]);
+                }
+#pragma unroll
+                for (int w = 0; w < W / 2; w++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const u32 which = half ? 0x7632 : 0x5410;
+                        multiply(s.of[c][2 * w + half], shares, pick(values[0][w], values[1][w], which),
+                                 pick(values[2][w], values[3][w], which));
+                    }
+            }
+        }
+    }
+
+    FN void finish(AttentionSums& s) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            s.weight[i] = plus(s.weight[i], shuffle_xor(s.weight[i], 1));
+            s.weight[i] = plus(s.weight[i], shuffle_xor(s.weight[i], 2));
+        }
+    }
+
+    // Each number of row g + 8 i that lane t has.
+    template <class Take>
+    FN void each(const AttentionSums& s, int i, int t, Take take) {
+#pragma unroll
+        for (int c = 0; c < SPANS; c++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int w = 0; w < W; w++) {
+                    const int e = 8 * W * c + W * (2 * t + half) + w;
+                    if (e < VALUE) take(e, s.of[c][w][2 * i + half]);
+                }
+    }
+
+    // The same as bf16, times `factor`.
+    FN void write(const AttentionSums& s, int i, int t, float factor, u16* out) {
+#pragma unroll
+        for (int c = 0; c < SPANS; c++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int e = 8 * W * c + W * (2 * t + half);
+                if (e >= VALUE) continue;
+                u32 words[W / 2];
+#pragma unroll
+                for (int w = 0; w < W / 2; w++)
+                    words[w] = two_bf16(times(s.of[c][2 * w][2 * i + half], factor), times(s.of[c][2 * w + 1][2 * i + half], factor));
+                if constexpr (W == 8)
+                    *(uint4*)(out + e) = make_uint4(words[0], words[1], words[2], words[3]);
+                else
+                    *(uint2*)(out + e) = make_uint2(words[0], words[1]);
+            }
+    }
+};

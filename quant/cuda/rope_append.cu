@@ -1,0 +1,76 @@
+// Norms of heads and the rotary embedding on rows of a projection: queries go to q, keys and values
+// behind the tokens that a cache holds. A warp takes one head of one row.
+//
+//   KEYS VALUES   how the cache keeps them (kv.cuh)
+#include "kv.cuh"
+
+struct RopeAppend {
+    const Bf16* qkv;  // (n, heads + 2 groups, size)
+    Bf16* q;          // (n, heads, size)
+    u8 *k, *v;
+    const i64* held;
+    const float *cos, *sin;        // (n, half)
+    const float *q_norm, *k_norm;  // (size,) or null; joint ones are of all heads
+    i64 k_group, v_group;
+    int row_stride, heads, groups, half, joint;
+    float eps;
+};
+
+FN float sum_of_warp(float sum) {
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) sum = plus(sum, shuffle_xor(sum, lanes));
+    return sum;
+}
+
+extern "C" __global__ void rope_append(RopeAppend args) {
+    constexpr int SIZE = KEYS::SIZE, PIECES = KEYS::PIECES;
+    const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, row = blockIdx.y, lane = threadIdx.x % 32;
+    if (head >= args.heads + 2 * args.groups) return;
+    const Bf16* from = args.qkv + (i64)row * args.row_stride + head * SIZE;
+    float x[PIECES], other[PIECES];  // a number, and the one it turns with: half a turn away
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int e = lane + 32 * i, away = e >= 2 * args.half ? e : e < args.half ? e + args.half : e - args.half;
+        x[i] = e < SIZE ? value_of(from[e]) : 0;
+        other[i] = e < SIZE ? value_of(from[away]) : 0;
+    }
+    const bool query = head < args.heads, key = !query && head < args.heads + args.groups;
+    const i64 slot = *args.held + row;
+    if (!query && !key) {
+        VALUES::write(args.v + (head - args.heads - args.groups) * args.v_group + slot * VALUES::BYTES, lane, x);
+        return;
+    }
+    const float* norm = query ? args.q_norm : args.k_norm;
+    if (norm) {
+        float sum = 0;
+        if (args.joint) {
+            const int width = (query ? args.heads : args.groups) * SIZE;
+            const Bf16* all = args.qkv + (i64)row * args.row_stride + (query ? 0 : args.heads * SIZE);
+            for (int e = lane; e < width; e += 32) sum = fused(value_of(all[e]), value_of(all[e]), sum);
+            sum = sum_of_warp(sum) / (float)width;
+            norm += (query ? head : head - args.heads) * SIZE;
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECES; i++) sum = fused(x[i], x[i], sum);
+            sum = sum_of_warp(sum) / (float)SIZE;
+        }
+        const float scale = 1.f / sqrtf(sum + args.eps);
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const int e = lane + 32 * i, away = e >= 2 * args.half ? e : e < args.half ? e + args.half : e - args.half;
+            if (e < SIZE) x[i] = times(times(x[i], scale), norm[e]), other[i] = times(times(other[i], scale), norm[away]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const int e = lane + 32 * i;
+        if (e >= 2 * args.half) continue;
+        const int angle = row * args.half + (e < args.half ? e : e - args.half);
+        const float turned = times(other[i], args.sin[angle]);
+        x[i] = fused(x[i], args.cos[angle], e < args.half ? -turned : turned);
+    }
+    if (key)
+        KEYS::write(args.k + (head - args.heads) * args.k_group + slot * KEYS::BYTES, lane, x);
+    else
+        Bf16Numbers<SIZE>::write((u8*)(args.q + ((i64)row * args.heads + head) * SIZE), lane, x);
+}

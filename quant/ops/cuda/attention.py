@@ -1,0 +1,235 @@
+"""Attention of new rows over a KV cache, and the step before it that fills the cache.
+
+Up to 64 rows are split over runs of 256 keys, which are joined in order: a row's result is the same
+to the bit for any number of rows. More rows (prompts) are one kernel, which takes all keys in turn.
+Lengths come from device memory: a recorded CUDA graph stays valid as the cache fills.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from localrt.quant.ops.cuda.launch import launch
+from localrt.quant.ops.cuda.products import MOST_ROWS
+from localrt.quant.ops.cuda.programs import Program
+
+__all__ = [
+    "attend",
+    "attention_program",
+    "join_program",
+    "rope_append",
+    "rope_program",
+    "takes_heads",
+]
+
+_RUN = 256  # keys: RUN in quant/cuda/attention.cuh
+_THREADS = 128
+_TILE = 16  # query rows of a warp
+_SCRATCH_BYTES = 32 << 20
+
+
+class _Attention(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("held", c_void_p),
+        ("positions", c_void_p),
+        ("tree", c_void_p),
+        ("sinks", c_void_p),
+        ("out", c_void_p),
+        ("partial", c_void_p),
+        ("stats", c_void_p),
+        ("k_group", c_int64),
+        ("v_group", c_int64),
+        ("run_stride", c_int64),
+        ("n", c_int),
+        ("first", c_int),
+        ("rows", c_int),
+        ("heads", c_int),
+        ("per", c_int),
+        ("window", c_int),
+        ("runs", c_int),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class _RopeAppend(Structure):
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("held", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("k_group", c_int64),
+        ("v_group", c_int64),
+        ("row_stride", c_int),
+        ("heads", c_int),
+        ("groups", c_int),
+        ("half", c_int),
+        ("joint", c_int),
+        ("eps", c_float),
+    )
+
+
+def takes_heads(size: int) -> bool:
+    """Whether the kernels attend with heads of ``size`` numbers."""
+    return size % 8 == 0 and size <= 256
+
+
+def rope_append(
+    qkv: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    *,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    joint: bool = False,
+) -> None:
+    """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16; q goes to q (n, H, E), k and v
+    behind the ``held`` tokens (one int64 on the device) of the caches (G, allocated, E).
+
+    cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
+    once: their weights are (H * E,) and (G * E,).
+    """
+    n, heads, size = q.shape
+    groups = k_cache.shape[0]
+    args = _RopeAppend(
+        qkv.data_ptr(),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        held.data_ptr(),
+        _pointer(cos),
+        _pointer(sin),
+        _pointer(q_norm),
+        _pointer(k_norm),
+        _bytes_of_group(k_cache),
+        _bytes_of_group(v_cache),
+        qkv.stride(0),
+        heads,
+        groups,
+        0 if cos is None else cos.shape[1],
+        joint,
+        eps,
+    )
+    blocks = -(-(heads + 2 * groups) // (_THREADS // 32))
+    launch(q.device, rope_program(size), (blocks, n, 1), _THREADS, args)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    held: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    mask: Tensor | None,
+    longest: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q (n, H, E) over keys and values (G, allocated, E): (n, H * E), bf16.
+
+    The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, and behind
+    them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, n) int8 says which new row sees
+    which; None is causal. ``longest`` bounds held + n; the grid is cut for it. ``sinks`` (H,) are
+    float32.
+    """
+    n, heads, size = q.shape
+    groups, value = k.shape[0], v.shape[2]
+    per = heads // groups
+    split = n <= MOST_ROWS
+    runs = -(-longest // _RUN) if split else 1
+    out = torch.empty(n, heads * value, dtype=torch.bfloat16, device=q.device)
+    # Partial results of so many rows at once that they stay small.
+    row_bytes = runs * heads * (value + 2) * 4
+    chunk = max(1, min(n, _SCRATCH_BYTES // row_bytes)) if split else n
+    partial = stats = None
+    if split:
+        partial = torch.empty(runs, chunk * heads, value, dtype=torch.float32, device=q.device)
+        stats = torch.empty(2, runs, chunk * heads, dtype=torch.float32, device=q.device)
+    for first in range(0, n, chunk):
+        rows = min(chunk, n - first)
+        args = _Attention(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            held.data_ptr(),
+            positions.data_ptr(),
+            _pointer(mask),
+            _pointer(sinks),
+            out.data_ptr(),
+            _pointer(partial),
+            _pointer(stats),
+            _bytes_of_group(k),
+            _bytes_of_group(v),
+            chunk * heads * value,
+            n,
+            first,
+            rows,
+            heads,
+            per,
+            window or 0,
+            runs,
+            scale,
+            softcap or 0.0,
+        )
+        tiles = -(-rows * per // _TILE)
+        program = attention_program(size, value, split=split)
+        if not split:
+            grid = (-(-tiles // (_THREADS // 32)), groups, 1)
+            launch(q.device, program, grid, _THREADS, args)
+            continue
+        launch(q.device, program, (runs, groups, tiles), _THREADS, args)
+        threads = -(-value // 32) * 32
+        launch(q.device, join_program(value), (rows * heads, 1, 1), threads, args)
+    return out
+
+
+def attention_program(size: int, value: int, *, split: bool) -> Program:
+    """The variant for keys of ``size`` numbers and values of ``value``."""
+    return Program.of(
+        "attention",
+        KEYS=_numbers(size),
+        VALUES=_numbers(value),
+        SPLIT=int(split),
+        BLOCKS=3 if max(size, value) <= 64 else 2,  # of a processor at once
+    )
+
+
+def join_program(value: int) -> Program:
+    """What joins the runs of values of so many numbers."""
+    return Program.of("attention_join", VALUES=_numbers(value))
+
+
+def rope_program(size: int) -> Program:
+    """The step before, for heads of ``size`` numbers."""
+    return Program.of("rope_append", KEYS=_numbers(size), VALUES=_numbers(size))
+
+
+def _numbers(size: int) -> str:
+    return f"Bf16Numbers<{size}>"
+
+
+def _bytes_of_group(cache: Tensor) -> int:
+    return cache.stride(0) * cache.element_size()
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,197 @@
+"""Attention over a KV cache, on the CPU: against float64, and bit for bit among other rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from localrt.quant.ops.cuda.attention import attend, rope_append
+from tests.ops.cuda.emulator import Emulator
+
+ALLOCATED = 768
+# Shares and results are bf16.
+CLOSE = {"rtol": 1e-2, "atol": 4e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``tree``: each new row's parent, -1 for none."""
+
+    n: int
+    held: int
+    heads: int = 4
+    groups: int = 2
+    size: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    tree: tuple[int, ...] = ()
+
+    def mask(self) -> Tensor:
+        """(n, n): who sees whom."""
+        if not self.tree:
+            return torch.ones(self.n, self.n).tril().bool()
+        seen = torch.eye(self.n, dtype=torch.bool)
+        for node, parent in enumerate(self.tree):
+            if parent >= 0:
+                seen[node] |= seen[parent]
+        return seen
+
+    def positions(self) -> Tensor:
+        return self.held + self.mask().sum(1) - 1
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys and values, sinks: below, beside and far above the scores."""
+    q = random(case.n, case.heads, case.size).bfloat16()
+    k, v = (random(case.groups, ALLOCATED, case.size, seed=s).bfloat16() for s in (1, 2))
+    for cache in (k, v):  # what an earlier sequence has left
+        cache[:, case.held + case.n :] = float("nan")
+    return q, k, v, torch.linspace(-4, 40, case.heads) if case.sinks else None
+
+
+def run(case: Case, *, longest: int | None = None, rows: slice | None = None) -> Tensor:
+    """Of all rows; or of some, the others before them held."""
+    q, k, v, sinks = inputs(case)
+    held, positions = case.held, case.positions()
+    if rows is not None:
+        q, positions, held = q[rows], positions[rows], held + (rows.start or 0)
+    return attend(
+        q,
+        k,
+        v,
+        torch.tensor([held]),
+        positions,
+        scale=case.size**-0.5,
+        window=case.window,
+        softcap=case.softcap,
+        mask=case.mask().to(torch.int8) if case.tree else None,
+        longest=longest or case.held + case.n,
+        sinks=sinks,
+    ).view(len(q), case.heads, -1)
+
+
+def expected(case: Case) -> Tensor:
+    q, k, v, sinks = inputs(case)
+    total, per = case.held + case.n, case.heads // case.groups
+    keys, values = (t[:, :total].double().repeat_interleave(per, 0) for t in (k, v))
+    scores = torch.einsum("nhe,hle->nhl", q.double(), keys) * case.size**-0.5
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    seen = torch.ones(case.n, total, dtype=torch.bool)
+    seen[:, case.held :] = case.mask()
+    if case.window is not None:
+        at = torch.cat([torch.arange(case.held), case.positions()])
+        seen &= case.positions()[:, None] - at < case.window
+    scores.masked_fill_(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        own = sinks.double()[None, :, None].expand(case.n, case.heads, 1)
+        scores = torch.cat([scores, own], -1)
+    return torch.einsum("nhl,hle->nhe", scores.softmax(-1)[..., :total], values)
+
+
+TREE = (-1, 0, 0, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 0),
+        Case(1, 600, heads=7, groups=1),
+        Case(5, 254),  # new rows in two runs, two tiles of them
+        Case(3, 590, window=300),
+        Case(2, 40, softcap=2.0),
+        Case(6, 250, tree=TREE),
+        Case(6, 250, tree=TREE, window=3, sinks=True),
+        Case(1, 300, sinks=True),
+        Case(2, 70, size=80),
+        Case(2, 70, size=256),
+    ],
+    ids=str,
+)
+def test_few_rows(emulator: Emulator, case: Case) -> None:
+    got = run(case)
+    torch.testing.assert_close(got.double(), expected(case), **CLOSE)
+    assert torch.equal(run(case, longest=ALLOCATED), got)
+    emulator.seed += 1  # another order of threads and blocks
+    assert torch.equal(run(case), got)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_row_has_the_same_bits_among_any_others(
+    emulator: Emulator, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(41, 240, window=window)  # new rows in two runs
+    whole = run(case)
+    for rows in (slice(0, 1), slice(3, 8), slice(15, 16), slice(20, 41)):
+        assert torch.equal(run(case, rows=rows), whole[rows]), rows
+    monkeypatch.setattr("localrt.quant.ops.cuda.attention._SCRATCH_BYTES", 20_000)
+    assert torch.equal(run(case), whole)  # a few rows at a time
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(70, 0),
+        Case(65, 77, heads=3, groups=1),
+        Case(80, 30, window=20, sinks=True),
+        Case(66, 10, softcap=2.0, size=80),
+        Case(65, 40, size=256, heads=2),
+        Case(66, 10, tree=(-1, *range(64), 3)),
+    ],
+    ids=str,
+)
+def test_many_rows(emulator: Emulator, case: Case) -> None:
+    torch.testing.assert_close(run(case).double(), expected(case), **CLOSE)
+    assert [program.name for program in emulator.launches] == ["attention"]
+
+
+@pytest.mark.parametrize(
+    ("size", "half", "norms"), [(80, 20, "each"), (64, 32, ""), (64, 0, "joint"), (80, 40, "joint")]
+)
+def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -> None:
+    n, heads, groups, held = 3, 4, 2, 5
+    qkv = random(n, (heads + 2 * groups) * size).bfloat16()
+    k_cache = torch.zeros(groups, 16, size, dtype=torch.bfloat16)
+    v_cache = torch.zeros_like(k_cache)
+    q = torch.empty(n, heads, size, dtype=torch.bfloat16)
+    angles = random(n, half)
+    wide = (heads, groups) if norms == "joint" else (1, 1)
+    weights = [random(h * size, seed=h) if norms else None for h in wide]
+    rope_append(
+        qkv,
+        q,
+        k_cache,
+        v_cache,
+        torch.tensor([held]),
+        cos=angles.cos() if half else None,
+        sin=angles.sin() if half else None,
+        q_norm=weights[0],
+        k_norm=weights[1],
+        eps=1e-6,
+        joint=norms == "joint",
+    )
+    split = torch.split(qkv.double().view(n, -1, size), [heads, groups, groups], 1)
+    found = (q, k_cache[:, held : held + n].transpose(0, 1))
+    for part, weight, got in zip(split[:2], weights, found, strict=True):
+        turned = part
+        if weight is not None:
+            axes = (1, 2) if norms == "joint" else (2,)
+            scale = (part.square().mean(axes, keepdim=True) + 1e-6).rsqrt()
+            turned = part * scale * weight.double().view(-1, size)
+        c, s = angles.cos()[:, None].double(), angles.sin()[:, None].double()
+        a, b, rest = torch.split(turned, [half, half, size - 2 * half], -1)
+        turned = torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+        torch.testing.assert_close(got.double(), turned, rtol=2**-8, atol=1e-6)
+    assert torch.equal(v_cache[:, held : held + n].transpose(0, 1).double(), split[2])
+    for cache in (k_cache, v_cache):
+        assert not cache[:, :held].any()
+        assert not cache[:, held + n :].any()
