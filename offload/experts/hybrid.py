@@ -204,12 +204,16 @@ class HybridStage:
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
         if turn.crossing:
             self._ahead(place + 1, mark)
-        on_card = self._on_card(turn, [e for e in held if e not in arriving], mark)
+        there = [expert for expert in held if expert not in arriving]
         if not turn.crossing:
             rest = [expert for expert in others if expert not in fetched]
-            by_cpu = self._on_cpu(turn, rest, wanted, mark) if rest else mark
+            # Behind the card's kernels the rows would come when they are done, and the CPU's work.
+            sent = self._card.to_host(turn.routed.normed, mark) if rest else None
+            on_card = self._on_card(turn, there, mark)
             on_card = self._as_they_come(turn, arriving | fetched, on_card)
+            by_cpu = mark if sent is None else self._on_cpu(turn, rest, wanted, *sent)
             return later(on_card, by_cpu)
+        on_card = self._on_card(turn, there, mark)
         on_card = self._at_once(turn, arriving | fetched, on_card)
         rest = [expert for expert in others if expert not in fetched]
         while rest:  # more than there are slots: the next ones take the place of what is done
@@ -220,11 +224,13 @@ class HybridStage:
             on_card = self._at_once(turn, more, on_card)
             fetched |= more
             rest = [expert for expert in rest if expert not in more]
-        by_cpu = self._on_cpu(turn, rest, wanted, mark) if rest else mark
-        return later(on_card, by_cpu)
+        if not rest:
+            return on_card
+        sent = self._card.to_host(turn.routed.normed, mark)
+        return later(on_card, self._on_cpu(turn, rest, wanted, *sent))
 
     def _as_they_come(self, turn: _Turn, arrivals: Mapping[int, Mark], mark: Mark) -> Mark:
-        """Each is computed when it is there."""
+        """Each is computed when it is there: the card waits for it, not the host."""
         for expert, arrived in arrivals.items():
             self._card.wait(arrived)
             mark = self._on_card(turn, [expert], later(mark, arrived))
@@ -270,11 +276,12 @@ class HybridStage:
         self._slots.used(turn.part.place, experts, mark)
         return mark
 
-    def _on_cpu(self, turn: _Turn, experts: Sequence[int], wanted: Demanded, mark: Mark) -> Mark:
+    def _on_cpu(
+        self, turn: _Turn, experts: Sequence[int], wanted: Demanded, normed: Array, mark: Mark
+    ) -> Mark:
         """Those in RAM, then each as it comes from the SSD; their results go to the card."""
         routing, place = turn.routed.routing, turn.part.place
         pool = self._memory.pool(place)
-        normed, mark = self._card.to_host(turn.routed.normed, mark)
         same = self._host is self._card.ops
         slots = turn.slots if same else self._host.expert_slots(normed, routing)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.triton.device import full_card
+from localrt.quant.ops.triton.device import full_card, upload
 from localrt.quant.ops.triton.stream import Stream
 
 __all__ = ["CudaCopies"]
@@ -124,7 +124,7 @@ class CudaCopies:
 
     def to_card(self, x: npt.NDArray[np.float32]) -> Stream:
         """Activations (R, D) of the CPU as the card's residual stream."""
-        return Stream(torch.from_numpy(np.array(x, np.float32)).to(self._device))
+        return Stream(upload(np.asarray(x, np.float32), self._device))
 
     def to_host(self, x: Stream | Tensor) -> npt.NDArray[np.float32]:
         """The card's residual stream, or normed rows, as the CPU's activations (R, D)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
 from localrt.models.decoder import Decoder
+from localrt.offload.cards.virtual import VirtualAccelerator
+from localrt.offload.experts.card import CardSlots
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.scheduler import ExpertCosts, split_misses
 from localrt.offload.placement import Where
@@ -96,6 +99,38 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
     assert busy["cpu"] > 0
     assert busy["gpu"] > 0
     assert counts.link_bytes > 0
+
+
+@one_mixture
+def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a real card kernels wait for copies by themselves, and rows behind them for kernels."""
+    order: list[str] = []
+
+    def noted(kind: type, name: str, event: str) -> None:
+        called = getattr(kind, name)
+
+        def note(*args: Any) -> Any:
+            order.append(event)
+            return called(*args)
+
+        monkeypatch.setattr(kind, name, note)
+
+    noted(HybridStage, "run", "; ")
+    noted(HybridStage, "_on_cpu", "cpu ")
+    noted(CardSlots, "used", "card ")
+    noted(VirtualAccelerator, "to_host", "rows ")
+    cost = Rate(0.0, 1e-6, 1e-8)  # as long for each: some are fetched, some are not
+    with on_card(
+        model, places(model, 0.5), expert_costs=ExpertCosts(cpu=cost, gpu=cost, fetch=1e-6)
+    ) as placed:
+        cache = placed.cache(64)
+        for token in tokens(30):
+            extend(placed, cache, [token])
+    both = [turn for turn in "".join(order).split("; ") if "cpu" in turn and "card" in turn]
+    assert any(turn.count("card") > 1 for turn in both)
+    assert all(re.match("rows (card )+cpu ", turn) for turn in both), set(both)
 
 
 @one_mixture
