@@ -1,4 +1,4 @@
-"""The CUDA accelerator without a card: its copies in RAM, its kernels in Triton's interpreter.
+"""The CUDA accelerator without a card: its copies and its kernels on the CPU.
 
 The CPU's kernels and the card's round in different places: results are near, not the same.
 """
@@ -39,15 +39,25 @@ pytest.importorskip("triton")
 
 import torch
 
+from localrt.quant.ops.cuda.launch import emulate
 from localrt.quant.ops.triton import cuda_memory
 from localrt.quant.ops.triton.cuda_memory import CudaCopies
 from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.ops import TritonOps
+from tests.ops.cuda.emulator import Emulator
 
 pytestmark = needs_kernels
 
 # bf16 activations on one side, 8-bit ones on the other, through two layers.
 BOUND = 0.06
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulated() -> Iterator[None]:
+    """Kernels run on the CPU."""
+    before = emulate(Emulator())
+    yield
+    emulate(before)
 
 
 @pytest.fixture(scope="module")
