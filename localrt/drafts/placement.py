@@ -109,7 +109,13 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
     )
     if ops.name != ("native" if virtual else "triton") or not find_library():
         return None
-    return open_card(options.device, ops, threads=options.threads, gpu_memory=options.gpu_memory)
+    return open_card(
+        options.device,
+        ops,
+        threads=options.threads,
+        gpu_memory=options.gpu_memory,
+        kv_format=options.kv_format,
+    )
 
 
 def _place(

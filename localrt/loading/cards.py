@@ -13,6 +13,7 @@ from localrt.offload.cards.clock import VirtualClock, WallClock
 from localrt.offload.cards.virtual import VirtualAccelerator
 from localrt.offload.planner.cards import parse_card
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
+from localrt.quant.ops.native.kv import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
 
@@ -45,8 +46,17 @@ class OpenCard:
         return replace(machine, gpu=self.profile, link_bytes_s=self.link_bytes_s)
 
 
-def open_card(device: str, ops: Ops, *, threads: int | None, gpu_memory: int | None) -> OpenCard:
+def open_card(
+    device: str,
+    ops: Ops,
+    *,
+    threads: int | None,
+    gpu_memory: int | None,
+    kv_format: str | None = None,
+) -> OpenCard:
     """The card of ``device``, whose ``Ops`` are ``ops`` unless it is virtual or the CPU.
+
+    Beside a card, layers of the CPU keep keys and values in ``kv_format`` too.
 
     Raises:
         OptionError: no such card.
@@ -55,7 +65,7 @@ def open_card(device: str, ops: Ops, *, threads: int | None, gpu_memory: int | N
         return _virtual(device, ops, gpu_memory)
     if ops.free_memory() is None:
         return OpenCard(host_ops=ops, clock=WallClock())
-    return _cuda(ops, threads, gpu_memory)
+    return _cuda(ops, threads, gpu_memory, kv_format)
 
 
 def _virtual(device: str, ops: Ops, gpu_memory: int | None) -> OpenCard:
@@ -82,7 +92,7 @@ def _virtual(device: str, ops: Ops, gpu_memory: int | None) -> OpenCard:
     )
 
 
-def _cuda(ops: Ops, threads: int | None, gpu_memory: int | None) -> OpenCard:
+def _cuda(ops: Ops, threads: int | None, gpu_memory: int | None, kv_format: str | None) -> OpenCard:
     # These two import torch.
     from localrt.offload.cards.cuda import CudaAccelerator
     from localrt.quant.ops.triton.cuda_memory import CudaCopies
@@ -100,7 +110,7 @@ def _cuda(ops: Ops, threads: int | None, gpu_memory: int | None) -> OpenCard:
         flops=_ARITHMETIC_PER_BYTE * memory,
     )
     return OpenCard(
-        host_ops=NativeOps(threads=threads),
+        host_ops=NativeOps(threads=threads, kv_format=parse_kv_format(kv_format)),
         accelerator=CudaAccelerator(clock, ops, copies, capacity=capacity),
         clock=clock,
         capacity=capacity,

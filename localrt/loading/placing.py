@@ -88,7 +88,13 @@ def load_placed(
         if progress is not None:
             progress(Progress("pack", done, total, "bytes", file))
 
-    card = open_card(options.device, ops, threads=options.threads, gpu_memory=options.gpu_memory)
+    card = open_card(
+        options.device,
+        ops,
+        threads=options.threads,
+        gpu_memory=options.gpu_memory,
+        kv_format=options.kv_format,
+    )
     ops, kv_format = card.host_ops, parse_kv_format(options.kv_format or "bf16")
 
     def budgets(to_come: int = 0) -> Budgets:

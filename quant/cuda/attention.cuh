@@ -9,7 +9,6 @@
 constexpr int RUN = 256;  // keys whose sums are joined: a part of what a result's bits depend on
 constexpr float LOG2E = 1.44269504f;
 
-FN float most(float a, float b) { return a > b ? a : b; }
 FN float minus_infinity() { return as_float(0xFF800000u); }
 // Where nothing was seen so far any number will do, but infinity less infinity is none.
 FN float finite(float top) { return top == minus_infinity() ? 0.f : top; }
@@ -133,6 +132,14 @@ struct AttentionSums {
         const bool all = Rows::see_all(rows, args, key, STEP, old);
         const float scale = times(args.scale, LOG2E), cap = times(args.softcap, LOG2E);
         const float steep = 2.f * LOG2E / cap;
+        float key_scale[2 * EIGHTS], value_scale[2 * EIGHTS];
+        if constexpr (Keys::SCALED)
+#pragma unroll
+            for (int i = 0; i < 2 * EIGHTS; i++) {
+                const int token = key + i / 2 * 8 + 2 * t + i % 2;
+                key_scale[i] = token < total ? Keys::scale(k + (i64)token * Keys::BYTES) : 0;
+                value_scale[i] = token < total ? Values::scale(v + (i64)token * Values::BYTES) : 0;
+            }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float top = s.top[i];
@@ -147,6 +154,7 @@ struct AttentionSums {
                 for (int c = 0; c < 2; c++) {
                     float& score = scores[j][2 * i + c];
                     score = times(score, scale);
+                    if constexpr (Keys::SCALED) score = times(score, key_scale[2 * j + c]);
                     if (args.softcap > 0)  // cap tanh(score / cap)
                         score = fused(-2.f * cap, reciprocal(1.f + power_of_two(times(score, steep))), cap);
                     if (hidden >> (2 * j + c) & 1) score = minus_infinity();
@@ -163,6 +171,7 @@ struct AttentionSums {
                     float& score = scores[j][2 * i + c];
                     score = power_of_two(plus(score, -base));
                     weight = plus(weight, score);
+                    if constexpr (Keys::SCALED) score = times(score, value_scale[2 * j + c]);
                 }
             s.weight[i] = fused(s.weight[i], kept, weight);
             s.top[i] = top;

@@ -2,17 +2,20 @@
 //
 // Keys are read eight numbers a lane, values W numbers, and both as bf16: as the operands of products
 // want them, in an order that suits loads. `write` is called by a warp whose lane has number
-// lane + 32 i of the row as x[i].
+// lane + 32 i of the row as x[i]. Quantized rows are kept times a Hadamard matrix, in blocks of TURN.
 #pragma once
 #include "gates.cuh"
 
+FN float most(float a, float b) { return a > b ? a : b; }
 FN uint4 nothing() { return make_uint4(0, 0, 0, 0); }
 
 template <int SIZE_>
 struct Bf16Numbers {
     static constexpr int SIZE = SIZE_, BYTES = 2 * SIZE, PIECES = (SIZE + 31) / 32;
-    static constexpr int W = SIZE % 64 == 0 ? 8 : 4;
+    static constexpr int W = SIZE % 64 == 0 ? 8 : 4, TURN = 1;
+    static constexpr bool SCALED = false;
 
+    FN float scale(const u8* row) { return 1; }
     // Numbers 32 c + 8 t and on.
     FN uint4 key(const u8* row, int c, int t) {
         return 32 * c + 8 * t < SIZE ? *(const uint4*)(row + 64 * c + 16 * t) : nothing();
@@ -35,3 +38,72 @@ struct Bf16Numbers {
             if (lane + 32 * i < SIZE) store((Bf16*)row + lane + 32 * i, x[i]);
     }
 };
+
+// Two of four signed bytes, `first` and the next.
+FN u32 two_bytes(u32 codes, int first) {
+    codes ^= 0x80808080u;  // the last bits of 2^23 + 128 + code
+    const float a = as_float(pick(codes, 0x4B000000u, 0x7440 + first)), b = as_float(pick(codes, 0x4B000000u, 0x7441 + first));
+    return two_bf16(plus(a, -8388736.f), plus(b, -8388736.f));
+}
+
+// Eight bits each, then a float that they are times.
+template <int SIZE_>
+struct Int8Numbers {
+    static constexpr int SIZE = SIZE_, BYTES = SIZE + 4, PIECES = (SIZE + 31) / 32;
+    static constexpr int W = SIZE % 64 == 0 ? 8 : 4, TURN = (SIZE & -SIZE) < 128 ? (SIZE & -SIZE) : 128;
+    static constexpr bool SCALED = true;
+
+    FN float scale(const u8* row) { return *(const float*)(row + SIZE); }
+    FN uint4 key(const u8* row, int c, int t) {
+        if (32 * c + 8 * t >= SIZE) return nothing();
+        const u32* at = (const u32*)(row + 32 * c + 8 * t);
+        const u32 a = at[0], b = at[1];
+        return make_uint4(two_bytes(a, 0), two_bytes(a, 2), two_bytes(b, 0), two_bytes(b, 2));
+    }
+    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2]) {
+        live = live && 8 * W * c + W * g < SIZE;
+        const u32* at = (const u32*)(row + W * (8 * c + g));
+#pragma unroll
+        for (int i = 0; i < W / 4; i++) {
+            const u32 codes = live ? at[i] : 0;
+            words[2 * i] = two_bytes(codes, 0), words[2 * i + 1] = two_bytes(codes, 2);
+        }
+    }
+    FN void write(u8* row, int lane, const float (&x)[PIECES]) {
+        float peak = 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (lane + 32 * i < SIZE) peak = most(peak, x[i] < 0 ? -x[i] : x[i]);
+#pragma unroll
+        for (int lanes = 16; lanes; lanes >>= 1) peak = most(peak, shuffle_xor(peak, lanes));
+        const float inverse = peak > 0 ? 127.f / peak : 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (lane + 32 * i < SIZE) row[lane + 32 * i] = (u8)nearest(times(x[i], inverse));
+        if (lane == 0) *(float*)(row + SIZE) = peak / 127.f;
+    }
+};
+
+// A row times the Hadamard matrix over the root of TURN, in blocks of so many: its own inverse.
+template <int TURN, int PIECES>
+FN void rotate(float (&x)[PIECES], int lane) {
+#pragma unroll
+    for (int width = 1; width < TURN && width < 32; width *= 2)
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const float other = shuffle_xor(x[i], width);
+            x[i] = plus(other, lane & width ? -x[i] : x[i]);
+        }
+#pragma unroll
+    for (int width = 32; width < TURN; width *= 2)
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (!(i & width / 32)) {
+                const float a = x[i], b = x[i + width / 32];
+                x[i] = plus(a, b), x[i + width / 32] = plus(a, -b);
+            }
+    constexpr float ROOT = TURN == 128 ? 0.0883883476f : TURN == 64 ? 0.125f : TURN == 32 ? 0.176776695f
+                         : TURN == 16 ? 0.25f : TURN == 8 ? 0.353553391f : 1;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) x[i] = times(x[i], ROOT);
+}

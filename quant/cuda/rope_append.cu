@@ -37,6 +37,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     const bool query = head < args.heads, key = !query && head < args.heads + args.groups;
     const i64 slot = *args.held + row;
     if (!query && !key) {
+        if constexpr (VALUES::TURN > 1) rotate<VALUES::TURN>(x, lane);
         VALUES::write(args.v + (head - args.heads - args.groups) * args.v_group + slot * VALUES::BYTES, lane, x);
         return;
     }
@@ -69,6 +70,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         const float turned = times(other[i], args.sin[angle]);
         x[i] = fused(x[i], args.cos[angle], e < args.half ? -turned : turned);
     }
+    if constexpr (KEYS::TURN > 1) rotate<KEYS::TURN>(x, lane);
     if (key)
         KEYS::write(args.k + (head - args.heads) * args.k_group + slot * KEYS::BYTES, lane, x);
     else

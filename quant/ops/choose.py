@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.ops.attention import NO_LATENTS, AttentionSpec, LatentSpec
+from localrt.quant.ops.cuda.kv import FORMATS
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Ops
 
@@ -46,10 +47,10 @@ def make_ops(
         kv = parse_kv_format(kv_format)
         cache_format(attention, kv)  # raises where the two do not go together
         return NativeOps(threads=threads, kv_format=kv)
-    if kv_format not in (None, "bf16"):
-        raise OptionError(
-            f"kv_format {kv_format} is for the compiled CPU kernels: leave it out here"
-        )
+    on_card = device.startswith("cuda") and compute_format is None
+    kept = next((known for known in FORMATS if kv_format in (known, None)), None)
+    if kept is None or (kept != "bf16" and (latent or not on_card)):
+        raise OptionError(_no_kv_format(kv_format))
     try:
         import torch
     except ImportError as error:
@@ -65,7 +66,9 @@ def make_ops(
         if compute_format is None and _triton_runs(int(index)) and _card_takes(attention):
             from localrt.quant.ops.triton.ops import TritonOps
 
-            return TritonOps(device=f"cuda:{index}")
+            return TritonOps(device=f"cuda:{index}", kv_format=kept)
+        if kept != "bf16":
+            raise OptionError(_no_kv_format(kept))
         if latent and compute_format is None:
             raise OptionError(NO_LATENTS)
         if compute_format is None and find_spec("bitsandbytes") is not None:
@@ -73,6 +76,13 @@ def make_ops(
 
             return BnbOps(device=f"cuda:{index}")
     return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
+
+
+def _no_kv_format(name: str | None) -> str:
+    return (
+        f"kv_format {name} is for the compiled CPU kernels, and int8 also for a GPU that Triton "
+        "runs on, except for latent attention: leave it out here"
+    )
 
 
 def _default_device() -> str:

@@ -108,6 +108,23 @@ def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
     assert relative_error(got, oracle(theirs, ids)) < 0.06
 
 
+def test_keys_and_values_in_int8(folder: Path) -> None:
+    """A prompt, single tokens, and a cache that holds what the memory account says."""
+    ids = tokens(SHORT + 2)
+    exact, small = (
+        load(folder, ops=TritonOps(device=DEVICE, kv_format=f)) for f in ("bf16", "int8")
+    )
+    results = []
+    for decoder in (exact, small):
+        cache = decoder.cache(LENGTH)
+        parts = [decoder.forward(Batch.extend([(cache, ids[:-1])]))]
+        parts.append(decoder.forward(Batch.extend([(cache, ids[-1:])])))
+        assert cache.nbytes == decoder.ops.kv_nbytes(decoder.config.attention, len(ids))
+        results.append((np.concatenate(parts), cache.nbytes))
+    assert results[1][1] < 0.7 * results[0][1]
+    assert 0 < relative_error(results[1][0], results[0][0]) < 0.02
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("gpt-oss", 2), ("olmoe", 1), ("qwen2-moe", 1)])
 def test_mixtures(name: str, layers: int, tmp_path: Path) -> None:

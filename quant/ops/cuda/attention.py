@@ -12,9 +12,11 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from localrt.quant.ops.cuda.kv import CardKvFormat, numbers, turned_block
 from localrt.quant.ops.cuda.launch import launch
 from localrt.quant.ops.cuda.products import MOST_ROWS
 from localrt.quant.ops.cuda.programs import Program
+from localrt.quant.ops.cuda.steps import rotate_blocks
 
 __all__ = [
     "attend",
@@ -98,12 +100,14 @@ def rope_append(
     k_norm: Tensor | None,
     eps: float,
     joint: bool = False,
+    kv_format: CardKvFormat = "bf16",
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16; q goes to q (n, H, E), k and v
     behind the ``held`` tokens (one int64 on the device) of the caches (G, allocated, E).
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
-    once: their weights are (H * E,) and (G * E,).
+    once: their weights are (H * E,) and (G * E,). A quantized cache has rows of bytes, and queries
+    against it are rotated.
     """
     n, heads, size = q.shape
     groups = k_cache.shape[0]
@@ -127,7 +131,7 @@ def rope_append(
         eps,
     )
     blocks = -(-(heads + 2 * groups) // (_THREADS // 32))
-    launch(q.device, rope_program(size), (blocks, n, 1), _THREADS, args)
+    launch(q.device, rope_program(size, kv_format), (blocks, n, 1), _THREADS, args)
 
 
 def attend(
@@ -143,6 +147,7 @@ def attend(
     mask: Tensor | None,
     longest: int,
     sinks: Tensor | None = None,
+    kv_format: CardKvFormat = "bf16",
 ) -> Tensor:
     """q (n, H, E) over keys and values (G, allocated, E): (n, H * E), bf16.
 
@@ -152,7 +157,7 @@ def attend(
     float32.
     """
     n, heads, size = q.shape
-    groups, value = k.shape[0], v.shape[2]
+    groups, value = k.shape[0], v.shape[2] if kv_format == "bf16" else size
     per = heads // groups
     split = n <= MOST_ROWS
     runs = -(-longest // _RUN) if split else 1
@@ -191,40 +196,39 @@ def attend(
             softcap or 0.0,
         )
         tiles = -(-rows * per // _TILE)
-        program = attention_program(size, value, split=split)
+        program = attention_program(size, value, kv_format, split=split)
         if not split:
             grid = (-(-tiles // (_THREADS // 32)), groups, 1)
             launch(q.device, program, grid, _THREADS, args)
             continue
         launch(q.device, program, (runs, groups, tiles), _THREADS, args)
         threads = -(-value // 32) * 32
-        launch(q.device, join_program(value), (rows * heads, 1, 1), threads, args)
-    return out
+        launch(q.device, join_program(value, kv_format), (rows * heads, 1, 1), threads, args)
+    turned = turned_block(kv_format, value)
+    return out if turned == 1 else rotate_blocks(out, turned)
 
 
-def attention_program(size: int, value: int, *, split: bool) -> Program:
+def attention_program(
+    size: int, value: int, kv_format: CardKvFormat = "bf16", *, split: bool
+) -> Program:
     """The variant for keys of ``size`` numbers and values of ``value``."""
     return Program.of(
         "attention",
-        KEYS=_numbers(size),
-        VALUES=_numbers(value),
+        KEYS=numbers(kv_format, size),
+        VALUES=numbers(kv_format, value),
         SPLIT=int(split),
         BLOCKS=3 if max(size, value) <= 64 else 2,  # of a processor at once
     )
 
 
-def join_program(value: int) -> Program:
+def join_program(value: int, kv_format: CardKvFormat = "bf16") -> Program:
     """What joins the runs of values of so many numbers."""
-    return Program.of("attention_join", VALUES=_numbers(value))
+    return Program.of("attention_join", VALUES=numbers(kv_format, value))
 
 
-def rope_program(size: int) -> Program:
+def rope_program(size: int, kv_format: CardKvFormat = "bf16") -> Program:
     """The step before, for heads of ``size`` numbers."""
-    return Program.of("rope_append", KEYS=_numbers(size), VALUES=_numbers(size))
-
-
-def _numbers(size: int) -> str:
-    return f"Bf16Numbers<{size}>"
+    return Program.of("rope_append", KEYS=numbers(kv_format, size), VALUES=numbers(kv_format, size))
 
 
 def _bytes_of_group(cache: Tensor) -> int:

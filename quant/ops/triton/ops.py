@@ -21,6 +21,7 @@ from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.cuda.attention import attend, rope_append
+from localrt.quant.ops.cuda.kv import CardKvFormat, row_nbytes
 from localrt.quant.ops.cuda.products import MOST_ROWS, Records, product, quantize
 from localrt.quant.ops.cuda.rows import unpack_rows
 from localrt.quant.ops.cuda.steps import gate, norm, rotate_blocks
@@ -68,7 +69,8 @@ class TritonOps:
     name = "triton"
     compute_format = "packed"
 
-    def __init__(self, *, device: str = "cuda") -> None:
+    def __init__(self, *, device: str = "cuda", kv_format: CardKvFormat = "bf16") -> None:
+        self._kv_format: CardKvFormat = kv_format
         self._device = torch.device(device)
         if device == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -121,13 +123,28 @@ class TritonOps:
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of keys and values once grown to ``length`` tokens."""
-        row = sum(spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in layers)
-        return row * grown_capacity(length) * 2
+        row = sum(groups * sum(widths) for groups, *widths in self._kv_shapes(layers))
+        return row * grown_capacity(length) * self._kv_dtype(layers).itemsize
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
-        """An empty cache, bf16."""
-        shapes = [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
-        return TorchKVCache(shapes, capacity, torch.bfloat16, self._device)
+        """An empty cache: bf16, or rows of bytes."""
+        return TorchKVCache(self._kv_shapes(layers), capacity, self._kv_dtype(layers), self._device)
+
+    def _kv_dtype(self, layers: Sequence[AttentionSpec]) -> torch.dtype:
+        return torch.bfloat16 if self._kv_of(layers) == "bf16" else torch.uint8
+
+    def _kv_of(self, layers: Sequence[AttentionSpec]) -> CardKvFormat:
+        """Latents are kept in bf16."""
+        latent = any(isinstance(spec, LatentSpec) for spec in layers)
+        return "bf16" if latent else self._kv_format
+
+    def _kv_shapes(self, layers: Sequence[AttentionSpec]) -> list[tuple[int, int, int]]:
+        """Heads, and what a key and a value of each are in memory."""
+        kept = self._kv_of(layers)
+        if kept == "bf16":
+            return [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
+        rows = [row_nbytes(kept, spec.head_dim) for spec in layers]
+        return [(spec.kv_heads, row, row) for spec, row in zip(layers, rows, strict=True)]
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -200,6 +217,7 @@ class TritonOps:
                 k_norm=weights.k_norm,
                 eps=spec.eps,
                 joint=spec.joint_norms,
+                kv_format=self._kv_format,
             )
         return q
 
@@ -228,6 +246,7 @@ class TritonOps:
                     mask=step.trees[index],
                     longest=step.longest[index],
                     sinks=weights.sinks,
+                    kv_format=self._kv_format,
                 )
             )
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from localrt.quant.ops.cuda.attention import attend, rope_append
+from localrt.quant.ops.cuda.kv import row_nbytes
 from tests.ops.cuda.emulator import Emulator
 
 ALLOCATED = 768
@@ -195,3 +197,38 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
     for cache in (k_cache, v_cache):
         assert not cache[:, :held].any()
         assert not cache[:, held + n :].any()
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "groups"), [(5, 64, 2), (3, 80, 1), (66, 128, 1)], ids=["few", "odd", "prompt"]
+)
+def test_int8_keys_and_values(emulator: Emulator, n: int, size: int, groups: int) -> None:
+    """Appended and attended to: what is lost is the rounding of each token's key and value."""
+    heads, held = 2 * groups, 40
+    total = held + n
+    qkv = random(total, (heads + 2 * groups) * size).bfloat16()
+    qkv[:, heads * size :: size] *= 30  # one large number in each head, as models have
+    caches = [torch.zeros(groups, 256, row_nbytes("int8", size), dtype=torch.uint8) for _ in "kv"]
+    q = torch.empty(total, heads, size, dtype=torch.bfloat16)
+    plain: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6}
+    rope_append(qkv, q, *caches, torch.tensor([0]), **plain, kv_format="int8")
+    got = attend(
+        q[held:],
+        *caches,
+        torch.tensor([held]),
+        torch.arange(held, total),
+        scale=size**-0.5 / 30,
+        window=None,
+        softcap=None,
+        mask=None,
+        longest=total,
+        kv_format="int8",
+    )
+    split = torch.split(qkv.double().view(total, -1, size), [heads, groups, groups], 1)
+    queries, keys, values = split[0][held:], *(t.repeat_interleave(2, 1) for t in split[1:])
+    scores = torch.einsum("nhe,lhe->nhl", queries, keys) * size**-0.5 / 30
+    seen = torch.arange(total) <= torch.arange(held, total)[:, None]
+    scores.masked_fill_(~seen[:, None], float("-inf"))
+    wanted = torch.einsum("nhl,lhe->nhe", scores.softmax(-1), values)
+    error = (got.double().view(wanted.shape) - wanted).square().mean().sqrt()
+    assert error < 0.012 * wanted.square().mean().sqrt()
