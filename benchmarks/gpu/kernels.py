@@ -24,10 +24,8 @@ from benchmarks.gpu.timing import (
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile
 from localrt.quant.ops.cuda import products
-from localrt.quant.ops.cuda.products import Cut, quantize
+from localrt.quant.ops.cuda.products import Cut, TiledMatrix, quantize
 from localrt.quant.ops.cuda.rows import unpack_rows
-from localrt.quant.ops.triton.formats import layout_of
-from localrt.quant.ops.triton.linear import Tiles
 
 FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
 OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g32m", "int8-g128m")
@@ -36,23 +34,19 @@ PARTS = Cut(pairs=1, groups=1, parts=4)  # what short matrices get
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def put(name: str, rows: int, columns: int, device: str) -> tuple[Tiles, np.ndarray]:
+def put(name: str, rows: int, columns: int, device: str) -> tuple[TiledMatrix, np.ndarray]:
     """Random weights as the kernels take them, and their values."""
     tensor = random_packed(name, rows, columns)
-    layout = layout_of(tensor.format)
-    assert layout is not None
     data = torch.from_numpy(tile(tensor)).to(device)
     factor = None
     if tensor.scale != 1.0:
         factor = torch.full((-(-rows // 16),), tensor.scale, device=device)
-    views = data, data.view(torch.float16), data.view(torch.int32)
-    return Tiles(name, layout, (rows, columns), *views, factor), unpack(tensor)
+    return TiledMatrix(name, (rows, columns), data, factor), unpack(tensor)
 
 
-def copy_of(weight: Tiles) -> Tiles:
+def copy_of(weight: TiledMatrix) -> TiledMatrix:
     """The same matrix elsewhere in memory."""
-    data = weight.w8.clone()
-    return replace(weight, w8=data, w16=data.view(torch.float16), w32=data.view(torch.int32))
+    return replace(weight, data=weight.data.clone())
 
 
 def check_copy(device: str) -> list[Result]:
@@ -92,7 +86,7 @@ def product(name: str, device: str) -> Result:
     return Result(f"product {name}", ok, values=found)
 
 
-def rows_are_equal(x: torch.Tensor, weight: Tiles, **how: Any) -> bool:
+def rows_are_equal(x: torch.Tensor, weight: TiledMatrix, **how: Any) -> bool:
     """Whether a row's bits are the same with any number of rows before it."""
     most, width = len(x), weight.shape[0] // (2 if "gate" in how else 1)
 
@@ -160,7 +154,7 @@ def check_unpacking(device: str) -> list[Result]:
         dense = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
         launches = [lambda w=w, out=dense: unpack_rows(w, out) for w in copies]
         seconds = launch_seconds(launches, device)
-        moved = copies[0].w8.nbytes + dense.nbytes
+        moved = copies[0].data.nbytes + dense.nbytes
         values = {"us": seconds * 1e6, "share_of_copy": moved / seconds / ceiling}
         results.append(Result(f"unpacking {name} {rows}x{columns}", True, values=values))
     return results
@@ -169,14 +163,14 @@ def check_unpacking(device: str) -> list[Result]:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def rotating(name: str, rows: int, columns: int, device: str) -> list[Tiles]:
+def rotating(name: str, rows: int, columns: int, device: str) -> list[TiledMatrix]:
     """Copies of a matrix that together exceed the cache."""
     weight, _ = put(name, rows, columns, device)
-    count = copies_beyond_cache(weight.w8.nbytes, device)
+    count = copies_beyond_cache(weight.data.nbytes, device)
     return [weight, *(copy_of(weight) for _ in range(count - 1))]
 
 
-_kept: dict[tuple[str, int, int], list[Tiles]] = {}
+_kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}
 
 
 def product_seconds(name: str, x: torch.Tensor, y: torch.Tensor, device: str) -> tuple[float, int]:
@@ -188,7 +182,7 @@ def product_seconds(name: str, x: torch.Tensor, y: torch.Tensor, device: str) ->
     copies = _kept[key]
     records = quantize(x)  # once for all matrices that share its rows
     launches = [lambda w=w: products.product(records, w, y) for w in copies]
-    return launch_seconds(launches, device), copies[0].w8.nbytes
+    return launch_seconds(launches, device), copies[0].data.nbytes
 
 
 def cublas_seconds(x: torch.Tensor, rows: int, device: str) -> float:

@@ -25,7 +25,7 @@ def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout.splitlines()[-1])["kernels"]
-    assert len({kernel["kernel"] for kernel in kernels}) == 5
+    assert len({kernel["kernel"] for kernel in kernels}) == 3
     for kernel in kernels:
         # What small GPUs have, and the one matrix instruction that batch invariance rests on.
         assert kernel["shared"] <= 99 << 10, kernel

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.formats import FORMATS, unpack
+from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, tile
 from tests.ops.packed import random_tensor
 from tests.ops.triton_target import DEVICE, tiles_of
 
-from localrt.quant.ops.triton.formats import layout_of  # isort: skip
+from localrt.quant.ops.cuda.formats import TYPES  # isort: skip
 from localrt.quant.ops.cuda.products import dense_product, quantize  # isort: skip
 from localrt.quant.ops.cuda.rows import unpack_rows  # isort: skip
 from localrt.quant.ops.triton.products import multiply  # isort: skip
 from localrt.quant.ops.triton.weight import build_weight  # isort: skip
 
-KNOWN = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) is not None)
+KNOWN = sorted(TYPES)
 
 
 def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -21,7 +21,6 @@ from triton.runtime.jit import JITFunction
 
 from localrt.quant.ops.triton import device as triton_device
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
-from localrt.quant.ops.triton.mixture import combined, router_logits
 
 PROCESSORS = 24
 
@@ -83,9 +82,6 @@ def main() -> int:
     compile_only(found)
     triton_device.compiled = lambda x: True  # type: ignore[assignment]
     triton_device.processors = lambda device: PROCESSORS  # type: ignore[assignment]
-    out = torch.zeros(64, 1024)
-    router_logits(out, torch.zeros(128, 1024, dtype=torch.bfloat16), torch.zeros(64, 128))
-    combined(out, torch.zeros(16, 4), torch.zeros(16, 1024))
     latents()
     print(json.dumps({"triton": triton.__version__, "numpy": np.__version__, "kernels": found}))
     return 0

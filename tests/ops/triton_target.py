@@ -35,8 +35,7 @@ if DEVICE == "cpu":
         )
 
 from localrt.quant.ops.cuda.launch import emulate  # noqa: E402
-from localrt.quant.ops.triton.formats import layout_of  # noqa: E402
-from localrt.quant.ops.triton.linear import Tiles  # noqa: E402
+from localrt.quant.ops.cuda.products import TiledMatrix  # noqa: E402
 from tests.ops.cuda.emulator import Emulator  # noqa: E402
 
 
@@ -71,13 +70,10 @@ if DEVICE == "cpu":
     emulate(Emulator())
 
 
-def tiles_of(tensor: PackedTensor) -> Tiles:
+def tiles_of(tensor: PackedTensor) -> TiledMatrix:
     """A packed matrix as the kernels take it."""
     data = torch.from_numpy(tile(tensor)).to(DEVICE)
-    layout = layout_of(tensor.format)
-    assert layout is not None
     shape = (tensor.shape[0], tensor.shape[1])
     count = -(-shape[0] // 16)
     factor = None if tensor.scale == 1.0 else torch.full((count,), tensor.scale, device=DEVICE)
-    wide = data.view(torch.float16), data.view(torch.int32)
-    return Tiles(tensor.format.name, layout, shape, data, *wide, factor)
+    return TiledMatrix(tensor.format.name, shape, data, factor)

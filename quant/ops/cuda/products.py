@@ -9,7 +9,6 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,24 +45,27 @@ OUT = {torch.float32: "float", torch.bfloat16: "Bf16"}
 """Types of tensors, as the kernels call them."""
 
 
-class TiledMatrix(Protocol):
-    """A matrix in tiles on a device."""
+@dataclass(frozen=True, slots=True)
+class TiledMatrix:
+    """A matrix in tiles on a device, ``data`` (bytes,) uint8.
+
+    ``factor`` (tiles,), float32, multiplies the values of each tile; None is 1.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    data: Tensor
+    factor: Tensor | None = None
 
     @property
-    def format(self) -> str:
-        """Its format's name."""
+    def count(self) -> int:
+        """Tiles of 16 rows."""
+        return -(-self.shape[0] // 16)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows, and columns."""
-
-    @property
-    def w8(self) -> Tensor:
-        """The tiles' bytes."""
-
-    @property
-    def factor(self) -> Tensor | None:
-        """(tiles,) float32: what multiplies each tile."""
+    def tile_bytes(self) -> int:
+        """Bytes of a tile."""
+        return self.data.numel() // self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ def product(
         assert blocks * grid[2] <= len(arrived), "only short products are shared out"
     args = _Linear(
         x.data.data_ptr(),
-        weight.w8.data_ptr(),
+        weight.data.data_ptr(),
         out.data_ptr(),
         None if bias is None else bias.data_ptr(),
         None if weight.factor is None else weight.factor.data_ptr(),
@@ -226,7 +228,7 @@ def product(
         None if arrived is None else arrived.data_ptr(),
         x.stride * x.data.shape[-2],
         out.stride(0) if heads > 1 else 0,
-        weight.w8.numel() // (tiles * heads),
+        weight.tile_bytes,
         x.stride,
         out.stride(-2),
         x.rows,

@@ -46,14 +46,13 @@ def unpack_rows(
 
     ``index`` (n,) is int64 on the device. ``factor`` multiplies every value.
     """
-    rows, columns = weight.shape
-    n, steps = len(out), columns // 32
+    n, steps = len(out), weight.shape[1] // 32
     args = _Unpack(
-        weight.w8.data_ptr(),
+        weight.data.data_ptr(),
         None if weight.factor is None else weight.factor.data_ptr(),
         None if index is None else index.data_ptr(),
         out.data_ptr(),
-        weight.w8.numel() // -(-rows // 16),
+        weight.tile_bytes,
         n,
         first,
         steps,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.cuda.grouped import ADDRESSES, MOST_EXPERTS, Side, write_entries
+from localrt.quant.ops.cuda.products import TiledMatrix
 from localrt.quant.ops.experts import ExpertWeights
 from localrt.quant.ops.torch.experts import TorchExpertTable
-from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.weight import TritonWeight
 
 __all__ = ["ExpertKind", "TritonExpertTable"]
@@ -77,7 +77,7 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
     """An expert's kind and addresses; None where the grouped kernels cannot compute it."""
     both = _gate_and_up(weights.gate_up)
     down = weights.down.parts[0]
-    if both is None or len(weights.down.parts) != 1 or not isinstance(down, Tiles):
+    if both is None or len(weights.down.parts) != 1 or not isinstance(down, TiledMatrix):
         return None
     (gate, gate_factor), (up, up_factor), format_ = both
     biases = weights.gate_up_bias, weights.down_bias
@@ -87,7 +87,7 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
         (weights.gate_up.hadamard, weights.down.hadamard),
     )
     factors = [gate_factor, up_factor, _address(down.factor)]
-    places = [gate, up, _address(down.w8), *factors, *map(_address, biases)]
+    places = [gate, up, _address(down.data), *factors, *map(_address, biases)]
     return None if any(place % _ALIGNED for place in places[:3]) else (kind, places)
 
 
@@ -95,17 +95,17 @@ def _gate_and_up(
     weight: TritonWeight,
 ) -> tuple[tuple[int, int], tuple[int, int], str] | None:
     """Addresses of gate's tiles and factors, of up's, and their format."""
-    tiles = [part for part in weight.parts if isinstance(part, Tiles)]
-    inner, columns = weight.shape[0] // 2, weight.shape[1]
+    tiles = [part for part in weight.parts if isinstance(part, TiledMatrix)]
+    inner = weight.shape[0] // 2
     first = tiles[0] if tiles else None
     if first is None or len(tiles) != len(weight.parts):
         return None
     if len(tiles) == 1 and inner % 16 == 0:
-        at, factor = first.w8.data_ptr(), _address(first.factor)
-        up = at + inner // 16 * first.layout.tile_bytes(columns)
+        at, factor = first.data.data_ptr(), _address(first.factor)
+        up = at + inner // 16 * first.tile_bytes
         return (at, factor), (up, factor and factor + inner // 16 * 4), first.format
     if len(tiles) == 2 and tiles[1].shape[0] == inner and tiles[1].format == first.format:
-        ends = [(part.w8.data_ptr(), _address(part.factor)) for part in tiles]
+        ends = [(part.data.data_ptr(), _address(part.factor)) for part in tiles]
         return ends[0], ends[1], first.format
     return None
 

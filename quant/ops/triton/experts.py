@@ -17,12 +17,11 @@ from torch import Tensor
 
 from localrt.quant.ops.cuda.grouped import Plan, grouped_down, grouped_gate_up, plan_slots
 from localrt.quant.ops.cuda.products import MOST_ROWS, quantize
-from localrt.quant.ops.cuda.steps import rotate_blocks
+from localrt.quant.ops.cuda.steps import rotate_blocks, router_logits
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.torch.experts import route, run_each
 from localrt.quant.ops.triton.device import upload
 from localrt.quant.ops.triton.expert_table import ExpertKind, TritonExpertTable
-from localrt.quant.ops.triton.mixture import router_logits
 
 __all__ = ["route_rows", "run_kind", "run_kinds"]
 

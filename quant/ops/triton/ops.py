@@ -22,9 +22,9 @@ from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.cuda.attention import attend, rope_append
 from localrt.quant.ops.cuda.kv import CardKvFormat, row_nbytes
-from localrt.quant.ops.cuda.products import MOST_ROWS, Records, product, quantize
+from localrt.quant.ops.cuda.products import MOST_ROWS, Records, TiledMatrix, product, quantize
 from localrt.quant.ops.cuda.rows import unpack_rows
-from localrt.quant.ops.cuda.steps import gate, norm, rotate_blocks
+from localrt.quant.ops.cuda.steps import combined, gate, norm, rotate_blocks
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -54,8 +54,6 @@ from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import route_rows, run_kinds
 from localrt.quant.ops.triton.graph import GraphedForward
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
-from localrt.quant.ops.triton.linear import Tiles
-from localrt.quant.ops.triton.mixture import combined
 from localrt.quant.ops.triton.products import multiply, multiply_heads, reads_records
 from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, Stream, TritonPass
 from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
@@ -462,7 +460,7 @@ class TritonOps:
         rows = h.rows if isinstance(h, Records) else len(h)
         if (
             len(weight.parts) == 1
-            and isinstance(part, Tiles)
+            and isinstance(part, TiledMatrix)
             and inner % 16 == 0
             and rows <= MOST_ROWS
         ):

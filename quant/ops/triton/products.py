@@ -13,13 +13,13 @@ from torch import Tensor
 from localrt.quant.ops.cuda.products import (
     MOST_ROWS,
     Records,
+    TiledMatrix,
     dense_product,
     product,
     quantize,
 )
 from localrt.quant.ops.cuda.rows import unpack_rows
 from localrt.quant.ops.cuda.steps import rotate_blocks
-from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.weight import TritonWeight
 
 __all__ = ["multiply", "multiply_heads", "reads_records"]
@@ -30,7 +30,7 @@ _UNPACKED = 32 << 20
 
 def reads_records(weight: TritonWeight, rows: int) -> bool:
     """Whether ``rows`` rows are multiplied with it in 8 bits, and in no other form."""
-    packed = all(isinstance(part, Tiles) for part in weight.parts)
+    packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
     return packed and rows <= MOST_ROWS and not weight.hadamard
 
 
@@ -44,7 +44,7 @@ def multiply(x: Tensor | Records, weight: TritonWeight, out: Tensor, bias: Tenso
         y, own = out[:, first : first + rows], None if bias is None else bias[first : first + rows]
         first += rows
         if isinstance(x, Records):
-            assert isinstance(part, Tiles), "records are for packed weights"
+            assert isinstance(part, TiledMatrix), "records are for packed weights"
             product(x, part, y, bias=own)
         elif len(x) > MOST_ROWS or columns % 32:
             _multiply_unpacked(x, part, y, own)
@@ -54,7 +54,9 @@ def multiply(x: Tensor | Records, weight: TritonWeight, out: Tensor, bias: Tenso
             product(quantize(x), part, y, bias=own)
 
 
-def _multiply_unpacked(x: Tensor, part: Tiles | Tensor, out: Tensor, bias: Tensor | None) -> None:
+def _multiply_unpacked(
+    x: Tensor, part: TiledMatrix | Tensor, out: Tensor, bias: Tensor | None
+) -> None:
     rows, columns = part.shape
     at_once = max(16, _UNPACKED // columns // 16 * 16)
     for first in range(0, rows, at_once):
@@ -84,11 +86,11 @@ def multiply_heads(x: Tensor, weight: TritonWeight, out: Tensor) -> None:
     out.copy_(torch.bmm(x, stacked.transpose(1, 2)))
 
 
-def _unpacked(part: Tiles | Tensor, first: int, stop: int) -> Tensor:
+def _unpacked(part: TiledMatrix | Tensor, first: int, stop: int) -> Tensor:
     """Rows of a matrix in bf16."""
     if isinstance(part, Tensor):
         return part[first:stop]
     shape = (stop - first, part.shape[1])
-    dense = torch.empty(shape, dtype=torch.bfloat16, device=part.w8.device)
+    dense = torch.empty(shape, dtype=torch.bfloat16, device=part.data.device)
     unpack_rows(part, dense, first=first)
     return dense

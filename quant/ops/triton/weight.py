@@ -26,8 +26,8 @@ from localrt.quant.formats.tiled import (
     untile,
     whole_tiles,
 )
-from localrt.quant.ops.triton.formats import layout_of
-from localrt.quant.ops.triton.linear import Tiles
+from localrt.quant.ops.cuda.formats import TYPES
+from localrt.quant.ops.cuda.products import TiledMatrix
 
 __all__ = ["Tile", "TritonWeight", "build_weight", "is_packed"]
 
@@ -41,18 +41,18 @@ class TritonWeight:
     """
 
     shape: tuple[int, int]
-    parts: tuple[Tiles | Tensor, ...]
+    parts: tuple[TiledMatrix | Tensor, ...]
     hadamard: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(p.nbytes if isinstance(p, Tensor) else p.w8.nbytes for p in self.parts)
+        return sum(p.nbytes if isinstance(p, Tensor) else p.data.nbytes for p in self.parts)
 
 
 def is_packed(format_: Format, columns: int) -> bool:
     """Whether the kernels compute on the packed bytes of a matrix."""
-    return layout_of(format_) is not None and columns % tile_span(format_) == 0
+    return format_.name in TYPES and columns % tile_span(format_) == 0
 
 
 def build_weight(
@@ -66,7 +66,7 @@ def build_weight(
     Raises:
         ValueError: blocks that are not the matrix, or inputs rotated in different ways.
     """
-    parts: list[Tiles | Tensor] = []
+    parts: list[TiledMatrix | Tensor] = []
     rotations: set[int] = set()
     building: _TiledPart | _DensePart | None = None
     left = shape[0]
@@ -98,47 +98,47 @@ def build_weight(
     return TritonWeight(shape, tuple(parts), rotations.pop() if rotations else 0)
 
 
-def _on_device(block: TiledTensor, data: Tensor) -> Tiles | Tensor:
+def _on_device(block: TiledTensor, data: Tensor) -> TiledMatrix | Tensor:
     """Tiles that lie on the device already, as a ring of the pipeline holds them: used in place."""
     if not is_packed(block.format, block.shape[1]):
         plain = replace(block, data=data.cpu().numpy())
         return torch.from_numpy(unpack(untile(plain))).to(data.device, torch.bfloat16)
-    layout = layout_of(block.format)
-    assert layout is not None, "only known formats are tiled"
     factor = None
     if block.scale != 1.0:
         tiles = padded_rows(block.shape[0]) // TILE_ROWS
         factor = torch.full((tiles,), block.scale, dtype=torch.float32, device=data.device)
-    wide = data.view(torch.float16), data.view(torch.int32)
-    return Tiles(block.format.name, layout, block.shape, data, *wide, factor)
+    return TiledMatrix(block.format.name, block.shape, data, factor)
 
 
-def _join(parts: list[Tiles | Tensor], new: Tiles | Tensor) -> None:
+def _join(parts: list[TiledMatrix | Tensor], new: TiledMatrix | Tensor) -> None:
     """Add a part; where its tiles follow the last part's in memory the two are one, and one product
     of the kernels: the queries, keys and values of a unit, a gate and what it lets through.
     """
     last = parts[-1] if parts else None
-    if not isinstance(last, Tiles) or not isinstance(new, Tiles) or last.format != new.format:
+    if (
+        not isinstance(last, TiledMatrix)
+        or not isinstance(new, TiledMatrix)
+        or last.format != new.format
+    ):
         parts.append(new)
         return
-    follows = last.w8.data_ptr() + last.w8.nbytes == new.w8.data_ptr()
-    same = last.w8.untyped_storage().data_ptr() == new.w8.untyped_storage().data_ptr()
+    follows = last.data.data_ptr() + last.data.nbytes == new.data.data_ptr()
+    same = last.data.untyped_storage().data_ptr() == new.data.untyped_storage().data_ptr()
     if not (follows and same) or last.shape[0] % TILE_ROWS:
         parts.append(new)
         return
-    data = last.w8.as_strided((last.w8.numel() + new.w8.numel(),), (1,))
+    data = last.data.as_strided((last.data.numel() + new.data.numel(),), (1,))
     factor = None
     if last.factor is not None or new.factor is not None:
         factor = torch.cat([_factor(last), _factor(new)])
     shape = (last.shape[0] + new.shape[0], last.shape[1])
-    wide = data.view(torch.float16), data.view(torch.int32)
-    parts[-1] = Tiles(last.format, last.layout, shape, data, *wide, factor)
+    parts[-1] = TiledMatrix(last.format, shape, data, factor)
 
 
-def _factor(tiles: Tiles) -> Tensor:
+def _factor(tiles: TiledMatrix) -> Tensor:
     if tiles.factor is not None:
         return tiles.factor
-    return torch.ones(tiles.count, dtype=torch.float32, device=tiles.w8.device)
+    return torch.ones(tiles.count, dtype=torch.float32, device=tiles.data.device)
 
 
 class _TiledPart:
@@ -172,17 +172,14 @@ class _TiledPart:
         self._scales += [tiled.scale] * (len(data) // self._tile_bytes)
         self._rows += tiled.shape[0]
 
-    def done(self) -> Tiles:
+    def done(self) -> TiledMatrix:
         used = len(self._scales) * self._tile_bytes
         data = self._out if used == self._out.numel() else self._out[:used].clone()
         factor = None
         if any(scale != 1.0 for scale in self._scales):
             factor = torch.tensor(self._scales, dtype=torch.float32, device=data.device)
-        layout = layout_of(self._format)
-        assert layout is not None, "only known formats are tiled"
         shape = (self._rows, self._columns)
-        wide = data.view(torch.float16), data.view(torch.int32)
-        return Tiles(self._format.name, layout, shape, data, *wide, factor)
+        return TiledMatrix(self._format.name, shape, data, factor)
 
 
 class _DensePart:

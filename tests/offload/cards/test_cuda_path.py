@@ -40,9 +40,9 @@ pytest.importorskip("triton")
 import torch
 
 from localrt.quant.ops.cuda.launch import emulate
+from localrt.quant.ops.cuda.products import TiledMatrix
 from localrt.quant.ops.triton import cuda_memory
 from localrt.quant.ops.triton.cuda_memory import CudaCopies
-from localrt.quant.ops.triton.linear import Tiles
 from localrt.quant.ops.triton.ops import TritonOps
 from tests.ops.cuda.emulator import Emulator
 
@@ -189,8 +189,8 @@ def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
     (tensor,) = unit.tensors
     weight = lane.weights(unit, memory[4096:]).matrix(tensor.shape, tensor.name)
     (part,) = weight.parts
-    assert isinstance(part, Tiles)
-    assert part.w8.data_ptr() == memory.data_ptr() + 4096 + unit.tensors[0].offset
+    assert isinstance(part, TiledMatrix)
+    assert part.data.data_ptr() == memory.data_ptr() + 4096 + unit.tensors[0].offset
 
 
 def test_memory_beyond_what_may_be_used_is_refused() -> None:

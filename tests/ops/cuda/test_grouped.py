@@ -37,12 +37,12 @@ class Layer:
     def _entry(self, e: int) -> list[int]:
         both, down, bias = self.gate_up[e], self.down[e], self.biases[e]
         half = INNER // 16
-        up = both.w8.data_ptr() + both.w8.numel() // 2
+        up = both.data.data_ptr() + both.data.numel() // 2
         factors = [0, 0, 0]
         if both.factor is not None and down.factor is not None:
             at = both.factor.data_ptr()
             factors = [at, at + 4 * half, down.factor.data_ptr()]
-        places = [both.w8.data_ptr(), up, down.w8.data_ptr(), *factors]
+        places = [both.data.data_ptr(), up, down.data.data_ptr(), *factors]
         return [*places, 0 if bias is None else bias.data_ptr(), 0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import tile, tile_span
 from localrt.quant.ops.cuda.formats import TYPES
-from localrt.quant.ops.cuda.products import Cut, Records, product, quantize
+from localrt.quant.ops.cuda.products import Cut, Records, TiledMatrix, product, quantize
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.packed import random_tensor
 
@@ -21,15 +22,11 @@ TOLERANCE = {name: 8e-3 if name == "nf4" else 1e-6 for name in TYPES}
 SOME = ("q4_0", "q4_k", "q5_1", "q6_k", "q8_0", "mxfp4", "nvfp4", "nf4")
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """See ``TiledMatrix``."""
+@dataclass(frozen=True)
+class Matrix(TiledMatrix):
+    """With what its bytes stand for: (rows, columns), float64."""
 
-    format: str
-    shape: tuple[int, int]
-    w8: torch.Tensor
-    factor: torch.Tensor | None
-    values: np.ndarray  # (rows, columns), float64
+    values: Any = None
 
 
 def matrix(name: str, rows: int, columns: int, seed: int = 0) -> Matrix:

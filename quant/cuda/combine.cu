@@ -1,0 +1,21 @@
+// A row's slots times their weights, added in order, and what shared experts made of it.
+#include "device.cuh"
+
+struct Combine {
+    const float* slots;    // (m * used, width)
+    const float* weights;  // (m, used)
+    const float* shared;   // (m, width) or null
+    float* y;              // (m, width)
+    int used, width;
+};
+
+extern "C" __global__ void combine(Combine args) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const i64 row = blockIdx.y;
+    if (i >= args.width) return;
+    float sum = 0;
+    for (int k = 0; k < args.used; k++)
+        sum = plus(sum, times(args.slots[(row * args.used + k) * args.width + i], args.weights[row * args.used + k]));
+    if (args.shared) sum = plus(sum, args.shared[row * args.width + i]);
+    args.y[row * args.width + i] = sum;
+}
