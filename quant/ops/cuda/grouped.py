@@ -7,7 +7,7 @@ its bits are those of ``product`` with its expert alone, whatever else is comput
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_int, c_int64, c_ubyte, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.formats import FORMATS
+from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.cuda.formats import TYPES
 from localrt.quant.ops.cuda.launch import launch
@@ -44,6 +45,9 @@ MOST_EXPERTS = 1024
 
 _MOST_ENTRIES = 32
 _WIDTHS = {1: "ONE", 4: "FEW"}
+# Need so many registers that no two blocks fit a processor at once.
+_HEAVY = {"q6_k", *(name for name, codec in AFFINE.items() if codec.bits == 6)}
+_Bits = c_ubyte * (MOST_EXPERTS // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class _Plan(Structure):
         ("count", c_int),
         ("most", c_int),
         ("size", c_int),
-        ("wanted", c_uint32 * (MOST_EXPERTS // 32)),
+        ("wanted", _Bits),
     )
 
 
@@ -130,13 +134,10 @@ def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
     size = rows_at_once(rows, used, len(wanted))
     whole = (slots + min(experts, slots) * (size - 1)) // size
     most = max(1, min(whole, experts * -(-rows // size)))
-    data = torch.empty(3 * most + slots, dtype=torch.int32, device=chosen.device)
-    parts, order = data[: 3 * most].view(most, 3), data[3 * most :]
-    bits = np.zeros(MOST_EXPERTS // 8, np.uint8)
-    packed = np.packbits(wanted, bitorder="little")
-    bits[: len(packed)] = packed
-    args = _Plan(chosen.data_ptr(), parts.data_ptr(), order.data_ptr(), slots, most, size)
-    args.wanted[:] = bits.view(np.uint32).tolist()
+    parts = torch.empty(most, 3, dtype=torch.int32, device=chosen.device)
+    order = torch.empty(slots, dtype=torch.int32, device=chosen.device)
+    bits = _Bits(*np.packbits(wanted, bitorder="little").tolist())
+    args = _Plan(chosen.data_ptr(), parts.data_ptr(), order.data_ptr(), slots, most, size, bits)
     launch(chosen.device, _PLAN, (1, 1, 1), -(-len(wanted) // 32) * 32, args)
     return Plan(parts, order, size, used)
 
@@ -175,7 +176,7 @@ def grouped_program(format_: str, size: int, gate: str | None, out: torch.dtype)
         NT_=max(1, size // 8),
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
-        BLOCKS=2 if size <= 8 and format_ != "q6_k" else 1,
+        BLOCKS=2 if size <= 8 and format_ not in _HEAVY else 1,
     )
 
 

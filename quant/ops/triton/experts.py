@@ -72,20 +72,21 @@ def run_kinds(
     ``apart`` computes the rows of an expert of no kind. How a row is computed follows from its
     expert, and there from how many rows the pass has.
     """
-    found = np.unique(routing.chosen)
+    wanted = np.zeros(len(table.kind_of), np.bool_)
+    wanted[routing.chosen] = True
     if experts is not None:
-        found = found[np.isin(found, np.asarray(experts))]
-    kinds = table.kind_of[found]
-    if (kinds < 0).any():
-        run_each(normed, routing, slots, found[kinds < 0], apart)
-    if (kinds < 0).all():
-        return
-    chosen = upload(routing.chosen, normed.device)
-    entries = table.entries(normed.device)
-    for number in np.unique(kinds[kinds >= 0]).tolist():
-        wanted = np.zeros(len(table.kind_of), np.bool_)
-        wanted[found[kinds == number]] = True
-        run_kind(normed, plan_slots(chosen, wanted), entries, table.kinds[number], spec, slots)
+        wanted &= np.isin(np.arange(len(wanted)), np.asarray(experts))
+    kinds = table.kind_of
+    if (others := wanted & (kinds < 0)).any():
+        run_each(normed, routing, slots, others.nonzero()[0].tolist(), apart)
+    chosen: Tensor | None = None
+    for number, kind in enumerate(table.kinds):
+        if not (same := wanted & (kinds == number)).any():
+            continue
+        if chosen is None:
+            chosen = upload(routing.chosen, normed.device)
+        entries = table.entries(normed.device)
+        run_kind(normed, plan_slots(chosen, same), entries, kind, spec, slots)
 
 
 def run_kind(

@@ -60,6 +60,11 @@ def test_experts_on_ada(name: str) -> None:
     check(build_experts(name, 24, 89))
 
 
+def test_experts_elsewhere() -> None:
+    check(build_experts("int6-g32", 8, 120, gate=True))
+    check(build_experts("nvfp4", 24, 75))
+
+
 def test_plans_and_tables_of_experts() -> None:
     for name in ("plan", "entries"):
         for target in (75, 120):
