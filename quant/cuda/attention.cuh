@@ -125,21 +125,33 @@ struct AttentionSums {
             for (int c = 0; c < CHUNKS; c++) keys[c] = Keys::key(row, c, t);
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                multiply(scores[j], queries[2 * c][lane], keys[c].x, keys[c].y);
-                multiply(scores[j], queries[2 * c + 1][lane], keys[c].z, keys[c].w);
+                float part[4] = {0, 0, 0, 0};
+                float(&sums)[4] = Keys::CHUNKED ? part : scores[j];
+                multiply(sums, queries[2 * c][lane], keys[c].x, keys[c].y);
+                multiply(sums, queries[2 * c + 1][lane], keys[c].z, keys[c].w);
+                if constexpr (Keys::CHUNKED) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int at = key + 8 * j + 2 * t + i;
+                        const float scale = at < total ? Keys::scale(k + (i64)at * Keys::BYTES, c) : 0;
+                        scores[j][i] = fused(part[i], scale, scores[j][i]);
+                        scores[j][2 + i] = fused(part[2 + i], scale, scores[j][2 + i]);
+                    }
+                }
             }
         }
         const bool all = Rows::see_all(rows, args, key, STEP, old);
         const float scale = times(args.scale, LOG2E), cap = times(args.softcap, LOG2E);
         const float steep = 2.f * LOG2E / cap;
         float key_scale[2 * EIGHTS], value_scale[2 * EIGHTS];
-        if constexpr (Keys::SCALED)
+        if constexpr (Keys::SCALED) {
 #pragma unroll
             for (int i = 0; i < 2 * EIGHTS; i++) {
                 const int token = key + i / 2 * 8 + 2 * t + i % 2;
                 key_scale[i] = token < total ? Keys::scale(k + (i64)token * Keys::BYTES) : 0;
                 value_scale[i] = token < total ? Values::scale(v + (i64)token * Values::BYTES) : 0;
             }
+        }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float top = s.top[i];
@@ -185,9 +197,9 @@ struct AttentionSums {
         }
 #pragma unroll
         for (int j = 0; j < EIGHTS; j += 2) {
-            const uint4 shares = make_uint4(two_bf16(scores[j][0], scores[j][1]), two_bf16(scores[j][2], scores[j][3]),
-                                            two_bf16(scores[j + 1][0], scores[j + 1][1]),
-                                            two_bf16(scores[j + 1][2], scores[j + 1][3]));
+            uint4 shares = make_uint4(two_bf16(scores[j][0], scores[j][1]), two_bf16(scores[j][2], scores[j][3]),
+                                      two_bf16(scores[j + 1][0], scores[j + 1][1]),
+                                      two_bf16(scores[j + 1][2], scores[j + 1][3]));
             const int token = key + 8 * j + 2 * t;
 #pragma unroll
             for (int c = 0; c < SPANS; c++) {
@@ -196,6 +208,21 @@ struct AttentionSums {
                 for (int i = 0; i < 4; i++) {
                     const int at = token + i / 2 * 8 + i % 2;
                     Values::value(v + (i64)at * Values::BYTES, c, g, at < total, values[i]);
+                }
+                if constexpr (Values::CHUNKED) {
+                    float scale[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int at = token + i / 2 * 8 + i % 2;
+                        scale[i] = at < total ? Values::scale(v + (i64)at * Values::BYTES, c) : 0;
+                    }
+                    u32 scaled[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int row = i % 2 * 2, first = i / 2 * 2, eighth = j + i / 2;
+                        scaled[i] = two_bf16(times(scores[eighth][row], scale[first]), times(scores[eighth][row + 1], scale[first + 1]));
+                    }
+                    shares = make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
                 }
 #pragma unroll
                 for (int w = 0; w < W / 2; w++)

@@ -13,7 +13,7 @@ template <int SIZE_>
 struct Bf16Numbers {
     static constexpr int SIZE = SIZE_, BYTES = 2 * SIZE, PIECES = (SIZE + 31) / 32;
     static constexpr int W = SIZE % 64 == 0 ? 8 : 4, TURN = 1;
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, CHUNKED = false;
 
     FN float scale(const u8* row) { return 1; }
     // Numbers 32 c + 8 t and on.
@@ -51,7 +51,7 @@ template <int SIZE_>
 struct Int8Numbers {
     static constexpr int SIZE = SIZE_, BYTES = SIZE + 4, PIECES = (SIZE + 31) / 32;
     static constexpr int W = SIZE % 64 == 0 ? 8 : 4, TURN = (SIZE & -SIZE) < 128 ? (SIZE & -SIZE) : 128;
-    static constexpr bool SCALED = true;
+    static constexpr bool SCALED = true, CHUNKED = false;
 
     FN float scale(const u8* row) { return *(const float*)(row + SIZE); }
     FN uint4 key(const u8* row, int c, int t) {
@@ -81,6 +81,60 @@ struct Int8Numbers {
         for (int i = 0; i < PIECES; i++)
             if (lane + 32 * i < SIZE) row[lane + 32 * i] = (u8)nearest(times(x[i], inverse));
         if (lane == 0) *(float*)(row + SIZE) = peak / 127.f;
+    }
+};
+
+// Two codes below 64, each twice as large as it is, less `zero`.
+FN u32 two_codes(u32 a, u32 b, float zero) {  // the last bits of 2^22 + code
+    return two_bf16(plus(as_float(0x4A800000u | a), -4194304.f - zero), plus(as_float(0x4A800000u | b), -4194304.f - zero));
+}
+
+// Four bits each, or six with UPPERS: of every 32, eight words of nibbles in order, then the words of
+// all upper bits, then all scales as bf16. A number is its code, less half of the largest, times the scale.
+template <int SIZE_, bool UPPERS>
+struct SmallNumbers {
+    static constexpr int SIZE = SIZE_, PIECES = (SIZE + 31) / 32, SCALES_AT = (UPPERS ? 24 : 16) * PIECES;
+    static constexpr int BYTES = (SCALES_AT + 2 * PIECES + 3) / 4 * 4;
+    static constexpr int W = 4, TURN = (SIZE & -SIZE) < 128 ? (SIZE & -SIZE) : 128;
+    static constexpr bool SCALED = false, CHUNKED = true;
+    static constexpr float ZERO = UPPERS ? 31.5f : 7.5f;
+
+    FN float scale(const u8* row, int c) { return value_of(((const Bf16*)(row + SCALES_AT))[c]); }
+    FN uint4 key(const u8* row, int c, int t) {
+        const u32 low = *(const u32*)(row + 16 * c + 4 * t), high = UPPERS ? *(const u16*)(row + 16 * PIECES + 8 * c + 2 * t) : 0;
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 a = (low >> 8 * i & 15) | (high >> 4 * i & 3) << 4, b = (low >> (8 * i + 4) & 15) | (high >> (4 * i + 2) & 3) << 4;
+            words[i] = two_codes(2 * a, 2 * b, ZERO);
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2]) {
+        const u32 codes = live ? *(const u16*)(row + 16 * c + 2 * g) : 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++) words[i] = two_codes((codes >> 8 * i & 15) << 1, (codes >> (8 * i + 4) & 15) << 1, ZERO);
+    }
+    FN void write(u8* row, int lane, const float (&x)[PIECES]) {
+#pragma unroll
+        for (int c = 0; c < PIECES; c++) {
+            float peak = x[c] < 0 ? -x[c] : x[c];
+#pragma unroll
+            for (int lanes = 16; lanes; lanes >>= 1) peak = most(peak, shuffle_xor(peak, lanes));
+            Bf16 kept;
+            store(&kept, peak / ZERO);
+            const float scale = value_of(kept), inverse = scale > 0 ? 1.f / scale : 0;
+            const float exact = fused(x[c], inverse, ZERO), above = exact > 0 ? exact : 0;
+            const i32 code = nearest(above < 2 * ZERO ? above : 2 * ZERO);
+            i32 low = (code & 15) << 4 * (lane % 8), high = (code >> 4) << 2 * (lane % 8);
+#pragma unroll
+            for (int lanes = 1; lanes < 8; lanes *= 2) low |= shuffle_xor(low, lanes), high |= shuffle_xor(high, lanes);
+            if (lane % 8 == 0) {
+                *(u32*)(row + 16 * c + lane / 2) = (u32)low;
+                if constexpr (UPPERS) *(u16*)(row + 16 * PIECES + 8 * c + lane / 4) = (u16)high;
+            }
+            if (lane == 0) ((Bf16*)(row + SCALES_AT))[c] = kept;
+        }
     }
 };
 

@@ -80,8 +80,8 @@ def make_ops(
 
 def _no_kv_format(name: str | None) -> str:
     return (
-        f"kv_format {name} is for the compiled CPU kernels, and int8 also for a GPU that Triton "
-        "runs on, except for latent attention: leave it out here"
+        f"kv_format {name} is for the compiled CPU kernels and a GPU that Triton runs on, there "
+        "not for latent attention: leave it out here"
     )
 
 

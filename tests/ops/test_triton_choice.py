@@ -69,15 +69,13 @@ def test_latent_attention_is_tritons_or_the_cpus(monkeypatch: pytest.MonkeyPatch
         choose.make_ops([spec], device="cuda")
 
 
-def test_int8_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=64, scale=1.0, eps=1e-6, rope=None)
-    plain, small = (
+    sizes = [
         choose.make_ops([spec], device="cuda", kv_format=kept).kv_nbytes([spec], 256)
-        for kept in ("bf16", "int8")
-    )
-    assert (plain, small) == (256 * 2 * 2 * 128, 256 * 2 * 2 * 68)
-    with pytest.raises(OptionError, match="kv_format int4 is for the compiled CPU kernels"):
-        choose.make_ops([spec], device="cuda", kv_format="int4")
+        for kept in ("bf16", "int8", "int4")
+    ]
+    assert sizes == [256 * 2 * 256, 256 * 2 * 136, 256 * 2 * (52 + 36)]
     monkeypatch.setattr(choose, "_triton_runs", lambda index: False)
     with pytest.raises(OptionError, match="a GPU that Triton runs on"):
         choose.make_ops([spec], device="cuda", kv_format="int8")

@@ -214,8 +214,8 @@ def attention_program(
     """The variant for keys of ``size`` numbers and values of ``value``."""
     return Program.of(
         "attention",
-        KEYS=numbers(kv_format, size),
-        VALUES=numbers(kv_format, value),
+        KEYS=numbers(kv_format, size)[0],
+        VALUES=numbers(kv_format, value)[1],
         SPLIT=int(split),
         BLOCKS=3 if max(size, value) <= 64 else 2,  # of a processor at once
     )
@@ -223,12 +223,14 @@ def attention_program(
 
 def join_program(value: int, kv_format: CardKvFormat = "bf16") -> Program:
     """What joins the runs of values of so many numbers."""
-    return Program.of("attention_join", VALUES=numbers(kv_format, value))
+    return Program.of("attention_join", VALUES=numbers(kv_format, value)[1])
 
 
 def rope_program(size: int, kv_format: CardKvFormat = "bf16") -> Program:
     """The step before, for heads of ``size`` numbers."""
-    return Program.of("rope_append", KEYS=numbers(kv_format, size), VALUES=numbers(kv_format, size))
+    return Program.of(
+        "rope_append", KEYS=numbers(kv_format, size)[0], VALUES=numbers(kv_format, size)[1]
+    )
 
 
 def _bytes_of_group(cache: Tensor) -> int:

@@ -1,6 +1,7 @@
 """How a card keeps a token's key or value of one head: the formats of ``quant/cuda/kv.cuh``.
 
-int8 is a scale for each token and head. Its rows are kept times a Hadamard matrix, as on the CPU
+int8 has a scale for each token and head; int4 one for 32 numbers, keys in 6 bits and values in 4.
+Rows of both are kept times a Hadamard matrix, as on the CPU
 (``quant/ops/native/kv.py``); unlike there, keys keep the bias of their projection.
 """
 
@@ -10,20 +11,27 @@ from typing import Literal
 
 __all__ = ["FORMATS", "CardKvFormat", "numbers", "row_nbytes", "turned_block"]
 
-CardKvFormat = Literal["bf16", "int8"]
-FORMATS: tuple[CardKvFormat, ...] = ("bf16", "int8")
+CardKvFormat = Literal["bf16", "int8", "int4"]
+FORMATS: tuple[CardKvFormat, ...] = ("bf16", "int8", "int4")
 
 _MOST_TURNED = 128
 
 
-def row_nbytes(kv_format: CardKvFormat, size: int) -> int:
-    """Bytes of ``size`` numbers with their scale."""
-    return 2 * size if kv_format == "bf16" else size + 4
+def row_nbytes(kv_format: CardKvFormat, size: int) -> tuple[int, int]:
+    """Bytes of a key and of a value of ``size`` numbers with their scales."""
+    if kv_format == "int4":
+        chunks = -(-size // 32)
+        return -(-26 * chunks // 4) * 4, -(-18 * chunks // 4) * 4
+    row = 2 * size if kv_format == "bf16" else size + 4
+    return row, row
 
 
-def numbers(kv_format: CardKvFormat, size: int) -> str:
-    """The C++ type."""
-    return f"{kv_format.capitalize()}Numbers<{size}>"
+def numbers(kv_format: CardKvFormat, size: int) -> tuple[str, str]:
+    """The C++ types of keys and of values."""
+    if kv_format == "int4":
+        return f"SmallNumbers<{size}, true>", f"SmallNumbers<{size}, false>"
+    name = f"{kv_format.capitalize()}Numbers<{size}>"
+    return name, name
 
 
 def turned_block(kv_format: CardKvFormat, size: int) -> int:

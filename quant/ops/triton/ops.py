@@ -141,8 +141,7 @@ class TritonOps:
         kept = self._kv_of(layers)
         if kept == "bf16":
             return [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
-        rows = [row_nbytes(kept, spec.head_dim) for spec in layers]
-        return [(spec.kv_heads, row, row) for spec, row in zip(layers, rows, strict=True)]
+        return [(spec.kv_heads, *row_nbytes(kept, spec.head_dim)) for spec in layers]
 
     # -- a pass ----------------------------------------------------------------------------------
 

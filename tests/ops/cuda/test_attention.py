@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.cuda.attention import attend, rope_append
-from localrt.quant.ops.cuda.kv import row_nbytes
+from localrt.quant.ops.cuda.kv import CardKvFormat, row_nbytes
 from tests.ops.cuda.emulator import Emulator
 
 ALLOCATED = 768
@@ -202,16 +202,19 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
 @pytest.mark.parametrize(
     ("n", "size", "groups"), [(5, 64, 2), (3, 80, 1), (66, 128, 1)], ids=["few", "odd", "prompt"]
 )
-def test_int8_keys_and_values(emulator: Emulator, n: int, size: int, groups: int) -> None:
+@pytest.mark.parametrize(("kept", "bound"), [("int8", 0.012), ("int4", 0.15)])
+def test_quantized_keys_and_values(
+    emulator: Emulator, n: int, size: int, groups: int, kept: CardKvFormat, bound: float
+) -> None:
     """Appended and attended to: what is lost is the rounding of each token's key and value."""
     heads, held = 2 * groups, 40
     total = held + n
     qkv = random(total, (heads + 2 * groups) * size).bfloat16()
     qkv[:, heads * size :: size] *= 30  # one large number in each head, as models have
-    caches = [torch.zeros(groups, 256, row_nbytes("int8", size), dtype=torch.uint8) for _ in "kv"]
+    caches = [torch.zeros(groups, 256, r, dtype=torch.uint8) for r in row_nbytes(kept, size)]
     q = torch.empty(total, heads, size, dtype=torch.bfloat16)
     plain: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6}
-    rope_append(qkv, q, *caches, torch.tensor([0]), **plain, kv_format="int8")
+    rope_append(qkv, q, *caches, torch.tensor([0]), **plain, kv_format=kept)
     got = attend(
         q[held:],
         *caches,
@@ -222,7 +225,7 @@ def test_int8_keys_and_values(emulator: Emulator, n: int, size: int, groups: int
         softcap=None,
         mask=None,
         longest=total,
-        kv_format="int8",
+        kv_format=kept,
     )
     split = torch.split(qkv.double().view(total, -1, size), [heads, groups, groups], 1)
     queries, keys, values = split[0][held:], *(t.repeat_interleave(2, 1) for t in split[1:])
@@ -231,4 +234,4 @@ def test_int8_keys_and_values(emulator: Emulator, n: int, size: int, groups: int
     scores.masked_fill_(~seen[:, None], float("-inf"))
     wanted = torch.einsum("nhl,lhe->nhe", scores.softmax(-1), values)
     error = (got.double().view(wanted.shape) - wanted).square().mean().sqrt()
-    assert error < 0.012 * wanted.square().mean().sqrt()
+    assert error < bound * wanted.square().mean().sqrt()

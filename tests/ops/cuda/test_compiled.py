@@ -85,8 +85,8 @@ def test_attention(target: int, sizes: tuple[int, ...]) -> None:
     programs = [join_program(128)]
     for size in sizes:
         programs += [attention_program(size, size, split=split) for split in (True, False)]
-        programs += [attention_program(size, size, "int8", split=split) for split in (True, False)]
-        programs += [rope_program(size), rope_program(size, "int8")]
+        programs += [attention_program(size, size, "int8", split=True), rope_program(size)]
+        programs += [attention_program(size, size, "int4", split=True), rope_program(size, "int4")]
     for program in programs:
         log = compile_program(program, target).log
         spilled, shared = (
