@@ -1,8 +1,8 @@
 """The native KV cache in RAM, in blocks of 256 tokens whose insides ``quant/csrc/kv.h`` describes.
 
 Formats are bf16; int8, one float32 scale for each token and head; int4, chunks of 32 neighbours of
-a head with a scale in bf16: values in 4 bits, keys in 6, with scales 5.5 on average. Keys in 5
-would still lose half as much again as values in 4.
+a head with a scale in bf16: values in 4 bits, keys in 6, with scales 5.5 on average. Keys in 5 bits
+and values in 4, both with minimums, take as much and lose half as much again (docs/quality.md).
 
 Quantized keys and values are kept times a Hadamard matrix (behind the rotary embedding, over the
 largest power of two that divides the head's size, at most 128), so that a few large numbers of a
