@@ -57,8 +57,12 @@ def crossing(
 
 
 def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
-    """One conversation in passes of these sizes, with and without logits."""
+    """One conversation in passes of these sizes, with and without logits.
+
+    It has its memory from the start: what others take of a card meanwhile may leave no room.
+    """
     cache = decoder.cache(sum(sizes))
+    decoder.residency.reserve(cache, sum(sizes))
     return [
         extend(decoder, cache, tokens(size, seed=seed), [] if seed % 3 == 2 else [size - 1])
         for seed, size in enumerate(sizes)
