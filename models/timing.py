@@ -15,7 +15,10 @@ __all__ = ["Clock", "Mark", "PipelineCounts", "Resource", "Task"]
 Resource = Literal["ssd", "link", "link-back", "cpu", "gpu"]
 
 Mark: TypeAlias = Any
-"""When something has happened: an event of a GPU or a time of a virtual clock; None: it has."""
+"""When something has happened: an event of a GPU or a time of a virtual clock; None: it has.
+
+A tuple of events: when all of them have.
+"""
 
 
 @dataclass(frozen=True, slots=True)

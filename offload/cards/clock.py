@@ -14,7 +14,7 @@ from collections import deque
 
 from localrt.models.timing import Mark, Resource, Task
 
-__all__ = ["VirtualClock", "WallClock", "later"]
+__all__ = ["VirtualClock", "WallClock", "both", "later", "marks_of"]
 
 _MOST_TASKS = 200_000  # a long run has millions
 
@@ -27,6 +27,18 @@ def later(a: Mark, b: Mark) -> Mark:
     if isinstance(a, float) and isinstance(b, float):
         return max(a, b)
     return a if b is None else b
+
+
+def both(a: Mark, b: Mark) -> Mark:
+    """As ``later``, where nobody knows which of two events of a stream comes first."""
+    if a is None or b is None or (isinstance(a, float) and isinstance(b, float)):
+        return later(a, b)
+    return (*marks_of(a), *marks_of(b))
+
+
+def marks_of(mark: Mark) -> tuple[Mark, ...]:
+    """What to wait for, one by one."""
+    return mark if isinstance(mark, tuple) else (mark,)
 
 
 class WallClock:

@@ -117,6 +117,9 @@ class HybridStage:
             choose = partial(split_misses, len(rows)) if crossing else self.scheduler
             plan = choose(demand.rows, demand.resident, self._costs, ready)
             state.mark = self._carry_out(turn, demand, plan, state.mark)
+        except BaseException:
+            self.settle()  # copies that nobody has waited for yet: they have slots already
+            raise
         finally:
             self._memory.pool(place).done(place)
             cache.release(place)

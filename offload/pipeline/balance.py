@@ -198,6 +198,8 @@ class Balance(WeightMemory):
         copied = [stage for stage in self._stages if stage.copy is not None]
         for stage in self._stages:
             stage.keep = False
+        if copied:
+            self._forget()  # copies look where a unit is
         for stage in copied:
             self._given.remove(stage)
             memory, stage.copy = stage.copy, None
@@ -313,6 +315,8 @@ class Balance(WeightMemory):
 
     def _move(self, chosen: Sequence[Stage], ring: Ring | None = None) -> int:
         """Stream these from now on; returns the bytes that are free."""
+        if chosen:
+            self._forget()  # copies may be reading what is freed
         freed = 0
         for stage in chosen:
             if stage.where is Where.RAM:

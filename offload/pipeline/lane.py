@@ -20,7 +20,7 @@ from localrt.models.residency import Check
 from localrt.models.timing import Clock, Mark, Resource
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import later
+from localrt.offload.cards.clock import later, marks_of
 from localrt.offload.pipeline.caches import split_batch
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring
@@ -110,7 +110,8 @@ class Lane:
             if self._verify is not None:
                 self._verify(unit, memory)
             if self.card is not None:
-                self.card.wait(there)
+                for mark in marks_of(there):
+                    self.card.wait(mark)
         except BaseException:
             self.reader.release(unit.name)
             raise

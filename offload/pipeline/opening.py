@@ -116,7 +116,13 @@ def _open(
     cpu = _cpu_lane(setup)
     experts = _open_experts(setup, cpu, budget)
     card, link = _card_lane(setup, cpu, attends=bool(on_card))
-    forget = (lambda: None) if link is None else link.forget
+
+    def forget() -> None:
+        """End what copies wait for; nothing is copied until the card's reader begins again."""
+        if card is not None and card.reader is not None and link is not None:
+            card.reader.stop()  # else what it drops already could end now, and resume the link
+            link.forget()
+
     runners = _expert_runners(setup, cpu, card, experts)
     held.callback(forget)
     head, joined_head = make_stages(setup, {False: cpu, True: card}, on_card, runners)

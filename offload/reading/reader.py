@@ -19,7 +19,7 @@ from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.residency import Check
 from localrt.models.timing import Mark
-from localrt.offload.cards.clock import later
+from localrt.offload.cards.clock import both
 from localrt.offload.ring import Chunk
 
 __all__ = ["POLL_S", "Job", "Load", "Reader", "Source", "Waiter", "require_answer", "waiting"]
@@ -196,7 +196,8 @@ class Reader:
             if error is None:
                 self._fetched += chunk.nbytes
                 load.missing -= chunk.nbytes
-                load.mark = mark if load.mark is None else later(load.mark, mark)
+                # Threads come here in any order: a later piece may have been begun before.
+                load.mark = both(load.mark, mark)
             elif load.error is None:
                 load.error = error
                 load.waiting.clear()

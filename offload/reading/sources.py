@@ -79,14 +79,23 @@ class LinkSource:
         self._reader = reader
         self._changed = threading.Condition()
         self._passing: dict[str, _Passing] = {}
+        self._from_ram = 0  # copies on their way of units that are resident
         self._stopped = False
 
     def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
         """Copy over the link; waits until the source may be changed."""
         stop = start + len(out)
-        data = self._resident(unit.name)
+        with self._changed:
+            self._check()
+            data = self._resident(unit.name)
+            self._from_ram += data is not None
         if data is not None:
-            return self._accelerator.copy_in(unit.name, data[start:stop], out, after, None)
+            try:
+                return self._accelerator.copy_in(unit.name, data[start:stop], out, after, None)
+            finally:
+                with self._changed:
+                    self._from_ram -= 1
+                    self._changed.notify_all()
         passing, first = self._enter(unit, len(out))
         mark: Mark = None
         try:
@@ -107,7 +116,8 @@ class LinkSource:
     def forget(self) -> None:
         """Nobody wants what is on its way: waiting ends, units copied in part are given back.
 
-        Until ``resume`` nothing is asked of the reader.
+        Until ``resume`` nothing is asked of the reader, and nothing resident is copied: its RAM
+        may be freed.
         """
         with self._changed:
             self._stopped = True
@@ -115,6 +125,8 @@ class LinkSource:
                 passing.given_up = True
                 self._give_back(passing)
             self._changed.notify_all()
+            while self._from_ram:
+                self._changed.wait()
 
     def resume(self) -> None:
         """All fetches from before ``forget`` have ended."""

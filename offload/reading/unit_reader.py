@@ -53,6 +53,7 @@ class UnitReader(reader.Reader):
         self._skips: Counter[str] = Counter()  # times that a unit is left out
         self._loads: deque[_Load] = deque()  # oldest first
         self._draining = False  # loads are dropped once nothing of them is in flight
+        self._stopped = False  # and nothing is begun after that
         self._following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
         self._new_ring: Ring | None = None  # and the ring
         super().__init__(source, threads=threads, stall_s=stall_s, name="reader")
@@ -63,6 +64,12 @@ class UnitReader(reader.Reader):
         with self._changed:
             return any(load.error is not None for load in self._loads)
 
+    def stop(self) -> None:
+        """Drop what was fetched, and begin nothing until ``schedule`` or ``rewind``."""
+        with self._changed:
+            self._stopped = True
+            self._drop()
+
     def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
         """Fetch ``units`` from now on, again and again, from the first; drop what was fetched.
 
@@ -71,11 +78,13 @@ class UnitReader(reader.Reader):
         with self._changed:
             self._following = tuple(units)
             self._new_ring = ring or self._new_ring
+            self._stopped = False
             self._drop()
 
     def rewind(self) -> None:
         """Begin again with the first unit, since the pass was abandoned."""
         with self._changed:
+            self._stopped = False
             self._drop()
 
     def skip(self, names: Iterable[str], *, finish: bool = False) -> None:
@@ -167,7 +176,9 @@ class UnitReader(reader.Reader):
         self._finish_draining()
 
     def _finish_draining(self) -> None:
-        if not self._draining or any(load.in_flight or load.used for load in self._loads):
+        if not self._draining or self._stopped:
+            return
+        if any(load.in_flight or load.used for load in self._loads):
             return
         for load in list(self._loads):
             self._free(load)

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.timing import Mark
+from localrt.offload.cards.clock import marks_of
 from localrt.offload.reading.reader import POLL_S
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import PAGE, Ring
@@ -118,6 +120,48 @@ def test_the_next_round_begins_while_the_last_unit_is_in_use() -> None:
         wait_for(lambda: [name for name, _, _ in source.fetched].count("u0") == 4 + 2)
         reader.release("u2")
         use(reader, units[0])
+
+
+def test_a_unit_is_there_when_all_its_pieces_are_in_whatever_order_they_come() -> None:
+    class Events(FakeSource):
+        def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+            super().fetch(unit, start, out, after)
+            if start == 0:
+                wait_for(lambda: reader.bytes_read >= PAGE)  # the other one was begun later
+            return f"piece {start // PAGE}"
+
+    with reading(Events(), make_units([2])) as reader:
+        _, mark = reader.acquire("u0")
+        assert marks_of(mark) == ("piece 1", "piece 0")
+
+
+def test_nothing_is_begun_between_a_stop_and_the_next_order() -> None:
+    units = make_units([2, 2, 2])
+    go, drained = threading.Event(), list[None]()
+
+    def fault(unit: StoredUnit, start: int) -> None:
+        go.wait(60)
+
+    source = FakeSource(fault=fault)
+    reader = UnitReader(
+        source, Ring(2 * PAGE), threads=1, stall_s=30.0, drained=lambda: drained.append(None)
+    )
+    try:
+        reader.schedule(units)
+        wait_for(lambda: bool(source.fetched))
+        del drained[:]
+        reader.rewind()  # what is on its way ends later
+        reader.stop()
+        go.set()
+        wait_for(lambda: reader.bytes_read == 2 * PAGE)
+        time.sleep(0.01)
+        assert not drained
+        assert len(source.fetched) == 1
+        reader.rewind()
+        use(reader, units[0])
+        assert drained
+    finally:
+        reader.close()
 
 
 def test_each_round_reads_each_unit_once() -> None:

@@ -4,9 +4,12 @@ nothing is overwritten before it has been read.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +17,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
+from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.timing import Mark
+from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import WallClock
+from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.pipeline import opening
+from localrt.offload.pipeline.streamed import Pipeline
 from localrt.offload.placement import LEAST_CARD_ROWS, Where
+from localrt.offload.reading.sources import LinkSource
+from localrt.offload.reading.unit_reader import UnitReader
+from localrt.offload.ring import PAGE
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
@@ -28,6 +40,7 @@ from tests.offload.cards.carded import (
     placements,
 )
 from tests.offload.cards.late import POISON, LateAccelerator
+from tests.offload.cards.test_hybrid_experts import places
 from tests.offload.cards.test_long_passes import LONG, crossing, passes
 from tests.offload.experts.rates import Rate
 from tests.offload.placed import (
@@ -39,6 +52,7 @@ from tests.offload.placed import (
     pack_tiny,
     passing,
 )
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -172,7 +186,156 @@ def test_long_passes_for_which_weights_cross(
         assert_same(passes(decoder, sizes), passes(model.resident, sizes))
 
 
+def test_pieces_of_a_copy_may_end_in_any_order(
+    model: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = LinkSource.fetch
+
+    def fetch_late(source: LinkSource, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+        """The first piece's copy is the first, and the last that the reader hears of."""
+        mark = fetch(source, unit, start, out, after)
+        lane = pipelines[0].card if pipelines else None
+        if start == 0 and len(out) < unit.nbytes and lane is not None and lane.reader is not None:
+            before, end = lane.reader.bytes_read, time.perf_counter() + 0.5
+            while lane.reader.bytes_read == before and time.perf_counter() < end:
+                time.sleep(0.001)
+        return mark
+
+    pipelines = list[Pipeline]()
+    monkeypatch.setattr(opening, "_COPY_BLOCK", 4 * PAGE)
+    monkeypatch.setattr(LinkSource, "fetch", fetch_late)
+    where = dict.fromkeys(passing(model.store), Where.LINK)
+    with on_card(model, where, slack=(0, 90), late=True) as decoder:
+        pipelines.append(decoder.residency.pipeline)
+        assert_same(conversation(decoder), model.expected)
+        pipelines.clear()
+
+
+def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """``go`` and ``held``: with ``held`` cleared, ``go`` is when copying begins anew."""
+    resume, go, held = LinkSource.resume, threading.Event(), threading.Event()
+    go.set()
+    held.set()
+
+    def resume_and_hold(source: LinkSource) -> None:
+        if not held.is_set():
+            go.clear()
+        resume(source)
+
+    monkeypatch.setattr(LinkSource, "resume", resume_and_hold)
+    return go, held
+
+
+def test_ram_is_freed_when_no_copy_reads_it(
+    model: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_in, free_host, forget = Accelerator.copy_in, LateAccelerator.free_host, LinkSource.forget
+    reading, faults = dict[int, Any](), list[str]()
+    go, copying = hold_copies(monkeypatch)
+
+    def copy_slowly(card: Accelerator, name: str, source: Any, *args: Any, **options: Any) -> Mark:
+        """Under way until RAM is freed, or copying is given up."""
+        reading[threading.get_ident()] = source
+        copying.set()
+        go.wait(60)
+        mark = copy_in(card, name, source, *args, **options)
+        del reading[threading.get_ident()]
+        return mark
+
+    def free_now(card: LateAccelerator, memory: Any) -> int:
+        if any(np.shares_memory(source, memory) for source in list(reading.values())):
+            faults.append("a copy reads what is freed")
+        go.set()
+        return free_host(card, memory)
+
+    def forget_and_go(source: LinkSource) -> None:
+        go.set()
+        forget(source)
+
+    monkeypatch.setattr(Accelerator, "copy_in", copy_slowly)
+    monkeypatch.setattr(LateAccelerator, "free_host", free_now)
+    monkeypatch.setattr(LinkSource, "forget", forget_and_go)
+    where = dict.fromkeys(passing(model.store), Where.LINK)
+    with on_card(model, where, late=True) as decoder:
+        assert_same(conversation(decoder), model.expected)
+        copying.clear()
+        decoder.residency.abandon()
+        wait_for(copying.is_set)
+        assert decoder.residency.memory.give_back(decoder.residency.memory.reclaimable)
+        assert not faults
+        assert_same(conversation(decoder), model.expected)
+
+
+def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
+    model: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be missing in the order that begins again: pass and copies wait for each other."""
+    fetch, acquire = LinkSource.fetch, UnitReader.acquire
+    go, held = hold_copies(monkeypatch)
+    taken = threading.Event()
+
+    def fetch_held(source: LinkSource, unit: StoredUnit, *args: Any) -> Mark:
+        held.set()
+        go.wait(60)
+        return fetch(source, unit, *args)
+
+    def acquire_noted(reader: UnitReader, *args: Any) -> tuple[Any, Mark]:
+        found = acquire(reader, *args)
+        taken.set()
+        return found
+
+    monkeypatch.setattr(LinkSource, "fetch", fetch_held)
+    monkeypatch.setattr(UnitReader, "acquire", acquire_noted)
+    where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
+    with on_card(model, where, late=True, stall_s=5.0) as decoder:
+        residency = decoder.residency
+        assert_same(conversation(decoder), model.expected)
+        held.clear()
+        residency.abandon()
+        wait_for(held.is_set)
+        residency.abandon()
+        cpu = residency.pipeline.cpu
+        rewind = cpu.rewind
+
+        def rewind_slowly() -> None:
+            """The copy from before ends between the two readers' new beginnings."""
+            rewind()
+            taken.clear()
+            go.set()
+            taken.wait(0.3)
+            time.sleep(0.05)
+
+        monkeypatch.setattr(cpu, "rewind", rewind_slowly)
+        residency.abandon()
+        assert_same(conversation(decoder), model.expected)
+
+
 # -- mixtures --------------------------------------------------------------------------------------
+
+
+def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
+    mixture: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = ExpertCosts(cpu=Rate(0.0, 1e-2, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
+    compute, failed = HybridStage._as_they_come, list[int]()
+
+    def fail_once(stage: HybridStage, turn: Any, arrivals: Any, mark: Mark) -> Mark:
+        if arrivals and turn.part.place == 0 and not failed:
+            failed.extend(arrivals)
+            raise CancelledError("stop")
+        return compute(stage, turn, arrivals, mark)
+
+    monkeypatch.setattr(HybridStage, "_as_they_come", fail_once)
+    with on_card(mixture, places(mixture, 0.3), late=True, expert_costs=costs) as decoder:
+        cache, twin = decoder.cache(64), mixture.resident.cache(64)
+        for token in tokens(30):
+            before = len(failed)
+            with suppress(CancelledError):
+                ours = extend(decoder, cache, [token])
+            if len(failed) > before:
+                ours = extend(decoder, cache, [token])
+            assert_same([ours], [extend(mixture.resident, twin, [token])])
+    assert failed
 
 
 @settings(some, max_examples=8)
