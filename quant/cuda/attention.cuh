@@ -20,11 +20,12 @@ struct Attention {
     const i64* positions;    // (n,)
     const i8* tree;          // (n, n): which new row sees which; or null: those before it and itself
     const float* sinks;      // (heads,) or null
-    u16* out;                // (n, heads, value size), bf16
+    u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
     i64 k_group, v_group, run_stride;
     int n, first, rows, heads, per, window, runs;  // `rows` from `first` on; `per` heads of a group
     float scale, softcap;
+    int out_stride;  // bytes of a row of records
 
     // Place of a query row among those of its group, to its place among all of this launch.
     FN int result(const Attention& args, int place, int group) {

@@ -1,7 +1,10 @@
 // The runs that attention.cu left, joined in order: a block takes one row and head, a thread one number.
 //
-//   VALUES   how the cache keeps values
+//   VALUES    how the cache keeps values
+//   TURNED    numbers of a head that the cache keeps rotated together (rotate.cu); 1: none
+//   RECORDS   1 to write the records of the product that comes next (records.cuh): whole steps of 32
 #include "attention.cuh"
+#include "records.cuh"
 
 extern "C" __global__ void attention_join(Attention args) {
     constexpr int VALUE = VALUES::SIZE;
@@ -20,5 +23,19 @@ extern "C" __global__ void attention_join(Attention args) {
         weight = fused(share, weights[i * width], weight);
         if (e < VALUE) sum = fused(share, args.partial[i * args.run_stride + (i64)which * VALUE + e], sum);
     }
-    if (e < VALUE) store((Bf16*)args.out + ((i64)args.first * args.heads + which) * VALUE + e, sum / weight);
+    float value = sum / weight;
+    if constexpr (TURNED > 1) {
+        __shared__ float values[VALUE];
+        for (int apart = 1; apart < TURNED; apart *= 2) {
+            if (e < VALUE) values[e] = value;
+            __syncthreads();
+            if (e < VALUE) value = e & apart ? plus(values[e ^ apart], -value) : plus(value, values[e ^ apart]);
+            __syncthreads();
+        }
+        value = times(value, 1.f / sqrtf((float)TURNED));
+    }
+    if constexpr (RECORDS)
+        write_record((u8*)args.out + (i64)row * args.out_stride, which % args.heads * VALUE + e, value);
+    else if (e < VALUE)
+        store((Bf16*)args.out + ((i64)args.first * args.heads + which) * VALUE + e, value);
 }

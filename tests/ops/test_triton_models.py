@@ -20,8 +20,10 @@ from localrt.quant.formats import CODECS, pack, unpack
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from localrt.quant.methods.hadamard import block_hadamard
 from localrt.quant.ops.protocol import Batch, Span
+from tests.ops.cuda.emulator import Emulator
 from tests.ops.triton_target import DEVICE
 
+from localrt.quant.ops.cuda.launch import emulate  # isort: skip
 from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
 from localrt.quant.ops.triton.graph import GraphedForward, record  # isort: skip
 from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
@@ -171,6 +173,22 @@ def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
     got = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
     wanted = plain.forward(Batch.extend([(plain.cache(LENGTH), ids)]))
     assert relative_error(got, wanted) < 0.03
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="launches are counted on the CPU")
+def test_launches_of_a_layer(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path, layers=1)  # heads of whole steps
+    decoder = shallow(tmp_path, lambda c: Packed(c, "int4-g32"))
+    cache = decoder.cache(LENGTH)
+    decoder.forward(Batch.extend([(cache, tokens(SHORT))]))
+    counter = Emulator()
+    before = emulate(counter)
+    decoder.forward(Batch.extend([(cache, tokens(1))]))
+    emulate(before)
+    names = [program.name for program in counter.launches]
+    attention = ["norm", "linear", "rope_append", "attention", "attention_join", "linear"]
+    mlp = ["norm", "linear", "quantize", "linear"]
+    assert names == ["unpack", *attention, *mlp, "norm", "linear"]  # ten, and embedding and head
 
 
 @pytest.mark.slow

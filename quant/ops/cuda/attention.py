@@ -14,13 +14,14 @@ from torch import Tensor
 
 from localrt.quant.ops.cuda.kv import CardKvFormat, numbers, turned_block
 from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.products import MOST_ROWS
+from localrt.quant.ops.cuda.products import MOST_ROWS, Records
 from localrt.quant.ops.cuda.programs import Program
 from localrt.quant.ops.cuda.steps import rotate_blocks
 
 __all__ = [
     "attend",
     "attention_program",
+    "fits_records",
     "join_program",
     "rope_append",
     "rope_program",
@@ -57,6 +58,7 @@ class _Attention(Structure):
         ("runs", c_int),
         ("scale", c_float),
         ("softcap", c_float),
+        ("out_stride", c_int),
     )
 
 
@@ -148,8 +150,13 @@ def attend(
     longest: int,
     sinks: Tensor | None = None,
     kv_format: CardKvFormat = "bf16",
+    records: Records | None = None,
+    row: int = 0,
 ) -> Tensor:
     """q (n, H, E) over keys and values (G, allocated, E): (n, H * E), bf16.
+
+    Few rows may go to ``records`` instead, from ``row`` on, if ``fits_records``; what is returned
+    then holds nothing.
 
     The cache has ``held`` tokens (one int64 on the device), at positions 0 to held - 1, and behind
     them the n new rows, at ``positions`` (n,) int64. ``mask`` (n, n) int8 says which new row sees
@@ -160,8 +167,10 @@ def attend(
     groups, value = k.shape[0], v.shape[2] if kv_format == "bf16" else size
     per = heads // groups
     split = n <= MOST_ROWS
+    turned = turned_block(kv_format, value)
     runs = -(-longest // _RUN) if split else 1
-    out = torch.empty(n, heads * value, dtype=torch.bfloat16, device=q.device)
+    out = torch.empty(0 if records else n, heads * value, dtype=torch.bfloat16, device=q.device)
+    target = records.data[0, row:] if records else out
     # Partial results of so many rows at once that they stay small.
     row_bytes = runs * heads * (value + 2) * 4
     chunk = max(1, min(n, _SCRATCH_BYTES // row_bytes)) if split else n
@@ -179,7 +188,7 @@ def attend(
             positions.data_ptr(),
             _pointer(mask),
             _pointer(sinks),
-            out.data_ptr(),
+            target.data_ptr(),
             _pointer(partial),
             _pointer(stats),
             _bytes_of_group(k),
@@ -194,6 +203,7 @@ def attend(
             runs,
             scale,
             softcap or 0.0,
+            records.stride if records else 0,
         )
         tiles = -(-rows * per // _TILE)
         program = attention_program(size, value, kv_format, split=split)
@@ -203,9 +213,14 @@ def attend(
             continue
         launch(q.device, program, (runs, groups, tiles), _THREADS, args)
         threads = -(-value // 32) * 32
-        launch(q.device, join_program(value, kv_format), (rows * heads, 1, 1), threads, args)
-    turned = turned_block(kv_format, value)
-    return out if turned == 1 else rotate_blocks(out, turned)
+        program = join_program(value, kv_format, records=records is not None)
+        launch(q.device, program, (rows * heads, 1, 1), threads, args)
+    return out if split or turned == 1 else rotate_blocks(out, turned)
+
+
+def fits_records(heads: int, value: int) -> bool:
+    """Whether the results of so many heads are whole records, each head in whole steps."""
+    return value % 32 == 0 and heads * value % 64 == 0
 
 
 def attention_program(
@@ -221,9 +236,14 @@ def attention_program(
     )
 
 
-def join_program(value: int, kv_format: CardKvFormat = "bf16") -> Program:
+def join_program(value: int, kv_format: CardKvFormat = "bf16", *, records: bool = False) -> Program:
     """What joins the runs of values of so many numbers."""
-    return Program.of("attention_join", VALUES=numbers(kv_format, value)[1])
+    return Program.of(
+        "attention_join",
+        VALUES=numbers(kv_format, value)[1],
+        TURNED=turned_block(kv_format, value),
+        RECORDS=int(records),
+    )
 
 
 def rope_program(size: int, kv_format: CardKvFormat = "bf16") -> Program:

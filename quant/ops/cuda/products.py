@@ -70,7 +70,7 @@ class TiledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Rows in 8 bits: (heads, rows rounded up to 8, bytes of a row)."""
+    """Rows in 8 bits: (heads, rows rounded up to what a warp takes, bytes of a row)."""
 
     data: Tensor
     heads: int
@@ -159,7 +159,8 @@ class _Linear(Structure):
 
 def empty_records(heads: int, rows: int, columns: int, device: torch.device) -> Records:
     """Room for records that a kernel writes."""
-    size = heads, -(-rows // 8) * 8, -(-columns // 64) * _RECORD
+    whole = 8 * _groups(rows)  # a warp loads rows that are not there, and leaves their results
+    size = heads, -(-rows // whole) * whole, -(-columns // 64) * _RECORD
     return Records(torch.empty(size, dtype=torch.uint8, device=device), heads, rows, columns)
 
 
@@ -268,12 +269,17 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
 
 def best_cut(format_: str, tiles: int, rows: int, processors: int, gate: bool) -> Cut:
     """For ``tiles`` tiles of weights, ``rows`` rows of activations, a card of ``processors``."""
-    groups = 1 if rows <= 8 else 2 if rows <= 16 else 4
+    groups = _groups(rows)
     # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
     light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
     blocks = -(-tiles // (4 if light else 2))
     parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
     return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
+
+
+def _groups(rows: int) -> int:
+    """Rows in eights that a warp multiplies at once."""
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
 def linear_program(

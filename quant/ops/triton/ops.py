@@ -20,9 +20,16 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
-from localrt.quant.ops.cuda.attention import attend, rope_append
+from localrt.quant.ops.cuda.attention import attend, fits_records, rope_append
 from localrt.quant.ops.cuda.kv import CardKvFormat, row_nbytes
-from localrt.quant.ops.cuda.products import MOST_ROWS, Records, TiledMatrix, product, quantize
+from localrt.quant.ops.cuda.products import (
+    MOST_ROWS,
+    Records,
+    TiledMatrix,
+    empty_records,
+    product,
+    quantize,
+)
 from localrt.quant.ops.cuda.rows import unpack_rows
 from localrt.quant.ops.cuda.steps import combined, gate, norm, rotate_blocks
 from localrt.quant.ops.experts import (
@@ -227,6 +234,10 @@ class TritonOps:
         layer: int,
     ) -> Tensor:
         """(R, D), float32."""
+        # Where the product that follows reads records, they are written at once.
+        direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
+        width = spec.heads * spec.value_dim
+        records = empty_records(1, len(q), width, self._device) if direct else None
         outputs = []
         for index, (first, stop, span) in enumerate(_ranges(step.spans)):
             k, v = _cache(span).view(layer, span.rows)
@@ -244,10 +255,12 @@ class TritonOps:
                     longest=step.longest[index],
                     sinks=weights.sinks,
                     kv_format=self._kv_format,
+                    records=records,
+                    row=first,
                 )
             )
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        y = self.linear(joined, weights.out, weights.out_bias, dtype=torch.float32)
+        seen = records or (outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        y = self.linear(seen, weights.out, weights.out_bias, dtype=torch.float32)
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
@@ -418,7 +431,8 @@ class TritonOps:
             chosen = Stream(x.settle()[wanted])
         if not len(rows):
             return np.zeros((0, weight.shape[0]), np.float32)
-        logits = self.linear(chosen.normed(norm, eps), weight, dtype=torch.float32)
+        h = self._normed(chosen, norm, eps, weight)
+        logits = self.linear(h, weight, dtype=torch.float32)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         if self.recording is not None:

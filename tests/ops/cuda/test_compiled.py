@@ -24,7 +24,9 @@ ELSEWHERE = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4")
 def check(made: Build) -> None:
     assert made.spilled_bytes == 0, made
     assert made.shared_bytes <= SHARED_BYTES[made.target], made
-    assert made.registers <= 255 if made.rows > 8 else 128, made
+    # Two blocks of a processor at once, but for six bits and for many rows.
+    light = made.rows <= 8 and made.format not in ("q6_k", "int6-g32")
+    assert made.registers <= (128 if light else 255), made
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))

@@ -12,7 +12,15 @@ import torch
 from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import tile, tile_span
 from localrt.quant.ops.cuda.formats import TYPES
-from localrt.quant.ops.cuda.products import Cut, Records, TiledMatrix, product, quantize
+from localrt.quant.ops.cuda.products import (
+    Cut,
+    Records,
+    TiledMatrix,
+    best_cut,
+    empty_records,
+    product,
+    quantize,
+)
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.packed import random_tensor
 
@@ -74,6 +82,12 @@ def test_rows_in_8_bits_are_within_half_a_step(emulator: Emulator) -> None:
     assert np.array_equal(each[..., 64:128].view(np.int8), -each[..., :64].view(np.int8))
     sums = np.ascontiguousarray(each[..., 128:]).view(np.float32).reshape(3, 4, 2)[:, :3, 1]
     assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_a_warp_loads_are_there() -> None:
+    for rows in range(1, 65):
+        loaded = 8 * best_cut("q4_0", 64, rows, 24, gate=False).groups
+        assert empty_records(1, rows, 64, torch.device("cpu")).data.shape[1] % loaded == 0
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))
