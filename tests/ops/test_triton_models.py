@@ -26,6 +26,7 @@ from tests.ops.triton_target import DEVICE
 from localrt.quant.ops.cuda.launch import emulate  # isort: skip
 from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
 from localrt.quant.ops.triton.graph import GraphedForward, record  # isort: skip
+from localrt.quant.ops.triton import products  # isort: skip
 from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
 from tests.models.test_architectures import oracle  # isort: skip
 from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
@@ -173,6 +174,19 @@ def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
     got = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
     wanted = plain.forward(Batch.extend([(plain.cache(LENGTH), ids)]))
     assert relative_error(got, wanted) < 0.03
+
+
+def test_a_card_without_bf16_reads_prompts_as_it_decodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "multiplies_bf16", lambda device: False)
+    decoder = shallow(folder, lambda c: Packed(c, "int4-g32"))
+    ids = tokens(70)
+    long = decoder.forward(Batch.extend([(decoder.cache(72), ids)]))
+    cache = decoder.cache(72)
+    parts = [decoder.forward(Batch.extend([(cache, part)])) for part in (ids[:60], ids[60:])]
+    # The same products to the bit; attention of many rows rounds in another order.
+    assert relative_error(long, np.concatenate(parts)) < 0.02
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are counted on the CPU")

@@ -194,7 +194,7 @@ def product(
     limit: float = 0.0,
     cut: Cut | None = None,
 ) -> None:
-    """out (R, rows) = x (R, columns) times the weight's rows, R at most 64.
+    """out (R, rows) = x (R, columns) times the weight's rows; made for R up to 64.
 
     With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
     is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H

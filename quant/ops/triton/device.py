@@ -14,7 +14,7 @@ from torch import Tensor
 
 from localrt.errors import MemoryBudgetError
 
-__all__ = ["compiled", "full_card", "processors", "upload"]
+__all__ = ["compiled", "full_card", "multiplies_bf16", "processors", "upload"]
 
 
 def compiled(x: Tensor) -> bool:
@@ -35,6 +35,12 @@ def full_card() -> Iterator[None]:
             "the card has no memory left: close other programs that use it, or give the model less "
             "with --gpu-memory"
         ) from error
+
+
+@cache
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether torch's products of bf16 run on the device at full speed."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

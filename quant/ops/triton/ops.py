@@ -61,7 +61,12 @@ from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import route_rows, run_kinds
 from localrt.quant.ops.triton.graph import GraphedForward
 from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
-from localrt.quant.ops.triton.products import multiply, multiply_heads, reads_records
+from localrt.quant.ops.triton.products import (
+    by_kernels,
+    multiply,
+    multiply_heads,
+    reads_records,
+)
 from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, Stream, TritonPass
 from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
 
@@ -475,7 +480,7 @@ class TritonOps:
             len(weight.parts) == 1
             and isinstance(part, TiledMatrix)
             and inner % 16 == 0
-            and rows <= MOST_ROWS
+            and by_kernels(rows, part)
         ):
             if isinstance(h, Tensor):
                 h = quantize(rotate_blocks(h, weight.hadamard) if weight.hadamard else h)

@@ -20,9 +20,10 @@ from localrt.quant.ops.cuda.products import (
 )
 from localrt.quant.ops.cuda.rows import unpack_rows
 from localrt.quant.ops.cuda.steps import rotate_blocks
+from localrt.quant.ops.triton.device import multiplies_bf16
 from localrt.quant.ops.triton.weight import TritonWeight
 
-__all__ = ["multiply", "multiply_heads", "reads_records"]
+__all__ = ["by_kernels", "multiply", "multiply_heads", "reads_records"]
 
 # Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
 _UNPACKED = 32 << 20
@@ -31,7 +32,15 @@ _UNPACKED = 32 << 20
 def reads_records(weight: TritonWeight, rows: int) -> bool:
     """Whether ``rows`` rows are multiplied with it in 8 bits, and in no other form."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
-    return packed and rows <= MOST_ROWS and not weight.hadamard
+    return packed and by_kernels(rows, weight.parts[0]) and not weight.hadamard
+
+
+def by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
+    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all on a card that does
+    not multiply bf16 (Turing).
+    """
+    device = part.device if isinstance(part, Tensor) else part.data.device
+    return part.shape[1] % 32 == 0 and (rows <= MOST_ROWS or not multiplies_bf16(device))
 
 
 def multiply(x: Tensor | Records, weight: TritonWeight, out: Tensor, bias: Tensor | None) -> None:
@@ -40,13 +49,13 @@ def multiply(x: Tensor | Records, weight: TritonWeight, out: Tensor, bias: Tenso
         x = quantize(x)
     first = 0
     for part in weight.parts:
-        rows, columns = part.shape
+        rows = part.shape[0]
         y, own = out[:, first : first + rows], None if bias is None else bias[first : first + rows]
         first += rows
         if isinstance(x, Records):
             assert isinstance(part, TiledMatrix), "records are for packed weights"
             product(x, part, y, bias=own)
-        elif len(x) > MOST_ROWS or columns % 32:
+        elif not by_kernels(len(x), part):
             _multiply_unpacked(x, part, y, own)
         elif isinstance(part, Tensor):
             dense_product(x, part, y, bias=own)
@@ -74,7 +83,7 @@ def multiply_heads(x: Tensor, weight: TritonWeight, out: Tensor) -> None:
     if weight.hadamard:
         x = rotate_blocks(x.reshape(-1, columns), weight.hadamard).view(heads, count, columns)
     part, rows = weight.parts[0], weight.shape[0] // heads
-    if count <= MOST_ROWS and columns % 32 == 0 and len(weight.parts) == 1:
+    if by_kernels(count, part) and len(weight.parts) == 1:
         if isinstance(part, Tensor):
             dense_product(x, part, out)
             return
