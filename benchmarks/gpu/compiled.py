@@ -154,7 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     formats = args.only.split(",") if args.only else sorted(TYPES)
     targets = [int(t) for t in args.targets.split(",")] if args.targets else list(TARGETS)
     setting = record.setting("python -m benchmarks.gpu.compiled", "nvidia-cuda-nvrtc", "triton")
-    made: list[Build] = []
+    earlier = [Build(**row) for row in record.load(args.out, rows=[])["rows"]]
+    made = [b for b in earlier if b.target not in targets or b.format not in formats]
     with ThreadPoolExecutor() as threads:
         for target in targets:  # saved after each
             made += threads.map(lambda make: make(), _builds(formats, target))

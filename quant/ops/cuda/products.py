@@ -269,7 +269,8 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
 
 def best_cut(format_: str, tiles: int, rows: int, processors: int, gate: bool) -> Cut:
     """For ``tiles`` tiles of weights, ``rows`` rows of activations, a card of ``processors``."""
-    groups = _groups(rows)
+    # With four eights of rows these have more sums and scales than registers on some cards.
+    groups = min(2, _groups(rows)) if format_ in ("nvfp4", "q4_k") else _groups(rows)
     # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
     light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
     blocks = -(-tiles // (4 if light else 2))
