@@ -50,7 +50,6 @@ _FIRST = (
     "test_real_models.py",
     "test_gpu_check.py",
     "test_packaging.py",
-    "test_triton_compile.py",
 )
 
 CHATML = (

@@ -20,7 +20,7 @@ from benchmarks.gpu.timing import (
     launch_seconds,
 )
 from localrt.quant.ops.cuda.attention import attend
-from localrt.quant.ops.triton.latent import attend_latent_rows
+from localrt.quant.ops.cuda.latent import attend_latent_rows
 
 __all__ = ["check_attention", "check_mixture_attention"]
 
@@ -132,7 +132,14 @@ def latents(name: str, device: str) -> Result:
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
         here = torch.tensor([at], device=device)
         return attend_latent_rows(
-            q, cache, here, rope=ROPE, scale=scale, mask=mask, longest=512
+            q,
+            cache,
+            here,
+            at + torch.arange(len(q), device=device),
+            rope=ROPE,
+            scale=scale,
+            mask=mask,
+            longest=512,
         ).flatten(1)
 
     def exact(q: torch.Tensor, tree: torch.Tensor) -> torch.Tensor:
@@ -180,7 +187,7 @@ def latent_speed(device: str) -> list[Result]:
             seconds = launch_seconds(
                 [
                     lambda c=c, q=q, held=held, n=length: attend_latent_rows(
-                        q, c, held, rope=ROPE, scale=0.04, mask=None, longest=n
+                        q, c, held, held, rope=ROPE, scale=0.04, mask=None, longest=n
                     )
                     for c in caches
                 ],

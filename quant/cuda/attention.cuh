@@ -6,7 +6,10 @@
 #pragma once
 #include "kv.cuh"
 
-constexpr int RUN = 256;  // keys whose sums are joined: a part of what a result's bits depend on
+#ifndef RUN_KEYS
+#define RUN_KEYS 256
+#endif
+constexpr int RUN = RUN_KEYS;  // keys whose sums are joined: a part of what a result's bits depend on
 constexpr float LOG2E = 1.44269504f;
 
 FN float minus_infinity() { return as_float(0xFF800000u); }

@@ -116,8 +116,14 @@ def _triton_runs(index: int) -> bool:
 def _card_takes(attention: Sequence[AttentionSpec]) -> bool:
     """Whether our GPU kernels attend with these heads."""
     from localrt.quant.ops.cuda.attention import takes_heads
+    from localrt.quant.ops.cuda.latent import takes_latents
 
-    return all(isinstance(spec, LatentSpec) or takes_heads(spec.head_dim) for spec in attention)
+    return all(
+        takes_latents(spec.rope_dim, spec.latent)
+        if isinstance(spec, LatentSpec)
+        else takes_heads(spec.head_dim)
+        for spec in attention
+    )
 
 
 def kernels_take_heads(size: int) -> bool:

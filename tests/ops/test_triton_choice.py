@@ -56,9 +56,9 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, bitsandbytes: bool) -> 
 
 
 def test_latent_attention_is_tritons_or_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    rope = Rope((1.0,))
+    rope = Rope((1.0,) * 8)
     spec = LatentSpec(
-        heads=1, kv_heads=1, head_dim=34, scale=1.0, eps=1e-6, rope=rope, latent=32, nope=32,
+        heads=1, kv_heads=1, head_dim=48, scale=1.0, eps=1e-6, rope=rope, latent=32, nope=32,
         value=32,
     )  # fmt: skip
     assert choose.make_ops([spec], device="cuda").name == "triton"

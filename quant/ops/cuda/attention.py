@@ -19,6 +19,7 @@ from localrt.quant.ops.cuda.programs import Program
 from localrt.quant.ops.cuda.steps import rotate_blocks
 
 __all__ = [
+    "Attention",
     "attend",
     "attention_program",
     "fits_records",
@@ -34,7 +35,9 @@ _TILE = 16  # query rows of a warp
 _SCRATCH_BYTES = 32 << 20
 
 
-class _Attention(Structure):
+class Attention(Structure):
+    """What the kernels of attention read: ``Attention`` in quant/cuda/attention.cuh."""
+
     _fields_ = (
         ("q", c_void_p),
         ("k", c_void_p),
@@ -180,7 +183,7 @@ def attend(
         stats = torch.empty(2, runs, chunk * heads, dtype=torch.float32, device=q.device)
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
-        args = _Attention(
+        args = Attention(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),

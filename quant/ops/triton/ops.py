@@ -22,6 +22,7 @@ from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.cuda.attention import attend, fits_records, rope_append
 from localrt.quant.ops.cuda.kv import CardKvFormat, row_nbytes
+from localrt.quant.ops.cuda.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.cuda.products import (
     MOST_ROWS,
     Records,
@@ -60,7 +61,6 @@ from localrt.quant.ops.triton.device import full_card, upload
 from localrt.quant.ops.triton.expert_table import TritonExpertTable
 from localrt.quant.ops.triton.experts import route_rows, run_kinds
 from localrt.quant.ops.triton.graph import GraphedForward
-from localrt.quant.ops.triton.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.triton.products import (
     by_kernels,
     multiply,
@@ -321,6 +321,7 @@ class TritonOps:
                     rows,
                     _cache(span).view(layer, span.rows)[0][0],
                     step.held[index:],
+                    step.positions[first:stop],
                     rope=spec.rope_dim,
                     scale=spec.scale,
                     mask=step.trees[index],

@@ -12,6 +12,7 @@ from benchmarks.gpu.compiled import SHARED_BYTES, TARGETS, Build, build, build_e
 from localrt.errors import LocalrtError
 from localrt.quant.ops.cuda.attention import attention_program, join_program, rope_program
 from localrt.quant.ops.cuda.formats import TYPES
+from localrt.quant.ops.cuda.latent import append_program, latent_programs
 from localrt.quant.ops.cuda.products import best_cut, linear_program
 from localrt.quant.ops.cuda.programs import Program, compile_program, machine_code
 
@@ -90,14 +91,22 @@ def test_attention(target: int, sizes: tuple[int, ...]) -> None:
         programs += [attention_program(size, size, "int8", split=True), rope_program(size)]
         programs += [attention_program(size, size, "int4", split=True), rope_program(size, "int4")]
     for program in programs:
-        log = compile_program(program, target).log
-        spilled, shared = (
-            re.search(r"(\d+) bytes spill stores", log),
-            re.search(r"(\d+) bytes smem", log),
-        )
-        assert spilled is not None
-        assert int(spilled[1]) == 0, program
-        assert shared is None or int(shared[1]) <= 48 << 10, program
+        check_program(program, target)
+
+
+@pytest.mark.parametrize("target", [75, 89, 120])
+def test_latent_attention(target: int) -> None:
+    for program in (*latent_programs(64, 512), append_program(torch.bfloat16, torch.float32)):
+        check_program(program, target)
+
+
+def check_program(program: Program, target: int) -> None:
+    log = compile_program(program, target).log
+    spilled = re.search(r"(\d+) bytes spill stores", log)
+    shared = re.search(r"(\d+) bytes smem", log)
+    assert spilled is not None
+    assert int(spilled[1]) == 0, program
+    assert shared is None or int(shared[1]) <= 48 << 10, program
 
 
 def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,147 @@
+// Latent attention of few new rows over a cache whose rows all heads share: a rotary key, and the
+// latent behind it, which is key and value at once. A block takes sixteen query rows and one run of
+// keys, staged in shared memory for both products; attention_join.cu joins the runs.
+//
+//   ROPE LATENT   numbers of a cached row: first those of the rotary key
+//   RUN_KEYS      keys of a run
+//
+// For scores each warp takes some columns of all keys, for values some columns of the result. As in
+// attention.cu, keys that a row does not see leave its sums as they are, to the bit.
+#include "attention.cuh"
+
+constexpr int WARPS = 4, STEP = 32, EIGHTS = STEP / 8, SIZE = ROPE + LATENT;
+constexpr int SLICES = ((SIZE + 15) / 16 + WARPS - 1) / WARPS;  // of 16 columns, of a warp
+constexpr int SPANS = (LATENT + 63) / 64, OWN = (SPANS + WARPS - 1) / WARPS;  // of 64 columns; a warp's
+// 16 bytes each; those at the end keep rows of shared memory in different banks.
+constexpr int PIECES = (ROPE + 64 * SPANS + 15) / 16 * 2, WIDTH = PIECES + 1;
+
+extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
+    __shared__ uint4 keys[STEP][WIDTH];
+    __shared__ float parts[WARPS][16][STEP + 4];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int old = (int)*args.held, place = blockIdx.y * 16, total = old + args.n;
+    const Rows rows = Rows::make(args, place, g);
+    const int last = (place + 15) / args.per < args.rows ? (place + 15) / args.per : args.rows - 1;
+    const int begin = blockIdx.x * RUN;
+    int end = args.tree ? total : old + args.first + last + 1;
+    if (begin >= end) return;  // which attention_join.cu knows
+    end = end < begin + RUN ? end : begin + RUN;
+
+    uint4 queries[SLICES];
+    const u16* q = args.q + ((i64)args.first * args.heads + place) * SIZE;
+#pragma unroll
+    for (int s = 0; s < SLICES; s++) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int r = g + i % 2 * 8, e = 16 * (warp * SLICES + s) + 2 * t + i / 2 * 8;
+            words[i] = (place + r) / args.per < args.rows && e < SIZE ? *(const u32*)(q + r * SIZE + e) : 0;
+        }
+        queries[s] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    float sums[OWN][8][4];
+#pragma unroll
+    for (int i = 0; i < OWN * 32; i++) (&sums[0][0][0])[i] = 0;
+    float top[2] = {minus_infinity(), minus_infinity()}, weight[2] = {0, 0};  // a lane's own weight
+    const float scale = times(args.scale, LOG2E);
+
+    for (int key = begin; key < end; key += STEP) {
+        __syncthreads();
+        for (int at = threadIdx.x; at < STEP * PIECES; at += 32 * WARPS) {
+            const int token = key + at / PIECES, piece = at % PIECES;
+            const bool there = token < total && 8 * piece < SIZE;
+            keys[at / PIECES][piece] = there ? *(const uint4*)(args.k + ((i64)token * SIZE + 8 * piece) * 2) : nothing();
+        }
+        __syncthreads();
+        float scores[EIGHTS][4];
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++) {
+            scores[j][0] = scores[j][1] = scores[j][2] = scores[j][3] = 0;
+            const u32* row = (const u32*)keys[8 * j + g] + 8 * warp * SLICES + t;
+#pragma unroll
+            for (int s = 0; s < SLICES; s++)
+                if (16 * (warp * SLICES + s) < SIZE) multiply(scores[j], queries[s], row[8 * s], row[8 * s + 4]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) parts[warp][g + i / 2 * 8][8 * j + 2 * t + i % 2] = scores[j][i];
+        }
+        __syncthreads();
+        const bool all = Rows::see_all(rows, args, key, STEP, old);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float most_yet = top[i];
+#pragma unroll
+            for (int at = 0; at < 2 * EIGHTS; at++) {
+                const int column = at / 2 * 8 + 2 * t + at % 2;
+                float score = parts[0][g + 8 * i][column];
+#pragma unroll
+                for (int w = 1; w < WARPS; w++) score = plus(score, parts[w][g + 8 * i][column]);
+                score = times(score, scale);
+                if (!all && !Rows::sees(rows, args, i, key + column, old)) score = minus_infinity();
+                scores[at / 2][2 * i + at % 2] = score;
+                most_yet = most(most_yet, score);
+            }
+            most_yet = most(most_yet, shuffle_xor(most_yet, 1));
+            most_yet = most(most_yet, shuffle_xor(most_yet, 2));
+            const float base = finite(most_yet), kept = power_of_two(plus(top[i], -base));
+            float added = 0;
+#pragma unroll
+            for (int at = 0; at < 2 * EIGHTS; at++) {
+                float& score = scores[at / 2][2 * i + at % 2];
+                score = power_of_two(plus(score, -base));
+                added = plus(added, score);
+            }
+            weight[i] = fused(weight[i], kept, added);
+            top[i] = most_yet;
+#pragma unroll
+            for (int at = 0; at < OWN * 8; at++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float& sum = (&sums[0][0])[at][2 * i + c];
+                    sum = times(sum, kept);
+                }
+        }
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j += 2) {
+            const uint4 shares = make_uint4(two_bf16(scores[j][0], scores[j][1]), two_bf16(scores[j][2], scores[j][3]),
+                                            two_bf16(scores[j + 1][0], scores[j + 1][1]),
+                                            two_bf16(scores[j + 1][2], scores[j + 1][3]));
+#pragma unroll
+            for (int c = 0; c < OWN; c++) {
+                const int span = warp * OWN + c;
+                if (span >= SPANS) continue;
+                uint4 v[4];  // of tokens 0, 1, 8 and 9 from there: a lane's eight columns
+#pragma unroll
+                for (int i = 0; i < 4; i++) v[i] = keys[8 * j + 2 * t + i / 2 * 8 + i % 2][ROPE / 8 + 8 * span + g];
+                const u32 words[4][4] = {{v[0].x, v[0].y, v[0].z, v[0].w}, {v[1].x, v[1].y, v[1].z, v[1].w},
+                                         {v[2].x, v[2].y, v[2].z, v[2].w}, {v[3].x, v[3].y, v[3].z, v[3].w}};
+#pragma unroll
+                for (int w = 0; w < 8; w++) {
+                    const u32 which = w % 2 ? 0x7632 : 0x5410;
+                    multiply(sums[c][w], shares, pick(words[0][w / 2], words[1][w / 2], which),
+                             pick(words[2][w / 2], words[3][w / 2], which));
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        weight[i] = plus(weight[i], shuffle_xor(weight[i], 1));
+        weight[i] = plus(weight[i], shuffle_xor(weight[i], 2));
+        const int which = place + g + 8 * i;
+        if (which / args.per >= args.rows) continue;
+        float* out = args.partial + blockIdx.x * args.run_stride + (i64)which * LATENT;
+#pragma unroll
+        for (int c = 0; c < OWN; c++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int e = 64 * (warp * OWN + c) + 8 * (2 * t + half), r = 2 * i + half;
+                if (e < LATENT)
+#pragma unroll
+                    for (int w = 0; w < 8; w++) out[e + w] = sums[c][w][r];
+            }
+        if (warp == 0 && t == 0) {
+            const i64 width = args.run_stride / LATENT, at = blockIdx.x * width + which;
+            args.stats[at] = top[i], args.stats[args.runs * width + at] = weight[i];
+        }
+    }
+}

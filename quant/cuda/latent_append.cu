@@ -1,0 +1,49 @@
+// The step before latent attention: the last columns of each query head turn, and the latent and the
+// key that all heads share go behind the tokens that a cache holds. A warp takes one head of one row, or
+// the row's latent.
+//
+//   Q_IN WIDE_IN   float or Bf16
+#include "gates.cuh"
+
+struct LatentAppend {
+    const Q_IN* q;        // (n, heads, width); the last 2 half columns turn
+    const WIDE_IN* wide;  // (n, latent + 2 half): the latent, then the key
+    Bf16 *queries, *cache;  // (n, heads, 2 half + latent) and (allocated, 2 half + latent)
+    const i64* held;
+    const float *cos, *sin;  // (n, half)
+    const float* norm;       // (latent,)
+    i64 q_stride, wide_stride;
+    int heads, width, half, latent, interleaved;
+    float eps;
+};
+
+// Pairs of numbers become halves of `to`.
+template <class In>
+FN void turn(const LatentAppend& args, const In* from, Bf16* to, int row, int lane) {
+    for (int i = lane; i < args.half; i += 32) {
+        const float a = value_of(from[args.interleaved ? 2 * i : i]);
+        const float b = value_of(from[args.interleaved ? 2 * i + 1 : i + args.half]);
+        const float cos = args.cos[row * args.half + i], sin = args.sin[row * args.half + i];
+        store(to + i, fused(a, cos, -times(b, sin)));
+        store(to + args.half + i, fused(b, cos, times(a, sin)));
+    }
+}
+
+extern "C" __global__ void latent_append(LatentAppend args) {
+    const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, row = blockIdx.y, lane = threadIdx.x % 32;
+    const int rope = 2 * args.half, size = rope + args.latent;
+    if (head > args.heads) return;
+    if (head < args.heads) {
+        const Q_IN* q = args.q + row * args.q_stride + (head + 1) * args.width - rope;
+        turn(args, q, args.queries + ((i64)row * args.heads + head) * size, row, lane);
+        return;
+    }
+    const WIDE_IN* wide = args.wide + row * args.wide_stride;
+    Bf16* to = args.cache + (*args.held + row) * size;
+    turn(args, wide + args.latent, to, row, lane);
+    float sum = 0;
+    for (int i = lane; i < args.latent; i += 32) sum = fused(value_of(wide[i]), value_of(wide[i]), sum);
+    for (int lanes = 16; lanes; lanes >>= 1) sum = plus(sum, shuffle_xor(sum, lanes));
+    const float scale = 1.f / sqrtf(sum / (float)args.latent + args.eps);
+    for (int i = lane; i < args.latent; i += 32) store(to + rope + i, times(times(value_of(wide[i]), scale), args.norm[i]));
+}
