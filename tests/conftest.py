@@ -12,10 +12,6 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Before anything imports Triton: without a GPU its kernels run in the interpreter.
-if not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/dxg")):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # What tests pack and keep is neither looked for nor left in the user's own folders.
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="localrt-tests-")
 os.environ["LOCALRT_KV_DISK"] = "off"
@@ -32,7 +28,6 @@ import pytest
 
 import localrt
 from localrt.quant.ops.native import ops as native_ops
-from tests.triton_interpreter import quicken
 
 # Processes beside each other share the cores: one for each, where a test asks for none.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -65,7 +60,6 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

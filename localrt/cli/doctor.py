@@ -29,8 +29,8 @@ __all__ = ["add_arguments", "run"]
 
 _PACKAGES = (
     ("torch", "gpu", "NVIDIA cards, and computing in bf16 or f32"),
-    ("triton", "gpu", "kernels on NVIDIA cards"),
-    ("bitsandbytes", "gpu", "kernels on NVIDIA cards without Triton"),
+    ("cuda-bindings", "gpu", "compiles kernels for NVIDIA cards"),
+    ("bitsandbytes", "gpu", "kernels on NVIDIA cards without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("transformers", "bench", "an engine to compare with in bench"),
     ("uvicorn", "server", "the HTTP server"),

@@ -31,7 +31,7 @@ LATENT_SCRATCH_NBYTES = 64 << 20
 """What the compiled kernels take at most for queries against latents: they go a few at a time."""
 
 NO_LATENTS = (
-    "latent attention (DeepSeek) on a GPU needs Triton, and a GPU that it runs on: install "
+    "latent attention (DeepSeek) on a GPU needs CUDA's compiler: install "
     "'localrt[gpu]', use device 'cpu', or format 'bf16' for a GPU that holds the model unpacked"
 )
 

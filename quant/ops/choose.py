@@ -26,8 +26,8 @@ def make_ops(
 ) -> Ops:
     """The implementation for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``.
 
-    ``compute_format=None`` keeps weights as published where our kernels run (the compiled ones on a
-    CPU, Triton's on a GPU), and unpacks them to bf16 elsewhere. ``attention`` is what the kernels
+    ``compute_format=None`` keeps weights as published where our kernels run (compiled for a CPU,
+    or CUDA's), and unpacks them to bf16 elsewhere. ``attention`` is what the kernels
     must be able to do.
 
     Raises:
@@ -37,7 +37,7 @@ def make_ops(
     latent = any(isinstance(spec, LatentSpec) for spec in attention)
     if device == "auto":
         device = _default_device()
-        # Latent attention on packed weights needs Triton: without it, it is the CPU's.
+        # Latent attention on packed weights needs our kernels: without them, it is the CPU's.
         if latent and compute_format is None and device != "cpu" and not _triton_runs(0):
             device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
@@ -80,7 +80,7 @@ def make_ops(
 
 def _no_kv_format(name: str | None) -> str:
     return (
-        f"kv_format {name} is for the compiled CPU kernels and a GPU that Triton runs on, there "
+        f"kv_format {name} is for the compiled CPU kernels and a GPU that ours run on, there "
         "not for latent attention: leave it out here"
     )
 
@@ -98,7 +98,7 @@ def _default_device() -> str:
 
 
 def _triton_runs(index: int) -> bool:
-    """Whether our GPU kernels do: Triton is there, and the GPU multiplies bf16 (Ampere and later).
+    """Whether our GPU kernels do: with their compiler, on a GPU of Ampere and later (bf16).
 
     A broken install counts as none: torch computes as well, on unpacked weights.
     """
@@ -106,11 +106,9 @@ def _triton_runs(index: int) -> bool:
 
     if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (8, 0):
         return False
-    try:
-        import triton
-    except (ImportError, OSError):
-        return False
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    from localrt.quant.ops.cuda.programs import has_compiler
+
+    return has_compiler()
 
 
 def _card_takes(attention: Sequence[AttentionSpec]) -> bool:

@@ -19,9 +19,6 @@ BARE = """
 import runpy, sys
 for name in ("safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf", "textual", "psutil"):
     sys.modules[name] = None
-import triton
-from tests.triton_interpreter import quicken
-quicken()
 sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
 runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 """

@@ -18,7 +18,7 @@ from typing import Any
 from localrt.errors import LocalrtError, MissingExtraError
 from localrt.files import write_bytes
 
-__all__ = ["OLDEST", "Compiled", "Program", "compile_program", "machine_code"]
+__all__ = ["OLDEST", "Compiled", "Program", "compile_program", "has_compiler", "machine_code"]
 
 OLDEST = 75
 """The first generation of cards with products of 8-bit integers: Turing."""
@@ -114,6 +114,15 @@ def compile_program(program: Program, capability: int) -> Compiled:
         return Compiled(code, said)
     finally:
         nvrtc.nvrtcDestroyProgram(made)
+
+
+def has_compiler() -> bool:
+    """Whether NVRTC is installed, and works."""
+    try:
+        _nvrtc()
+    except MissingExtraError:
+        return False
+    return True
 
 
 @cache
