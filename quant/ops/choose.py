@@ -38,7 +38,7 @@ def make_ops(
     if device == "auto":
         device = _default_device()
         # Latent attention on packed weights needs our kernels: without them, it is the CPU's.
-        if latent and compute_format is None and device != "cpu" and not _triton_runs(0):
+        if latent and compute_format is None and device != "cpu" and not _kernels_run(0):
             device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.ops.native.kv import cache_format, parse_kv_format
@@ -63,7 +63,7 @@ def make_ops(
         index = device.removeprefix("cuda").removeprefix(":") or "0"
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
-        if compute_format is None and _triton_runs(int(index)) and _card_takes(attention):
+        if compute_format is None and _kernels_run(int(index)) and _card_takes(attention):
             from localrt.quant.ops.triton.ops import TritonOps
 
             return TritonOps(device=f"cuda:{index}", kv_format=kept)
@@ -97,18 +97,19 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _triton_runs(index: int) -> bool:
-    """Whether our GPU kernels do: with their compiler, on a GPU of Ampere and later (bf16).
+def _kernels_run(index: int) -> bool:
+    """Whether our GPU kernels do: with their compiler, on a GPU of Turing and later.
 
     A broken install counts as none: torch computes as well, on unpacked weights.
     """
     import torch
 
-    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (8, 0):
-        return False
-    from localrt.quant.ops.cuda.programs import has_compiler
+    from localrt.quant.ops.cuda.programs import OLDEST, has_compiler
 
-    return has_compiler()
+    if torch.version.hip is not None:
+        return False
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor >= OLDEST and has_compiler()
 
 
 def _card_takes(attention: Sequence[AttentionSpec]) -> bool:

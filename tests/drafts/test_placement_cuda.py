@@ -1,10 +1,11 @@
 """The draft on a CUDA card, the target verified by the CPU: with a card that is not there.
 
-Its kernels run in Triton's interpreter, its memory is this machine's, and its size is made up.
+Its kernels run on the CPU, its memory is this machine's, and its size is made up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from localrt.loading import native
 from localrt.quant.ops.native.abi import find_library
 from tests.drafts.conftest import Choose
 
-pytest.importorskip("triton")
+pytest.importorskip("torch")
 
 from localrt.quant.ops import choose
+from localrt.quant.ops.cuda.launch import emulate
 from localrt.quant.ops.triton.ops import TritonOps
 from tests.inside import core_of
+from tests.ops.cuda.emulator import Emulator
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
@@ -39,6 +42,14 @@ class CardOps(TritonOps):
 
     def free_memory(self) -> int:
         return VRAM
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """Run on the CPU."""
+    before = emulate(Emulator())
+    yield
+    emulate(before)
 
 
 @pytest.fixture

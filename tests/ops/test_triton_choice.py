@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
 
 
 def test_triton_runs_packed_weights() -> None:
@@ -33,8 +33,8 @@ def test_a_chosen_format_is_torchs() -> None:
     assert (ops.name, ops.compute_format) == ("torch", "bf16")
 
 
-def test_gpus_without_bf16_do_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+def test_gpus_older_than_turing_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
     assert choose.make_ops([], device="cuda").name != "triton"
 
 
@@ -62,7 +62,7 @@ def test_latent_attention_is_tritons_or_the_cpus(monkeypatch: pytest.MonkeyPatch
         value=32,
     )  # fmt: skip
     assert choose.make_ops([spec], device="cuda").name == "triton"
-    monkeypatch.setattr(choose, "_triton_runs", lambda index: False)
+    monkeypatch.setattr(choose, "_kernels_run", lambda index: False)
     monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
     assert choose.make_ops([spec]).device == "cpu"
     with pytest.raises(OptionError, match="needs CUDA's compiler"):
@@ -76,7 +76,7 @@ def test_quantized_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPat
         for kept in ("bf16", "int8", "int4")
     ]
     assert sizes == [256 * 2 * 256, 256 * 2 * 136, 256 * 2 * (52 + 36)]
-    monkeypatch.setattr(choose, "_triton_runs", lambda index: False)
+    monkeypatch.setattr(choose, "_kernels_run", lambda index: False)
     with pytest.raises(OptionError, match="a GPU that ours run on"):
         choose.make_ops([spec], device="cuda", kv_format="int8")
 
