@@ -1,6 +1,6 @@
 """What the compiler makes of the products' kernels, for cards that need not be here.
 
-    python -m benchmarks.gpu.compiled --out FILE [--only FORMAT,...] [--targets 75,89]
+    python -m benchmarks.gpu.compiled [--json FILE] [--only FORMAT,...] [--targets 75,89]
 
 For products and grouped experts, each format, number of rows, gate and generation of cards:
 registers, spills, shared memory, and instructions of the main loop per byte of packed weights,
@@ -9,7 +9,6 @@ scales included. The disassembler is the one that Triton brings.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import subprocess
@@ -20,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.resources import files
-from pathlib import Path
 
 import torch
 
 from benchmarks.common import record
+from benchmarks.common.command import make_parser
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 from localrt.quant.ops.cuda.formats import TYPES, steps_at_once
@@ -145,21 +144,20 @@ def _builds(formats: list[str], target: int) -> Iterator[Callable[[], Build]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    """What the compiler makes of the kernels: python -m benchmarks.gpu.compiled [--json FILE]."""
+    parser = make_parser(main.__doc__, results="compiled")
     parser.add_argument("--only", help="formats, separated by commas")
     parser.add_argument("--targets", help="generations, like 75,89")
     args = parser.parse_args(argv)
     formats = args.only.split(",") if args.only else sorted(TYPES)
     targets = [int(t) for t in args.targets.split(",")] if args.targets else list(TARGETS)
     setting = record.setting("python -m benchmarks.gpu.compiled", "nvidia-cuda-nvrtc", "triton")
-    earlier = [Build(**row) for row in record.load(args.out, rows=[])["rows"]]
+    earlier = [Build(**row) for row in record.load(args.json, rows=[])["rows"]]
     made = [b for b in earlier if b.target not in targets or b.format not in formats]
     with ThreadPoolExecutor() as threads:
         for target in targets:  # saved after each
             made += threads.map(lambda make: make(), _builds(formats, target))
-            record.save(args.out, {**setting, "rows": [asdict(each) for each in made]})
+            record.save(args.json, {**setting, "rows": [asdict(each) for each in made]})
             print(f"sm_{target}: {len(made)} variants so far", flush=True)
     worst = max(made, key=lambda each: each.shared_bytes)
     spilled = [each for each in made if each.spilled_bytes]
