@@ -69,7 +69,7 @@ def load(
         ctx: context length in tokens; None takes the model's own, or as much as fits.
         kv_format: how keys and values are kept: ``"bf16"``, ``"int8"`` (half of its memory) or
             ``"int4"`` (about a third); None is bf16. int8 and int4 need the compiled CPU
-            kernels, or a GPU that Triton runs on.
+            kernels, or a GPU that they run on.
         draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself),
             ``"head"`` (the trained head that there is for the model, or a head's folder) or a model
             with the same vocabulary, which is loaded first, within the same budgets, and left out

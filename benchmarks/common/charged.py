@@ -104,7 +104,7 @@ class Kernels:
 
 
 def card_kernels(card: GpuProfile) -> Kernels:
-    """A card's, as ``quant/ops/triton`` has them.
+    """A card's, as ``quant/ops/cuda`` has them.
 
     More than 64 rows unpack a matrix and use bf16 products; experts unpack on the way, for 64 rows
     at a time. Attention computes what a causal mask lets through, and nothing else.

@@ -1,10 +1,10 @@
-"""Every check that needs a CUDA GPU, from a bare checkout with torch, Triton and numpy.
+"""Every check that needs a CUDA GPU, from a bare checkout with torch, CUDA's compiler and numpy.
 
     scripts/gpu_check [--out FILE] [--device cpu] [--only NAME,...]
 
 It makes its own weights, prints one line per check, and writes one JSON after each of them. Exit
 status 1 when a check fails, or when there is no GPU; speeds never fail. ``--device cpu`` tries the
-script itself: CUDA kernels are compiled for the CPU, Triton's run in its interpreter.
+script itself: the kernels are compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.gpu.timing import Result, guarded
 from localrt.files import write_text
-from localrt.quant.ops.cuda.launch import emulate
+from localrt.quant.ops.cuda.kernels.launch import emulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Module and function. They are imported once Triton knows whether it interprets.
+# Module and function. They are imported as they are needed.
 CHECKS = {
     "copy": ("kernels", "check_copy"),
     "logits": ("models", "check_logits"),
@@ -37,7 +37,7 @@ CHECKS = {
     "batches": ("kernels", "check_batches"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
-    "triton-logits": ("models", "check_triton_logits"),
+    "packed-logits": ("models", "check_packed_logits"),
     "packed": ("models", "check_packed"),
     "offload": ("offload", "check_offload"),
     "experts": ("experts", "check_experts"),

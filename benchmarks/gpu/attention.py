@@ -19,8 +19,8 @@ from benchmarks.gpu.timing import (
     guarded,
     launch_seconds,
 )
-from localrt.quant.ops.cuda.attention import attend
-from localrt.quant.ops.cuda.latent import attend_latent_rows
+from localrt.quant.ops.cuda.kernels.attention import attend
+from localrt.quant.ops.cuda.kernels.latent import attend_latent_rows
 
 __all__ = ["check_attention", "check_mixture_attention"]
 

@@ -26,10 +26,10 @@ from benchmarks.common import record
 from benchmarks.common.command import make_parser
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
-from localrt.quant.ops.cuda.formats import TYPES, steps_at_once
-from localrt.quant.ops.cuda.grouped import grouped_program
-from localrt.quant.ops.cuda.products import best_cut, linear_program
-from localrt.quant.ops.cuda.programs import Program, compile_program
+from localrt.quant.ops.cuda.kernels.formats import TYPES, steps_at_once
+from localrt.quant.ops.cuda.kernels.grouped import grouped_program
+from localrt.quant.ops.cuda.kernels.products import best_cut, linear_program
+from localrt.quant.ops.cuda.kernels.programs import Program, compile_program
 
 __all__ = ["ROWS", "SHARED_BYTES", "SLOTS", "TARGETS", "Build", "build", "build_experts"]
 

@@ -48,11 +48,11 @@ from localrt.offload.experts.scheduler import (
 )
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
+from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.triton.ops import TritonOps
 
 SCRATCH = 600 << 20
 
@@ -151,7 +151,7 @@ def skewed_logits(
     return logits
 
 
-class SkewedOps(TritonOps):
+class SkewedOps(CudaOps):
     """Routes by given (tokens, layers, count) logits: random routers send every row one way."""
 
     def __init__(self, logits: npt.NDArray[np.float64], used: int, *, device: str) -> None:

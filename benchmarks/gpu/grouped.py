@@ -19,12 +19,12 @@ from benchmarks.common.random_weights import random_packed
 from benchmarks.gpu.timing import RUNS, Result, copy_bandwidth, guarded, launch_seconds, timed
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.cuda.grouped import plan_slots
+from localrt.quant.ops.cuda.expert_table import CudaExpertTable
+from localrt.quant.ops.cuda.experts import run_kind
+from localrt.quant.ops.cuda.kernels.grouped import plan_slots
+from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
 from localrt.quant.ops.torch.experts import run_each
-from localrt.quant.ops.triton.expert_table import TritonExpertTable
-from localrt.quant.ops.triton.experts import run_kind
-from localrt.quant.ops.triton.ops import TritonOps
 
 __all__ = ["check_grouped"]
 
@@ -84,10 +84,10 @@ class Layer:
 
     def __init__(self, shape: Shape, device: str) -> None:
         self.shape, self.device = shape, device
-        self.ops = TritonOps(device=device)
+        self.ops = CudaOps(device=device)
         self.values: list[list[np.ndarray]] = []
         self.weights: list[ExpertWeights] = []
-        self.table = TritonExpertTable(shape.count)
+        self.table = CudaExpertTable(shape.count)
         distinct = [self._tiles(seed) for seed in range(min(DISTINCT, shape.count))]
         rng = np.random.default_rng(9)
         sizes = (2 * shape.inner, shape.hidden)

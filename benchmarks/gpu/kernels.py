@@ -23,9 +23,9 @@ from benchmarks.gpu.timing import (
 )
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile
-from localrt.quant.ops.cuda import products
-from localrt.quant.ops.cuda.products import Cut, TiledMatrix, quantize
-from localrt.quant.ops.cuda.rows import unpack_rows
+from localrt.quant.ops.cuda.kernels import products
+from localrt.quant.ops.cuda.kernels.products import Cut, TiledMatrix, quantize
+from localrt.quant.ops.cuda.kernels.rows import unpack_rows
 
 FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
 OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g32m", "int8-g128m")

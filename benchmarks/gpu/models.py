@@ -1,4 +1,4 @@
-"""Whole models on the Triton kernels, for ``scripts/gpu_check``: logits, decode, trees, memory.
+"""Whole models on our kernels, for ``scripts/gpu_check``: logits, decode, trees, memory.
 
 Random packed weights at a real model's shape. A recorded pass must be the pass itself, bit for bit,
 and a row the same row whether it is computed alone, with others, or in a tree.
@@ -28,13 +28,13 @@ from benchmarks.gpu.configs import (
 from benchmarks.gpu.timing import RUNS, Result, guarded, timed
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.torch.ops import TorchOps
-from localrt.quant.ops.triton.ops import TritonOps
 
 # Largest difference over largest magnitude. float32 differs by the order of sums alone (TF32 is
 # off); bf16 keeps 8 bits, through a few layers.
-BOUNDS = {"f32": 1e-4, "bf16": 0.05, "triton": 0.05}
+BOUNDS = {"f32": 1e-4, "bf16": 0.05, "packed": 0.05}
 TREE = 16
 
 
@@ -43,11 +43,11 @@ def check_logits(device: str) -> list[Result]:
     return every_architecture(("f32", "bf16"), device)
 
 
-def check_triton_logits(device: str) -> list[Result]:
-    """The Triton kernels; one small model where they are interpreted."""
+def check_packed_logits(device: str) -> list[Result]:
+    """Our kernels; one small model where they run on the CPU."""
     if device.startswith("cuda"):
-        return every_architecture(("triton",), device)
-    return logits_of("LlamaForCausalLM", _config(device), 6, ("triton",), device)
+        return every_architecture(("packed",), device)
+    return logits_of("LlamaForCausalLM", _config(device), 6, ("packed",), device)
 
 
 def every_architecture(kinds: Sequence[str], device: str) -> list[Result]:
@@ -68,8 +68,8 @@ def logits_of(
     results = []
     for kind in kinds:
         ops: Any = (
-            TritonOps(device=device)
-            if kind == "triton"
+            CudaOps(device=device)
+            if kind == "packed"
             else TorchOps(compute_format=kind, device=device)
         )
         got = logits(random_model(name, config, ops), ids, 4)
@@ -91,7 +91,7 @@ def check_packed(device: str) -> list[Result]:
     results = []
     for name in ("int4-g32", "nvfp4", "q4_k") if device.startswith("cuda") else ("int4-g32",):
         checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", _config(device), name)
-        ops = TritonOps(device=device)
+        ops = CudaOps(device=device)
         results += guarded(
             f"resident {name}", lambda n=name, c=checkpoint, o=ops: resident(n, c, o)
         )
@@ -103,7 +103,7 @@ def _config(device: str) -> dict[str, Any]:
 
 
 def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
-    """Prefill and decode; on Triton also as recorded graphs, bit for bit the same, and a tree."""
+    """Prefill and decode; on our kernels also recorded graphs, bit for bit the same, and a tree."""
     cuda = "cuda" in ops.device
     before = 0
     if cuda:
@@ -118,7 +118,7 @@ def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
     prompt = random_ids(checkpoint.config, length, seed=1)
     cache = model.cache(2 * length + 256)
     ways = {"plain": model.forward}
-    if isinstance(ops, TritonOps):
+    if isinstance(ops, CudaOps):
         ways["graph"] = ops.graphed(model.forward)
 
     def prefill() -> None:
@@ -192,5 +192,5 @@ def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int
         "us_replay": seconds * 1e6,
     }
     cuda = "cuda" in model.ops.device  # BLAS decides the order of sums in the interpreter
-    ok = (bitwise or not cuda) and error < BOUNDS["triton"] and values["replay_is_bitwise_equal"]
+    ok = (bitwise or not cuda) and error < BOUNDS["packed"] and values["replay_is_bitwise_equal"]
     return Result(f"tree of {nodes}", bool(ok), values=values)

@@ -33,10 +33,10 @@ from localrt.offload.pipeline.setup import Devices
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.loading import Reading
+from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
-from localrt.quant.ops.triton.cuda_memory import CudaCopies
-from localrt.quant.ops.triton.ops import TritonOps
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def measured_copies(device: str) -> tuple[CudaCopies, float, float]:
 class Card:
     """The share of the GPU that a pipeline gets."""
 
-    ops: TritonOps
+    ops: CudaOps
     copies: CudaCopies
     capacity: int
 
@@ -221,7 +221,7 @@ def pipeline(device: str, size: Size) -> Result:
         store = RandomStore("MistralForCausalLM", size.config, FORMAT, Path(folder))
         placement = place(store, room - size.scratch)
         store.put_on_disk(names_at(placement, Where.SSD_LINK))
-        card = Card(TritonOps(device=device), copies, room)
+        card = Card(CudaOps(device=device), copies, room)
         host = TorchOps(compute_format="f32", device="cpu")
         mode = ReadMode(direct=True, threads=4, block=1 << 20)
         with opened(store, placement, card, host, mode) as decoder:

@@ -107,7 +107,7 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
         kv_format=options.kv_format,
         threads=options.threads,
     )
-    if ops.name != ("native" if virtual else "triton") or not find_library():
+    if ops.name != ("native" if virtual else "cuda") or not find_library():
         return None
     return open_card(
         options.device,

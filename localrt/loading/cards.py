@@ -95,7 +95,7 @@ def _virtual(device: str, ops: Ops, gpu_memory: int | None) -> OpenCard:
 def _cuda(ops: Ops, threads: int | None, gpu_memory: int | None, kv_format: str | None) -> OpenCard:
     # These two import torch.
     from localrt.offload.cards.cuda import CudaAccelerator
-    from localrt.quant.ops.triton.cuda_memory import CudaCopies
+    from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 
     copies = CudaCopies(ops.device)
     link, memory = copies.measure()

@@ -110,7 +110,7 @@ def _must_stream(
     checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, options: LoadOptions
 ) -> bool:
     """Whether weights and a useful context exceed the budget, where streaming is possible."""
-    if ops.name not in ("native", "triton") or not find_library():
+    if ops.name not in ("native", "cuda") or not find_library():
         return False
     budget, _ = memory_left(ops, options)
     ctx = options.ctx or min(config.context_length, _USEFUL_CONTEXT)

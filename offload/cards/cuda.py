@@ -10,8 +10,8 @@ from typing import Any
 
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.accelerator import Accelerator, Bytes
+from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 from localrt.quant.ops.protocol import Array, Ops
-from localrt.quant.ops.triton.cuda_memory import CudaCopies
 
 __all__ = ["CudaAccelerator"]
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.ops.attention import NO_LATENTS, AttentionSpec, LatentSpec
-from localrt.quant.ops.cuda.kv import FORMATS
+from localrt.quant.ops.cuda.kernels.kv import FORMATS
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Ops
 
@@ -64,9 +64,9 @@ def make_ops(
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
         if compute_format is None and _kernels_run(int(index)) and _card_takes(attention):
-            from localrt.quant.ops.triton.ops import TritonOps
+            from localrt.quant.ops.cuda.ops import CudaOps
 
-            return TritonOps(device=f"cuda:{index}", kv_format=kept)
+            return CudaOps(device=f"cuda:{index}", kv_format=kept)
         if kept != "bf16":
             raise OptionError(_no_kv_format(kept))
         if latent and compute_format is None:
@@ -104,7 +104,7 @@ def _kernels_run(index: int) -> bool:
     """
     import torch
 
-    from localrt.quant.ops.cuda.programs import OLDEST, has_compiler
+    from localrt.quant.ops.cuda.kernels.programs import OLDEST, has_compiler
 
     if torch.version.hip is not None:
         return False
@@ -114,8 +114,8 @@ def _kernels_run(index: int) -> bool:
 
 def _card_takes(attention: Sequence[AttentionSpec]) -> bool:
     """Whether our GPU kernels attend with these heads."""
-    from localrt.quant.ops.cuda.attention import takes_heads
-    from localrt.quant.ops.cuda.latent import takes_latents
+    from localrt.quant.ops.cuda.kernels.attention import takes_heads
+    from localrt.quant.ops.cuda.kernels.latent import takes_latents
 
     return all(
         takes_latents(spec.rope_dim, spec.latent)

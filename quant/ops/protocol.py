@@ -87,7 +87,7 @@ class Span:
     """Consecutive rows of a pass that extend one sequence.
 
     ``mask`` (rows, extra + rows) says what a new row sees of the new rows and of the last ``extra``
-    tokens held, which are a tree's rows of earlier passes (``extra`` is 0 on Triton); None is
+    tokens held, which are a tree's rows of earlier passes (``extra`` is 0 on CUDA); None is
     causal. Every new row sees all that the cache held before, within the layer's window. What a row
     sees of a mask's rows are its ancestors in a tree, in their order, and itself.
     """
@@ -125,7 +125,7 @@ class Ops(Protocol):
 
     @property
     def name(self) -> str:
-        """``"native"``, ``"torch"``, ``"bitsandbytes"`` or ``"triton"``."""
+        """``"native"``, ``"torch"``, ``"bitsandbytes"`` or ``"cuda"``."""
 
     @property
     def device(self) -> str:

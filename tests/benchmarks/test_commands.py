@@ -31,8 +31,6 @@ def commands() -> Iterator[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_it_can_be_imported(name: str) -> None:
-    if name.startswith("benchmarks.gpu.") and name.rpartition(".")[2] not in ("configs", "tables"):
-        pytest.importorskip("triton")
     import_module(name)
 
 

@@ -20,8 +20,8 @@ from tests.drafts.conftest import Choose
 pytest.importorskip("torch")
 
 from localrt.quant.ops import choose
-from localrt.quant.ops.cuda.launch import emulate
-from localrt.quant.ops.triton.ops import TritonOps
+from localrt.quant.ops.cuda.kernels.launch import emulate
+from localrt.quant.ops.cuda.ops import CudaOps
 from tests.inside import core_of
 from tests.ops.cuda.emulator import Emulator
 
@@ -34,7 +34,7 @@ VRAM = 2 << 30
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}
 
 
-class CardOps(TritonOps):
+class CardOps(CudaOps):
     """The kernels of a card with ``VRAM`` bytes that are free."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def test_the_draft_loads_on_the_card_and_the_target_on_the_cpu(
         assert model.info.notes[-1].startswith("the draft on the card, the target verified by the")
         drafts: Any = core_of(model).drafts
         ((draft, _),) = drafts._drafts.values()
-        assert draft._parts.engine.ops_name == "triton"
+        assert draft._parts.engine.ops_name == "cuda"
         assert draft._parts.ctx == 64 + 128
         ours = model.generate("ab", tree_budget=3, tree_depth=2, **OPTIONS)
         assert ours.token_ids == plain.token_ids

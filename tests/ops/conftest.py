@@ -13,8 +13,7 @@ import pytest
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     """From a name of ``tests/models/tiny.py`` to its folder and transformers' own model."""
-
-    from tests.models.tiny import save_tiny  # imports transformers, and with it maybe Triton
+    from tests.models.tiny import save_tiny  # imports transformers
 
     @cache
     def saved(name: str) -> tuple[Path, Any]:

@@ -1,1 +1,1 @@
-"""Our own CUDA kernels (``quant/cuda``): compiling, launching, and who asks for which."""
+"""The CUDA Ops: our own kernels on packed weights, CUDA graphs."""

@@ -1,322 +1,105 @@
-"""Products of 1 to 64 rows with packed matrices: which variant of the kernel, and its arguments.
+"""Products of rows with a part of a matrix, or with a matrix for each head, of any number of rows.
 
-Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
-result's bits depend on its row and the matrix alone: variants differ in speed only.
+Up to 64 rows go to the kernels on packed tiles; more unpack the weights, a piece at a time, and use
+torch's products. It knows which kernel takes what, and no steps of a model.
 """
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass
-from functools import cache
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.ops.cuda.formats import TYPES, steps_at_once
-from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.programs import Program
+from localrt.quant.ops.cuda.device import multiplies_bf16
+from localrt.quant.ops.cuda.kernels.products import (
+    MOST_ROWS,
+    Records,
+    TiledMatrix,
+    dense_product,
+    product,
+    quantize,
+)
+from localrt.quant.ops.cuda.kernels.rows import unpack_rows
+from localrt.quant.ops.cuda.kernels.steps import rotate_blocks
+from localrt.quant.ops.cuda.weight import CudaWeight
 
-__all__ = [
-    "GATES",
-    "MOST_ROWS",
-    "OUT",
-    "Cut",
-    "Records",
-    "TiledMatrix",
-    "best_cut",
-    "chains_of",
-    "dense_product",
-    "empty_records",
-    "linear_program",
-    "product",
-    "quantize",
-]
+__all__ = ["by_kernels", "multiply", "multiply_heads", "reads_records"]
 
-MOST_ROWS = 64
-"""For more rows it is quicker to unpack the weights once."""
-
-GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
-
-_MOST_CHAINS = 8
-_SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
-_RECORD = 144  # bytes of 64 columns: quant/cuda/records.cuh
-OUT = {torch.float32: "float", torch.bfloat16: "Bf16"}
-"""Types of tensors, as the kernels call them."""
+# Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
+_UNPACKED = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TiledMatrix:
-    """A matrix in tiles on a device, ``data`` (bytes,) uint8.
+def reads_records(weight: CudaWeight, rows: int) -> bool:
+    """Whether ``rows`` rows are multiplied with it in 8 bits, and in no other form."""
+    packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
+    return packed and by_kernels(rows, weight.parts[0]) and not weight.hadamard
 
-    ``factor`` (tiles,), float32, multiplies the values of each tile; None is 1.
+
+def by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
+    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all on a card that does
+    not multiply bf16 (Turing).
     """
-
-    format: str
-    shape: tuple[int, int]
-    data: Tensor
-    factor: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """Tiles of 16 rows."""
-        return -(-self.shape[0] // 16)
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of a tile."""
-        return self.data.numel() // self.count
+    device = part.device if isinstance(part, Tensor) else part.data.device
+    return part.shape[1] % 32 == 0 and (rows <= MOST_ROWS or not multiplies_bf16(device))
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """Rows in 8 bits: (heads, rows rounded up to what a warp takes, bytes of a row)."""
-
-    data: Tensor
-    heads: int
-    rows: int
-    columns: int
-
-    @property
-    def stride(self) -> int:
-        """Bytes from a row to the next."""
-        return -(-self.columns // 64) * _RECORD
-
-    def values(self) -> Tensor:
-        """What they stand for: (heads, rows, columns), float64, for checks."""
-        records = self.data[:, : self.rows].reshape(self.heads, self.rows, -1, _RECORD)
-        codes = records[..., :64].view(torch.int8).reshape(*records.shape[:3], 4, 2, 2, 4)
-        scales = records[..., 128:].contiguous().view(torch.float32)
-        steps = codes.permute(0, 1, 2, 4, 5, 3, 6).reshape(*records.shape[:3], 2, 32).double()
-        whole = steps * scales.reshape(*records.shape[:3], 2, 2)[..., :1]
-        return whole.reshape(self.heads, self.rows, -1)[..., : self.columns]
+def multiply(x: Tensor | Records, weight: CudaWeight, out: Tensor, bias: Tensor | None) -> None:
+    """out (R, rows) = x (R, columns), bf16 or records, times the weight's rows."""
+    if isinstance(x, Tensor) and reads_records(weight, len(x)):
+        x = quantize(x)
+    first = 0
+    for part in weight.parts:
+        rows = part.shape[0]
+        y, own = out[:, first : first + rows], None if bias is None else bias[first : first + rows]
+        first += rows
+        if isinstance(x, Records):
+            assert isinstance(part, TiledMatrix), "records are for packed weights"
+            product(x, part, y, bias=own)
+        elif not by_kernels(len(x), part):
+            _multiply_unpacked(x, part, y, own)
+        elif isinstance(part, Tensor):
+            dense_product(x, part, y, bias=own)
+        else:
+            product(quantize(x), part, y, bias=own)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How the work of a product is cut. Results do not depend on it.
-
-    ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
-    columns of the same rows.
-    """
-
-    pairs: int
-    groups: int
-    parts: int = 1
-
-
-class _Quantize(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("records", c_void_p),
-        ("x_head", c_int64),
-        ("records_head", c_int64),
-        ("x_stride", c_int),
-        ("records_stride", c_int),
-        ("m", c_int),
-        ("columns", c_int),
-    )
-
-
-class _Dense(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("y", c_void_p),
-        ("bias", c_void_p),
-        ("x_head", c_int64),
-        ("y_head", c_int64),
-        ("x_stride", c_int),
-        ("y_stride", c_int),
-        ("m", c_int),
-        ("rows", c_int),
-        ("columns", c_int),
-    )
-
-
-class _Linear(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("y", c_void_p),
-        ("bias", c_void_p),
-        ("factors", c_void_p),
-        ("partial", c_void_p),
-        ("arrived", c_void_p),
-        ("x_head", c_int64),
-        ("y_head", c_int64),
-        ("tile_bytes", c_int64),
-        ("x_stride", c_int),
-        ("y_stride", c_int),
-        ("m", c_int),
-        ("rows", c_int),
-        ("tiles", c_int),
-        ("steps", c_int),
-        ("chains", c_int),
-        ("limit", c_float),
-    )
-
-
-def empty_records(heads: int, rows: int, columns: int, device: torch.device) -> Records:
-    """Room for records that a kernel writes."""
-    whole = 8 * _groups(rows)  # a warp loads rows that are not there, and leaves their results
-    size = heads, -(-rows // whole) * whole, -(-columns // 64) * _RECORD
-    return Records(torch.empty(size, dtype=torch.uint8, device=device), heads, rows, columns)
-
-
-def quantize(x: Tensor) -> Records:
-    """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns lie together."""
-    heads = x.shape[0] if x.dim() == 3 else 1
-    rows, columns = x.shape[-2:]
-    records = empty_records(heads, rows, columns, x.device)
-    args = _Quantize(
-        x.data_ptr(),
-        records.data.data_ptr(),
-        x.stride(0) if heads > 1 else 0,
-        records.data.stride(0),
-        x.stride(-2),
-        records.stride,
-        rows,
-        columns,
-    )
-    program = Program.of("quantize", IN=OUT[x.dtype])
-    launch(x.device, program, (rows, -(-columns // 256), heads), 256, args)
-    return records
-
-
-def product(
-    x: Records,
-    weight: TiledMatrix,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    gate: str | None = None,
-    limit: float = 0.0,
-    cut: Cut | None = None,
+def _multiply_unpacked(
+    x: Tensor, part: TiledMatrix | Tensor, out: Tensor, bias: Tensor | None
 ) -> None:
-    """out (R, rows) = x (R, columns) times the weight's rows; made for R up to 64.
+    rows, columns = part.shape
+    at_once = max(16, _UNPACKED // columns // 16 * 16)
+    for first in range(0, rows, at_once):
+        stop = min(rows, first + at_once)
+        y = F.linear(x, _unpacked(part, first, stop))
+        out[:, first:stop] = y if bias is None else y + bias[first:stop]
 
-    With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
-    is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H
-    matrices of whole tiles, and out is (H, R, rows / H).
+
+def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
+    """out (H, R, rows) = x (H, R, columns), bf16, times H matrices that ``weight`` stacks.
+
+    Rows of x and out may lie apart.
     """
-    heads = x.heads
-    rows, columns = weight.shape[0] // heads, weight.shape[1]
-    tiles, steps = -(-rows // 16), columns // 32
-    if cut is None:
-        cut = best_cut(weight.format, tiles * heads, x.rows, _processors(x.data.device), bool(gate))
-    program = linear_program(weight.format, x.rows, cut, gate, out.dtype)
-    chains = chains_of(weight.format, columns)
-    # Sums of chains are joined as a tree of so many leaves, wherever its branches are.
-    leaves = 1 << (chains - 1).bit_length()
-    parts = min(cut.parts, leaves)
-    warps = leaves // parts if parts > 1 else chains
-    blocks = -(-(tiles // 2 if gate else tiles) // (cut.pairs * (1 if gate else 2)))
-    grid = (blocks, parts, heads * -(-x.rows // (8 * cut.groups)))
-    partial = arrived = None
-    if parts > 1:
-        size = blocks * grid[2] * parts * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
-        partial = torch.empty(size, dtype=torch.float32, device=out.device)
-        arrived = _counters(out.device)
-        assert blocks * grid[2] <= len(arrived), "only short products are shared out"
-    args = _Linear(
-        x.data.data_ptr(),
-        weight.data.data_ptr(),
-        out.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if weight.factor is None else weight.factor.data_ptr(),
-        None if partial is None else partial.data_ptr(),
-        None if arrived is None else arrived.data_ptr(),
-        x.stride * x.data.shape[-2],
-        out.stride(0) if heads > 1 else 0,
-        weight.tile_bytes,
-        x.stride,
-        out.stride(-2),
-        x.rows,
-        rows // 2 if gate else rows,
-        tiles,
-        steps,
-        chains,
-        limit,
-    )
-    launch(out.device, program, grid, 32 * warps, args)
+    heads, count, columns = x.shape
+    if weight.hadamard:
+        x = rotate_blocks(x.reshape(-1, columns), weight.hadamard).view(heads, count, columns)
+    part, rows = weight.parts[0], weight.shape[0] // heads
+    if by_kernels(count, part) and len(weight.parts) == 1:
+        if isinstance(part, Tensor):
+            dense_product(x, part, out)
+            return
+        if rows % 16 == 0:
+            product(quantize(x), part, out)
+            return
+    whole = [_unpacked(part, 0, part.shape[0]) for part in weight.parts]
+    stacked = (whole[0] if len(whole) == 1 else torch.cat(whole)).view(heads, rows, columns)
+    out.copy_(torch.bmm(x, stacked.transpose(1, 2)))
 
 
-def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
-    """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16, R at most 64.
-
-    ``columns`` is a multiple of 8. With x (H, R, columns) the weight stacks H matrices, and out is
-    (H, R, rows / H). cuBLAS would choose its order of sums by R.
-    """
-    heads = x.shape[0] if x.dim() == 3 else 1
-    rows, count = weight.shape[0] // heads, x.shape[-2]
-    args = _Dense(
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        x.stride(0) if heads > 1 else 0,
-        out.stride(0) if heads > 1 else 0,
-        x.stride(-2),
-        out.stride(-2),
-        count,
-        rows,
-        weight.shape[1],
-    )
-    grid = (-(-rows // 8), -(-count // 8), heads)
-    launch(out.device, Program.of("dense", OUT=OUT[out.dtype]), grid, 256, args)
-
-
-def best_cut(format_: str, tiles: int, rows: int, processors: int, gate: bool) -> Cut:
-    """For ``tiles`` tiles of weights, ``rows`` rows of activations, a card of ``processors``."""
-    # With four eights of rows these have more sums and scales than registers on some cards.
-    groups = min(2, _groups(rows)) if format_ in ("nvfp4", "q4_k") else _groups(rows)
-    # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
-    light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
-    blocks = -(-tiles // (4 if light else 2))
-    parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
-    return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
-
-
-def _groups(rows: int) -> int:
-    """Rows in eights that a warp multiplies at once."""
-    return 1 if rows <= 8 else 2 if rows <= 16 else 4
-
-
-def linear_program(
-    format_: str, rows: int, cut: Cut, gate: str | None, out: torch.dtype
-) -> Program:
-    """The variant of the kernel."""
-    return Program.of(
-        "linear",
-        FORMAT=TYPES[format_],
-        PAIRS_=cut.pairs,
-        WIDTH="ONE" if rows == 1 else "FEW" if rows <= 4 else "MANY",
-        NT_=cut.groups,
-        GATE=GATES[gate] if gate else 0,
-        OUT=OUT[out],
-        BLOCKS=2 if cut.groups == 1 and format_ != "q6_k" else 1,  # of a processor at once
-    )
-
-
-@cache
-def chains_of(format_: str, columns: int) -> int:
-    """Warps that share a row's columns, as few as take no longer than eight.
-
-    It is a function of the columns alone, as the order of sums must be.
-    """
-    turns = -(-columns // (32 * steps_at_once(format_)))
-    return -(-turns // -(-turns // _MOST_CHAINS))
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros, which kernels count up from and leave as they were."""
-    return torch.zeros(4096, dtype=torch.int32, device=device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _unpacked(part: TiledMatrix | Tensor, first: int, stop: int) -> Tensor:
+    """Rows of a matrix in bf16."""
+    if isinstance(part, Tensor):
+        return part[first:stop]
+    shape = (stop - first, part.shape[1])
+    dense = torch.empty(shape, dtype=torch.bfloat16, device=part.data.device)
+    unpack_rows(part, dense, first=first)
+    return dense

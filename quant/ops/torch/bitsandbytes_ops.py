@@ -1,4 +1,4 @@
-"""``Ops`` on CUDA where Triton is missing (Windows, mostly): torch, and bitsandbytes for NF4.
+"""``Ops`` on CUDA where our kernels do not run: torch, and bitsandbytes for NF4.
 
 An NF4 matrix stays packed, in bitsandbytes' order of nibbles, and is multiplied by its kernels;
 everything else is unpacked to bf16 as ``TorchOps`` does. bitsandbytes' FP4 is a code of its own,

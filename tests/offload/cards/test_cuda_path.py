@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from localrt.errors import CancelledError, MemoryBudgetError
 from localrt.models.decoder import Decoder
@@ -19,6 +20,11 @@ from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.caches import SplitCache
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
+from localrt.quant.ops.cuda import cuda_memory
+from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.ops.cuda.kernels.launch import emulate
+from localrt.quant.ops.cuda.kernels.products import TiledMatrix
+from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.cards.carded import pipeline_threads, place_on_card
@@ -34,16 +40,6 @@ from tests.offload.placed import (
     pack_tiny,
     passing,
 )
-
-pytest.importorskip("triton")
-
-import torch
-
-from localrt.quant.ops.cuda.launch import emulate
-from localrt.quant.ops.cuda.products import TiledMatrix
-from localrt.quant.ops.triton import cuda_memory
-from localrt.quant.ops.triton.cuda_memory import CudaCopies
-from localrt.quant.ops.triton.ops import TritonOps
 from tests.ops.cuda.emulator import Emulator
 
 pytestmark = needs_kernels
@@ -77,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 def card_of(capacity: int = PLENTY) -> tuple[CudaAccelerator, WallClock]:
     clock = WallClock(keep=10_000)
     card = CudaAccelerator(
-        clock, TritonOps(device="cpu"), CudaCopies(device="cpu"), capacity=capacity
+        clock, CudaOps(device="cpu"), CudaCopies(device="cpu"), capacity=capacity
     )
     return card, clock
 
@@ -207,7 +203,7 @@ def test_a_full_card_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 
-    with pytest.raises(MemoryBudgetError, match="no memory left"), TritonOps(device="cpu").scope():
+    with pytest.raises(MemoryBudgetError, match="no memory left"), CudaOps(device="cpu").scope():
         full()
     card, _ = card_of()
     monkeypatch.setattr(torch, "empty", full)

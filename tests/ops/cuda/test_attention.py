@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.attention import attend, rope_append
-from localrt.quant.ops.cuda.kv import CardKvFormat, row_nbytes
+from localrt.quant.ops.cuda.kernels.attention import attend, rope_append
+from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, row_nbytes
 from tests.ops.cuda.emulator import Emulator
 
 ALLOCATED = 768
@@ -135,7 +135,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     whole = run(case)
     for rows in (slice(0, 1), slice(3, 8), slice(15, 16), slice(20, 41)):
         assert torch.equal(run(case, rows=rows), whole[rows]), rows
-    monkeypatch.setattr("localrt.quant.ops.cuda.attention._SCRATCH_BYTES", 20_000)
+    monkeypatch.setattr("localrt.quant.ops.cuda.kernels.attention._SCRATCH_BYTES", 20_000)
     assert torch.equal(run(case), whole)  # a few rows at a time
 
 

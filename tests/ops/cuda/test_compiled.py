@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.gpu.compiled import SHARED_BYTES, TARGETS, Build, build, build_experts
 from localrt.errors import LocalrtError
-from localrt.quant.ops.cuda.attention import attention_program, join_program, rope_program
-from localrt.quant.ops.cuda.formats import TYPES
-from localrt.quant.ops.cuda.latent import append_program, latent_programs
-from localrt.quant.ops.cuda.products import best_cut, linear_program
-from localrt.quant.ops.cuda.programs import Program, compile_program, machine_code
+from localrt.quant.ops.cuda.kernels.attention import attention_program, join_program, rope_program
+from localrt.quant.ops.cuda.kernels.formats import TYPES
+from localrt.quant.ops.cuda.kernels.latent import append_program, latent_programs
+from localrt.quant.ops.cuda.kernels.products import best_cut, linear_program
+from localrt.quant.ops.cuda.kernels.programs import Program, compile_program, machine_code
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
 # processor, a tenth is a ninth of what a card issues.
@@ -112,7 +112,7 @@ def check_program(program: Program, target: int) -> None:
 def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program.of("quantize", IN="float")
     first = machine_code(program, 89, tmp_path)
-    monkeypatch.setattr("localrt.quant.ops.cuda.programs.compile_program", None)
+    monkeypatch.setattr("localrt.quant.ops.cuda.kernels.programs.compile_program", None)
     assert machine_code(program, 89, tmp_path) == first
     assert len(list(tmp_path.iterdir())) == 1
 

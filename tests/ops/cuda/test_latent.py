@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from localrt.models.decoder import Decoder
-from localrt.quant.ops.cuda.latent import attend_latent_rows, latent_append
+from localrt.quant.ops.cuda.graph import GraphedForward
+from localrt.quant.ops.cuda.kernels.latent import attend_latent_rows, latent_append
+from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.torch.ops import TorchOps
-from localrt.quant.ops.triton.graph import GraphedForward
-from localrt.quant.ops.triton.ops import TritonOps
 from tests.models.test_architectures import oracle
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.test_triton_models import Packed, Restored, load, shallow
+from tests.ops.cuda.test_models import Packed, Restored, load, shallow
 
 ALLOCATED = 512
 TREE = np.eye(5, dtype=bool)
@@ -83,7 +83,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     whole = attend(q, cache, held, rope)
     for first, stop in ((0, 1), (3, 8), (7, 8), (20, 25)):
         assert torch.equal(attend(q[first:stop], cache, held + first, rope), whole[first:stop])
-    monkeypatch.setattr("localrt.quant.ops.cuda.latent._SCRATCH_BYTES", 10_000)
+    monkeypatch.setattr("localrt.quant.ops.cuda.kernels.latent._SCRATCH_BYTES", 10_000)
     assert torch.equal(attend(q, cache, held, rope), whole)  # a few rows at a time
 
 
@@ -153,7 +153,7 @@ def decoder_of(folder: Path) -> Decoder:
 @pytest.mark.slow
 def test_a_tree_equals_its_branches_and_recorded_ones_do(folder: Path) -> None:
     decoder = decoder_of(folder)
-    assert isinstance(decoder.ops, TritonOps)
+    assert isinstance(decoder.ops, CudaOps)
     forward = GraphedForward(decoder.ops, decoder.forward)
     prompt, nodes = tokens(4), [5, 6, 7, 8, 9]
     cache = decoder.cache(64)

@@ -11,8 +11,8 @@ import torch
 
 from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import tile, tile_span
-from localrt.quant.ops.cuda.formats import TYPES
-from localrt.quant.ops.cuda.products import (
+from localrt.quant.ops.cuda.kernels.formats import TYPES
+from localrt.quant.ops.cuda.kernels.products import (
     Cut,
     Records,
     TiledMatrix,

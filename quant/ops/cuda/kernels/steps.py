@@ -7,9 +7,9 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.products import GATES, OUT, Records, empty_records
-from localrt.quant.ops.cuda.programs import Program
+from localrt.quant.ops.cuda.kernels.launch import launch
+from localrt.quant.ops.cuda.kernels.products import GATES, OUT, Records, empty_records
+from localrt.quant.ops.cuda.kernels.programs import Program
 
 __all__ = ["combined", "gate", "norm", "norm_records", "rotate_blocks", "router_logits"]
 

@@ -1,4 +1,4 @@
-"""What the launchers of the GPU kernels ask about a tensor's device."""
+"""What a device can do, copies to it, and what is said when it is full."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from torch import Tensor
 
 from localrt.errors import MemoryBudgetError
 
-__all__ = ["compiled", "full_card", "multiplies_bf16", "processors", "upload"]
-
-
-def compiled(x: Tensor) -> bool:
-    """Whether kernels on x are compiled; off a GPU they run in Triton's interpreter.
-
-    The interpreter knows no PTX and multiplies no bf16: kernels have a plain branch for it.
-    """
-    return x.is_cuda
+__all__ = ["full_card", "multiplies_bf16", "upload"]
 
 
 @contextmanager
@@ -41,14 +33,6 @@ def full_card() -> Iterator[None]:
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether torch's products of bf16 run on the device at full speed."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 1 off a GPU."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -10,10 +10,10 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 
 from torch import Tensor
 
-from localrt.quant.ops.cuda.formats import TYPES
-from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.products import OUT, TiledMatrix
-from localrt.quant.ops.cuda.programs import Program
+from localrt.quant.ops.cuda.kernels.formats import TYPES
+from localrt.quant.ops.cuda.kernels.launch import launch
+from localrt.quant.ops.cuda.kernels.products import OUT, TiledMatrix
+from localrt.quant.ops.cuda.kernels.programs import Program
 
 __all__ = ["unpack_rows"]
 

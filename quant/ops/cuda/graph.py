@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.products import MOST_ROWS
+from localrt.quant.ops.cuda.kernels.products import MOST_ROWS
+from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
 from localrt.quant.ops.torch.kv import TorchKVCache
-from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, TritonPass
 
 __all__ = ["DecodeGraph", "GraphedForward", "RecordedOps", "record"]
 
@@ -31,7 +31,7 @@ _KEPT = 8
 
 
 class RecordedOps(Protocol):
-    """What recording asks of ``TritonOps``."""
+    """What recording asks of ``CudaOps``."""
 
     recording: Recording | None  # set while a pass is recorded
 
@@ -165,7 +165,7 @@ class DecodeGraph:
             index = None if whole else torch.tensor(self._wanted, device=device)
             assert isinstance(span.cache, TorchKVCache)
             limit = (span.cache.allocated,)
-            step = TritonPass(tokens, positions, held, batch.spans, (tree,), limit)
+            step = CudaPass(tokens, positions, held, batch.spans, (tree,), limit)
             self._recording = Recording(step, index)
             self._stage(batch)
             body = self._once(forward, batch)

@@ -19,10 +19,10 @@ from torch import Tensor
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.cuda.formats import TYPES
-from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.products import GATES, OUT, Records, chains_of
-from localrt.quant.ops.cuda.programs import Program
+from localrt.quant.ops.cuda.kernels.formats import TYPES
+from localrt.quant.ops.cuda.kernels.launch import launch
+from localrt.quant.ops.cuda.kernels.products import GATES, OUT, Records, chains_of
+from localrt.quant.ops.cuda.kernels.programs import Program
 
 __all__ = [
     "ADDRESSES",

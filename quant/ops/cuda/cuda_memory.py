@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.triton.device import full_card, upload
-from localrt.quant.ops.triton.stream import Stream
+from localrt.quant.ops.cuda.device import full_card, upload
+from localrt.quant.ops.cuda.stream import Stream
 
 __all__ = ["CudaCopies"]
 

@@ -2,7 +2,7 @@
 
 Routing is decided on the host, since it says which weights are needed: a pass of a mixture waits
 for its router in every layer, and is not recorded as a CUDA graph. All experts of a kind are two
-launches (``quant/ops/cuda/grouped.py``); others are products of their own, as a dense MLP has them.
+launches (``kernels/grouped.py``); others are products of their own, as a dense MLP has them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.grouped import Plan, grouped_down, grouped_gate_up, plan_slots
-from localrt.quant.ops.cuda.products import MOST_ROWS, quantize
-from localrt.quant.ops.cuda.steps import rotate_blocks, router_logits
+from localrt.quant.ops.cuda.device import upload
+from localrt.quant.ops.cuda.expert_table import CudaExpertTable, ExpertKind
+from localrt.quant.ops.cuda.kernels.grouped import Plan, grouped_down, grouped_gate_up, plan_slots
+from localrt.quant.ops.cuda.kernels.products import MOST_ROWS, quantize
+from localrt.quant.ops.cuda.kernels.steps import rotate_blocks, router_logits
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.torch.experts import route, run_each
-from localrt.quant.ops.triton.device import upload
-from localrt.quant.ops.triton.expert_table import ExpertKind, TritonExpertTable
 
 __all__ = ["route_rows", "run_kind", "run_kinds"]
 
@@ -61,7 +61,7 @@ def route_rows(
 def run_kinds(
     normed: Tensor,
     routing: Routing,
-    table: TritonExpertTable,
+    table: CudaExpertTable,
     spec: ExpertSpec,
     slots: Tensor,
     experts: Sequence[int] | npt.NDArray[np.int32] | None,

@@ -1,4 +1,4 @@
-"""Whole tiny models on the Triton kernels: oracles, packed weights, trees, recorded passes."""
+"""Whole tiny models on the CUDA kernels: oracles, packed weights, trees, recorded passes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from localrt.quant.methods.hadamard import block_hadamard
 from localrt.quant.ops.protocol import Batch, Span
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.triton_target import DEVICE
+from tests.ops.cuda.target import DEVICE
 
-from localrt.quant.ops.cuda.launch import emulate  # isort: skip
+from localrt.quant.ops.cuda.kernels.launch import emulate  # isort: skip
 from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
-from localrt.quant.ops.triton.graph import GraphedForward, record  # isort: skip
-from localrt.quant.ops.triton import products  # isort: skip
-from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
+from localrt.quant.ops.cuda.graph import GraphedForward, record  # isort: skip
+from localrt.quant.ops.cuda import products  # isort: skip
+from localrt.quant.ops.cuda.ops import CudaOps  # isort: skip
 from tests.models.test_architectures import oracle  # isort: skip
 from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
 
@@ -81,7 +81,7 @@ def load(folder: Path, wrap: Any = None, ops: Any = None, *, context: int = 256)
     with closing(open_checkpoint(folder)) as checkpoint:
         source: Any = checkpoint if wrap is None else wrap(checkpoint)
         config = read_config(source, context=context)
-        return load_decoder(source, ops or TritonOps(device=DEVICE), config)
+        return load_decoder(source, ops or CudaOps(device=DEVICE), config)
 
 
 def shallow(folder: Path, wrap: Any = None, ops: Any = None) -> Decoder:
@@ -114,9 +114,7 @@ def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
 def test_keys_and_values_in_int8(folder: Path) -> None:
     """A prompt, single tokens, and a cache that holds what the memory account says."""
     ids = tokens(SHORT + 2)
-    exact, small = (
-        load(folder, ops=TritonOps(device=DEVICE, kv_format=f)) for f in ("bf16", "int8")
-    )
+    exact, small = (load(folder, ops=CudaOps(device=DEVICE, kv_format=f)) for f in ("bf16", "int8"))
     results = []
     for decoder in (exact, small):
         cache = decoder.cache(LENGTH)
@@ -153,7 +151,7 @@ def test_packed_experts_are_computed_together(
     save_tiny("qwen3-moe", tmp_path)
     ours = shallow(tmp_path, lambda c: Packed(c, format_))
     plain = shallow(tmp_path, lambda c: Restored(c, format_), TorchOps(compute_format="f32"))
-    monkeypatch.setattr(TritonOps, "expert_apart", None)
+    monkeypatch.setattr(CudaOps, "expert_apart", None)
     ids = tokens(75)
     for count in counts:
         got = ours.forward(Batch.extend([(ours.cache(80), ids[:count])]))
@@ -243,7 +241,7 @@ def test_a_tree_equals_its_branches(folder: Path) -> None:
 @pytest.mark.slow
 def test_recorded_passes_are_the_passes(folder: Path) -> None:
     decoder = shallow(folder)
-    assert isinstance(decoder.ops, TritonOps)
+    assert isinstance(decoder.ops, CudaOps)
     forward = GraphedForward(decoder.ops, decoder.forward)
     ids = tokens(12)
     plain, graphed = decoder.cache(300), decoder.cache(300)
@@ -271,7 +269,7 @@ def test_recorded_passes_are_the_passes(folder: Path) -> None:
 @pytest.mark.slow
 def test_recorded_trees_take_their_masks(folder: Path) -> None:
     decoder = shallow(folder)
-    assert isinstance(decoder.ops, TritonOps)
+    assert isinstance(decoder.ops, CudaOps)
     forward = GraphedForward(decoder.ops, decoder.forward)
     cache = decoder.cache(64)
     decoder.forward(Batch.extend([(cache, tokens(5))]), rows=[])

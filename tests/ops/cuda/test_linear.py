@@ -10,14 +10,14 @@ import torch
 
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, tile
+from tests.ops.cuda.target import DEVICE, tiles_of
 from tests.ops.packed import random_tensor
-from tests.ops.triton_target import DEVICE, tiles_of
 
-from localrt.quant.ops.cuda.formats import TYPES  # isort: skip
-from localrt.quant.ops.cuda.products import dense_product, quantize  # isort: skip
-from localrt.quant.ops.cuda.rows import unpack_rows  # isort: skip
-from localrt.quant.ops.triton.products import multiply  # isort: skip
-from localrt.quant.ops.triton.weight import build_weight  # isort: skip
+from localrt.quant.ops.cuda.kernels.formats import TYPES  # isort: skip
+from localrt.quant.ops.cuda.kernels.products import dense_product, quantize  # isort: skip
+from localrt.quant.ops.cuda.kernels.rows import unpack_rows  # isort: skip
+from localrt.quant.ops.cuda.products import multiply  # isort: skip
+from localrt.quant.ops.cuda.weight import build_weight  # isort: skip
 
 KNOWN = sorted(TYPES)
 

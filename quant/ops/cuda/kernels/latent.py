@@ -12,11 +12,11 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.attention import Attention
-from localrt.quant.ops.cuda.kv import numbers
-from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.products import OUT
-from localrt.quant.ops.cuda.programs import Program
+from localrt.quant.ops.cuda.kernels.attention import Attention
+from localrt.quant.ops.cuda.kernels.kv import numbers
+from localrt.quant.ops.cuda.kernels.launch import launch
+from localrt.quant.ops.cuda.kernels.products import OUT
+from localrt.quant.ops.cuda.kernels.programs import Program
 
 __all__ = [
     "append_program",

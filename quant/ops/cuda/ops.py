@@ -1,8 +1,8 @@
-"""``Ops`` on CUDA through our own Triton kernels: matrices stay packed, and are computed on so.
+"""``Ops`` on CUDA through our own kernels: matrices stay packed, and are computed on so.
 
 Passes of up to 64 rows are batch-invariant. Longer ones (prefill) unpack a matrix at a time and use
 torch's products; attention is a kernel of its own for them. The residual stream is float32;
-what a product reads is bf16. It knows no architecture; the kernels are in the files beside it.
+what a product reads is bf16. It knows no architecture; the kernels are in ``kernels``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
-from localrt.quant.ops.cuda.attention import attend, fits_records, rope_append
-from localrt.quant.ops.cuda.kv import CardKvFormat, row_nbytes
-from localrt.quant.ops.cuda.latent import attend_latent_rows, latent_append
-from localrt.quant.ops.cuda.products import (
+from localrt.quant.ops.cuda.device import full_card, upload
+from localrt.quant.ops.cuda.expert_table import CudaExpertTable
+from localrt.quant.ops.cuda.experts import route_rows, run_kinds
+from localrt.quant.ops.cuda.graph import GraphedForward
+from localrt.quant.ops.cuda.kernels.attention import attend, fits_records, rope_append
+from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, row_nbytes
+from localrt.quant.ops.cuda.kernels.latent import attend_latent_rows, latent_append
+from localrt.quant.ops.cuda.kernels.products import (
     MOST_ROWS,
     Records,
     TiledMatrix,
@@ -31,8 +35,16 @@ from localrt.quant.ops.cuda.products import (
     product,
     quantize,
 )
-from localrt.quant.ops.cuda.rows import unpack_rows
-from localrt.quant.ops.cuda.steps import combined, gate, norm, rotate_blocks
+from localrt.quant.ops.cuda.kernels.rows import unpack_rows
+from localrt.quant.ops.cuda.kernels.steps import combined, gate, norm, rotate_blocks
+from localrt.quant.ops.cuda.products import (
+    by_kernels,
+    multiply,
+    multiply_heads,
+    reads_records,
+)
+from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording, Stream
+from localrt.quant.ops.cuda.weight import CudaWeight, Tile, build_weight, is_packed
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -57,26 +69,14 @@ from localrt.quant.ops.torch.attention import visible_keys
 from localrt.quant.ops.torch.experts import gated
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents
-from localrt.quant.ops.triton.device import full_card, upload
-from localrt.quant.ops.triton.expert_table import TritonExpertTable
-from localrt.quant.ops.triton.experts import route_rows, run_kinds
-from localrt.quant.ops.triton.graph import GraphedForward
-from localrt.quant.ops.triton.products import (
-    by_kernels,
-    multiply,
-    multiply_heads,
-    reads_records,
-)
-from localrt.quant.ops.triton.stream import Logits, Numbers, Recording, Stream, TritonPass
-from localrt.quant.ops.triton.weight import Tile, TritonWeight, build_weight, is_packed
 
-__all__ = ["TritonOps"]
+__all__ = ["CudaOps"]
 
 
-class TritonOps:
-    """See the ``Ops`` protocol. On ``device="cpu"`` it runs in Triton's interpreter, for tests."""
+class CudaOps:
+    """See the ``Ops`` protocol. On ``device="cpu"`` it needs ``launch.emulate``, for tests."""
 
-    name = "triton"
+    name = "cuda"
     compute_format = "packed"
 
     def __init__(self, *, device: str = "cuda", kv_format: CardKvFormat = "bf16") -> None:
@@ -115,7 +115,7 @@ class TritonOps:
 
     def weight(
         self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
-    ) -> TritonWeight:
+    ) -> CudaWeight:
         """Tiles, or bf16 where the kernels do not know the format."""
         if self._tile is None:
             self._tile = fast_tiler()
@@ -157,7 +157,7 @@ class TritonOps:
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch) -> TritonPass:
+    def begin(self, batch: Batch) -> CudaPass:
         """Reserve room in every cache, and copy the batch to the device."""
         if self.recording is not None:
             return self.recording.step
@@ -167,7 +167,7 @@ class TritonOps:
         numbers = Numbers(len(batch.tokens), len(batch.spans))
         numbers.fill(batch.tokens, batch.positions, held)
         trees = [None if s.mask is None else self.tree(s.mask) for s in batch.spans]
-        return TritonPass(
+        return CudaPass(
             *numbers.split(numbers.staged.to(self._device)),
             batch.spans,
             tuple(trees),
@@ -180,8 +180,8 @@ class TritonOps:
 
     def embed(
         self,
-        table: TritonWeight,
-        step: TritonPass,
+        table: CudaWeight,
+        step: CudaPass,
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
@@ -203,7 +203,7 @@ class TritonOps:
         x: Stream,
         weights: AttentionWeights,
         spec: AttentionSpec,
-        step: TritonPass,
+        step: CudaPass,
         layer: int,
     ) -> Tensor:
         """(R, H, E); keys and values are written to the caches."""
@@ -235,7 +235,7 @@ class TritonOps:
         q: Tensor,
         weights: AttentionWeights,
         spec: AttentionSpec,
-        step: TritonPass,
+        step: CudaPass,
         layer: int,
     ) -> Tensor:
         """(R, D), float32."""
@@ -271,7 +271,7 @@ class TritonOps:
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
 
     def norm_latent_append(
-        self, x: Stream, weights: LatentWeights, spec: LatentSpec, step: TritonPass, layer: int
+        self, x: Stream, weights: LatentWeights, spec: LatentSpec, step: CudaPass, layer: int
     ) -> Tensor:
         """(R, H, P + L); the latents are written to the caches."""
         kind = torch.bfloat16 if weights.query_up is None else torch.float32
@@ -306,7 +306,7 @@ class TritonOps:
         return queries
 
     def latent_output(
-        self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: TritonPass, layer: int
+        self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: CudaPass, layer: int
     ) -> Tensor:
         """(R, D), float32."""
         parts = []
@@ -346,9 +346,9 @@ class TritonOps:
 
     # -- a mixture of experts --------------------------------------------------------------------
 
-    def expert_table(self, count: int) -> TritonExpertTable:
+    def expert_table(self, count: int) -> CudaExpertTable:
         """An empty table."""
-        return TritonExpertTable(count)
+        return CudaExpertTable(count)
 
     def norm_route(
         self, x: Stream, weights: RouterWeights, spec: RouterSpec
@@ -373,7 +373,7 @@ class TritonOps:
         experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
     ) -> None:
         """See ``run_kinds``."""
-        assert isinstance(table, TritonExpertTable), "tables belong to one implementation"
+        assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
 
         def apart(expert: int, rows: Tensor) -> Tensor:
             return self.expert_apart(rows, table[expert], spec)
@@ -400,7 +400,7 @@ class TritonOps:
         return combined(slots, upload(routing.weights, self._device), shared)
 
     def shared_mlp(
-        self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: TritonWeight | None
+        self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
     ) -> Tensor:
         """(R, D), float32."""
         inner = self._gated(normed, weights.gate_up, spec.activation)
@@ -422,7 +422,7 @@ class TritonOps:
         rows: npt.NDArray[np.intp],
         norm: Tensor,
         eps: float,
-        weight: TritonWeight,
+        weight: CudaWeight,
         softcap: float | None = None,
     ) -> Logits:
         """(len(rows), V) float32 on the host; while recording, zeros: the logits stay there."""
@@ -450,7 +450,7 @@ class TritonOps:
     def linear(
         self,
         x: Tensor | Records,
-        weight: TritonWeight,
+        weight: CudaWeight,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -466,14 +466,14 @@ class TritonOps:
     # -- parts -----------------------------------------------------------------------------------
 
     def _normed(
-        self, x: Stream, weight: Tensor, eps: float, reader: TritonWeight
+        self, x: Stream, weight: Tensor, eps: float, reader: CudaWeight
     ) -> Tensor | Records:
         """The norm of x, as the product with ``reader`` reads it."""
         if reads_records(reader, len(x.values)):
             return x.normed_records(weight, eps)
         return x.normed(weight, eps)
 
-    def _gated(self, h: Tensor | Records, weight: TritonWeight, activation: str) -> Tensor:
+    def _gated(self, h: Tensor | Records, weight: CudaWeight, activation: str) -> Tensor:
         """activation(gate) * up, in one kernel where the stacked halves are whole tiles."""
         part, inner = weight.parts[0], weight.shape[0] // 2
         rows = h.rows if isinstance(h, Records) else len(h)
@@ -491,7 +491,7 @@ class TritonOps:
         return gate(self.linear(h, weight), activation)
 
     def _rope_tables(
-        self, rope: Rope | None, step: TritonPass
+        self, rope: Rope | None, step: CudaPass
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """cos and sin of the pass, (R, len(inv_freq)) float32, once per pass."""
         if rope is None:
@@ -504,7 +504,7 @@ class TritonOps:
             step.tables[rope] = angles.cos() * rope.scale, angles.sin() * rope.scale
         return step.tables[rope]
 
-    def _mask(self, index: int, span: Span, window: int | None, step: TritonPass) -> Tensor | None:
+    def _mask(self, index: int, span: Span, window: int | None, step: CudaPass) -> Tensor | None:
         key = (index, window)
         if key not in step.masks:
             held = span.cache.length

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.grouped import ADDRESSES, MOST_EXPERTS, Side, write_entries
-from localrt.quant.ops.cuda.products import TiledMatrix
+from localrt.quant.ops.cuda.kernels.grouped import ADDRESSES, MOST_EXPERTS, Side, write_entries
+from localrt.quant.ops.cuda.kernels.products import TiledMatrix
+from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertWeights
 from localrt.quant.ops.torch.experts import TorchExpertTable
-from localrt.quant.ops.triton.weight import TritonWeight
 
-__all__ = ["ExpertKind", "TritonExpertTable"]
+__all__ = ["CudaExpertTable", "ExpertKind"]
 
 _ALIGNED = 16  # bytes: what the kernels' widest loads need
 
@@ -33,7 +33,7 @@ class ExpertKind:
     rotated: tuple[int, int]
 
 
-class TritonExpertTable(TorchExpertTable):
+class CudaExpertTable(TorchExpertTable):
     """See ``ExpertTable``. ``kind_of[expert]`` is the number of its kind, or -1."""
 
     def __init__(self, count: int) -> None:
@@ -92,7 +92,7 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
 
 
 def _gate_and_up(
-    weight: TritonWeight,
+    weight: CudaWeight,
 ) -> tuple[tuple[int, int], tuple[int, int], str] | None:
     """Addresses of gate's tiles and factors, of up's, and their format."""
     tiles = [part for part in weight.parts if isinstance(part, TiledMatrix)]
@@ -110,7 +110,7 @@ def _gate_and_up(
     return None
 
 
-def _side(weight: TritonWeight, format_: str, stacked: int) -> Side:
+def _side(weight: CudaWeight, format_: str, stacked: int) -> Side:
     rows, columns = weight.shape
     return Side(format_, rows // stacked, columns)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from localrt.errors import LocalrtError
-from localrt.quant.ops.cuda.programs import OLDEST, Program, machine_code
+from localrt.quant.ops.cuda.kernels.programs import OLDEST, Program, machine_code
 from localrt.settings import Settings
 
 __all__ = ["Grid", "Launcher", "emulate", "launch"]

@@ -12,11 +12,11 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.kv import CardKvFormat, numbers, turned_block
-from localrt.quant.ops.cuda.launch import launch
-from localrt.quant.ops.cuda.products import MOST_ROWS, Records
-from localrt.quant.ops.cuda.programs import Program
-from localrt.quant.ops.cuda.steps import rotate_blocks
+from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, numbers, turned_block
+from localrt.quant.ops.cuda.kernels.launch import launch
+from localrt.quant.ops.cuda.kernels.products import MOST_ROWS, Records
+from localrt.quant.ops.cuda.kernels.programs import Program
+from localrt.quant.ops.cuda.kernels.steps import rotate_blocks
 
 __all__ = [
     "Attention",

@@ -1,4 +1,4 @@
-"""What the Triton implementation carries from step to step of a pass.
+"""What the CUDA implementation carries from step to step of a pass.
 
 Rows lie one sequence after another. Lengths and positions are on the device, where kernels and
 recorded CUDA graphs read them. It knows no kernels but the norm.
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.attention import Rope
-from localrt.quant.ops.cuda.products import Records
-from localrt.quant.ops.cuda.steps import norm, norm_records
+from localrt.quant.ops.cuda.kernels.products import Records
+from localrt.quant.ops.cuda.kernels.steps import norm, norm_records
 from localrt.quant.ops.protocol import Span
 
-__all__ = ["Logits", "Numbers", "Recording", "Stream", "TritonPass"]
+__all__ = ["CudaPass", "Logits", "Numbers", "Recording", "Stream"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -57,7 +57,7 @@ class Stream:
 class Numbers:
     """Tokens, positions and tokens held of a pass in one buffer, which is one copy to the device.
 
-    Each part begins at 16 bytes: Triton compiles a kernel again for pointers that do not.
+    Each part begins at 16 bytes: the kernels load 16 bytes at once.
     """
 
     def __init__(self, rows: int, spans: int, *, pinned: bool = False) -> None:
@@ -82,7 +82,7 @@ class Numbers:
 
 
 @dataclass(slots=True)
-class TritonPass:
+class CudaPass:
     """A batch on the device. ``longest`` bounds each span's length; ``wanted`` are head rows."""
 
     tokens: Tensor  # (R,) int64
@@ -99,6 +99,6 @@ class TritonPass:
 class Recording:
     """What a recorded pass reads and leaves: its static inputs, head rows, and logits."""
 
-    step: TritonPass
+    step: CudaPass
     wanted: Tensor | None  # rows of the head, (n,) int64; None is all
     logits: Tensor | None = None

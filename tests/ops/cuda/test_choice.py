@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from localrt.errors import OptionError
 from localrt.quant.ops import choose
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.cuda import programs
+from localrt.quant.ops.cuda.kernels import programs
 from localrt.quant.ops.protocol import Rope
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(not programs.has_compiler(), reason="needs CUDA's compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +21,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
 
 
-def test_triton_runs_packed_weights() -> None:
+def test_our_kernels_run_packed_weights() -> None:
     ops = choose.make_ops([], device="cuda:1")
-    assert (ops.name, ops.device, ops.compute_format) == ("triton", "cuda:1", "packed")
+    assert (ops.name, ops.device, ops.compute_format) == ("cuda", "cuda:1", "packed")
 
 
 def test_a_chosen_format_is_torchs() -> None:
@@ -35,10 +33,10 @@ def test_a_chosen_format_is_torchs() -> None:
 
 def test_gpus_older_than_turing_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
-    assert choose.make_ops([], device="cuda").name != "triton"
+    assert choose.make_ops([], device="cuda").name != "cuda"
 
 
-@pytest.mark.parametrize(("size", "name"), [(80, "triton"), (36, "torch"), (512, "torch")])
+@pytest.mark.parametrize(("size", "name"), [(80, "cuda"), (36, "torch"), (512, "torch")])
 def test_heads_that_no_kernel_takes_are_torchs(
     monkeypatch: pytest.MonkeyPatch, size: int, name: str
 ) -> None:
@@ -48,20 +46,20 @@ def test_heads_that_no_kernel_takes_are_torchs(
 
 
 @pytest.mark.parametrize("bitsandbytes", [True, False])
-def test_without_triton(monkeypatch: pytest.MonkeyPatch, bitsandbytes: bool) -> None:
+def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch, bitsandbytes: bool) -> None:
     monkeypatch.setattr(programs, "has_compiler", lambda: False)
     monkeypatch.setattr(choose, "find_spec", lambda name: bitsandbytes or None)
     ops = choose.make_ops([], device="cuda")
     assert ops.name == ("bitsandbytes" if bitsandbytes else "torch")
 
 
-def test_latent_attention_is_tritons_or_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_is_our_kernels_or_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = Rope((1.0,) * 8)
     spec = LatentSpec(
         heads=1, kv_heads=1, head_dim=48, scale=1.0, eps=1e-6, rope=rope, latent=32, nope=32,
         value=32,
     )  # fmt: skip
-    assert choose.make_ops([spec], device="cuda").name == "triton"
+    assert choose.make_ops([spec], device="cuda").name == "cuda"
     monkeypatch.setattr(choose, "_kernels_run", lambda index: False)
     monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
     assert choose.make_ops([spec]).device == "cpu"

@@ -15,13 +15,13 @@ from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.hadamard import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
+from tests.ops.cuda.target import DEVICE
 from tests.ops.packed import random_tensor
-from tests.ops.triton_target import DEVICE
 
 from localrt.quant.ops.torch.experts import combined, route  # isort: skip
-from localrt.quant.ops.triton.ops import TritonOps  # isort: skip
-from localrt.quant.ops.triton.stream import Stream  # isort: skip
-from localrt.quant.ops.triton.weight import TritonWeight  # isort: skip
+from localrt.quant.ops.cuda.ops import CudaOps  # isort: skip
+from localrt.quant.ops.cuda.stream import Stream  # isort: skip
+from localrt.quant.ops.cuda.weight import CudaWeight  # isort: skip
 
 COUNT, USED = 3, 2
 # Rows are multiplied in 8 bits, NF4 by 127ths; bits are compared in tests/ops/cuda.
@@ -35,7 +35,7 @@ class Expert:
 
     def __init__(
         self,
-        ops: TritonOps,
+        ops: CudaOps,
         names: tuple[str, str],
         hidden: int,
         inner: int,
@@ -60,9 +60,7 @@ class Expert:
         )
 
     @staticmethod
-    def _weight(
-        ops: TritonOps, blocks: list[PackedTensor], apart: bool, rotated: int
-    ) -> TritonWeight:
+    def _weight(ops: CudaOps, blocks: list[PackedTensor], apart: bool, rotated: int) -> CudaWeight:
         shape = (sum(block.shape[0] for block in blocks), blocks[0].shape[1])
         if not apart and not rotated:
             return ops.weight(shape, blocks)
@@ -105,7 +103,7 @@ def inputs(rows: int, hidden: int, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, hidden, generator=generator) * 0.05).bfloat16().to(DEVICE)
 
 
-def table_of(ops: TritonOps, experts: list[Expert]) -> Any:
+def table_of(ops: CudaOps, experts: list[Expert]) -> Any:
     table = ops.expert_table(len(experts))
     for number, expert in enumerate(experts):
         table.put(number, expert.weights)
@@ -113,7 +111,7 @@ def table_of(ops: TritonOps, experts: list[Expert]) -> Any:
 
 
 def filled(
-    ops: TritonOps,
+    ops: CudaOps,
     experts: list[Expert],
     x: torch.Tensor,
     routing: Routing,
@@ -141,8 +139,8 @@ def error(
 
 
 @pytest.fixture
-def ops() -> TritonOps:
-    return TritonOps(device=DEVICE)
+def ops() -> CudaOps:
+    return CudaOps(device=DEVICE)
 
 
 @pytest.fixture
@@ -152,7 +150,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("an expert was computed alone")
 
-    monkeypatch.setattr(TritonOps, "expert_apart", refuse)
+    monkeypatch.setattr(CudaOps, "expert_apart", refuse)
 
 
 LONG = ("q4_1", "q4_k", "nvfp4", "nf4")
@@ -165,7 +163,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), CASES)
-def test_every_format(ops: TritonOps, alone: None, name: str, rows: int) -> None:
+def test_every_format(ops: CudaOps, alone: None, name: str, rows: int) -> None:
     hidden, inner = (256, 256) if name.endswith("_k") else (192, 64)
     experts = [Expert(ops, (name, name), hidden, inner, seed=n) for n in range(COUNT)]
     x, routing = inputs(rows, hidden), routed(rows)
@@ -185,7 +183,7 @@ def test_every_format(ops: TritonOps, alone: None, name: str, rows: int) -> None
     ],
 )
 def test_whatever_experts_are_like(
-    ops: TritonOps, alone: None, activation: Any, biased: bool, apart: bool, rotated: int,
+    ops: CudaOps, alone: None, activation: Any, biased: bool, apart: bool, rotated: int,
     names: tuple[str, str], rows: int,
 ) -> None:  # fmt: skip
     spec = ExpertSpec(activation=activation, limit=0.9)
@@ -198,7 +196,7 @@ def test_whatever_experts_are_like(
     assert error(got, experts, x, routing, spec) < CLOSE
 
 
-def test_widths_that_do_not_fill_programs(ops: TritonOps, alone: None) -> None:
+def test_widths_that_do_not_fill_programs(ops: CudaOps, alone: None) -> None:
     for hidden, inner in ((96, 32), (32, 96)):
         experts = [
             Expert(ops, ("q4_0", "int8-g32"), hidden, inner, seed=n, biased=True, apart=n > 1)
@@ -210,7 +208,7 @@ def test_widths_that_do_not_fill_programs(ops: TritonOps, alone: None) -> None:
             assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
 
 
-def test_experts_of_several_kinds(ops: TritonOps) -> None:
+def test_experts_of_several_kinds(ops: CudaOps) -> None:
     """Of two formats, in slots and not, and one that has no kernel: bf16."""
     kinds: list[dict[str, Any]] = [
         {"names": ("q4_0", "q4_0")},
@@ -231,7 +229,7 @@ def test_experts_of_several_kinds(ops: TritonOps) -> None:
     assert torch.equal(slots, got)
 
 
-def test_only_those_asked_for_are_computed(ops: TritonOps) -> None:
+def test_only_those_asked_for_are_computed(ops: CudaOps) -> None:
     experts = [Expert(ops, ("q4_0", "q4_0"), 64, 32, seed=n) for n in range(COUNT)]
     x, routing = inputs(9, 64), routed(9)
     slots = filled(ops, experts, x, routing, ExpertSpec(), [1, 3])
@@ -239,7 +237,7 @@ def test_only_those_asked_for_are_computed(ops: TritonOps) -> None:
     assert (slots.isnan().any(1).cpu().numpy() == ~there).all()
 
 
-def test_an_expert_that_came_back_elsewhere(ops: TritonOps) -> None:
+def test_an_expert_that_came_back_elsewhere(ops: CudaOps) -> None:
     """Slots of a pool: what a table holds lies where it was last put, in its own format."""
     first, other = (
         Expert(ops, (name, name), 64, 32, seed=n) for n, name in enumerate(("q4_0", "mxfp4"))
@@ -256,7 +254,7 @@ def test_an_expert_that_came_back_elsewhere(ops: TritonOps) -> None:
         ops.run_experts(x, routing, table, ExpertSpec(), slots)
 
 
-def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
+def test_a_rows_slots_do_not_depend_on_the_others(ops: CudaOps) -> None:
     experts = [Expert(ops, ("nvfp4", "q4_1"), 128, 96, seed=n, biased=True) for n in range(COUNT)]
     x, routing = inputs(70, 128), routed(70)
     whole = filled(ops, experts, x, routing, ExpertSpec()).view(70, USED, -1)
@@ -275,7 +273,7 @@ def test_a_rows_slots_do_not_depend_on_the_others(ops: TritonOps) -> None:
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_routing(data: st.DataObject) -> None:
-    ops = TritonOps(device=DEVICE)
+    ops = CudaOps(device=DEVICE)
     rows = data.draw(st.sampled_from([1, 2, 17, 64, 65, 90]))
     count = data.draw(st.integers(1, 7))
     used = data.draw(st.integers(1, count))
@@ -291,7 +289,7 @@ def test_any_routing(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_slots_are_summed_in_their_order(ops: TritonOps, shared: bool) -> None:
+def test_slots_are_summed_in_their_order(ops: CudaOps, shared: bool) -> None:
     routing = routed(5)
     slots = torch.randn(5 * USED, 1100, device=DEVICE)
     extra = torch.randn(5, 1100, device=DEVICE) if shared else None
@@ -301,14 +299,14 @@ def test_slots_are_summed_in_their_order(ops: TritonOps, shared: bool) -> None:
 
 @pytest.mark.parametrize("rows", [3, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_routing_is_that_of_float32(ops: TritonOps, rows: int, biased: bool) -> None:
+def test_routing_is_that_of_float32(ops: CudaOps, rows: int, biased: bool) -> None:
     hidden, count = 300, 37  # no whole blocks
     x = inputs(rows, hidden).float()
     gate = inputs(count, hidden, seed=1)
     choice, bias = inputs(2, count, seed=2).float() if biased else (None, None)
     weights = RouterWeights(
         norm=torch.ones(hidden, device=DEVICE),
-        gate=TritonWeight((count, hidden), (gate[:20], gate[20:])),
+        gate=CudaWeight((count, hidden), (gate[:20], gate[20:])),
         gate_bias=bias,
         choice_bias=choice,
     )
@@ -322,7 +320,7 @@ def test_routing_is_that_of_float32(ops: TritonOps, rows: int, biased: bool) -> 
     np.testing.assert_allclose(routing.weights, wanted.weights, rtol=1e-5)
 
 
-def test_numbers_that_are_none_pass_through(ops: TritonOps) -> None:
+def test_numbers_that_are_none_pass_through(ops: CudaOps) -> None:
     """A limit does not hide them."""
     experts = [Expert(ops, ("mxfp4", "mxfp4"), 64, 32, seed=1, biased=True)]
     x, routing = inputs(2, 64), routed(2, count=1, used=1)

@@ -26,16 +26,16 @@ from localrt.quant.formats.tiled import (
     untile,
     whole_tiles,
 )
-from localrt.quant.ops.cuda.formats import TYPES
-from localrt.quant.ops.cuda.products import TiledMatrix
+from localrt.quant.ops.cuda.kernels.formats import TYPES
+from localrt.quant.ops.cuda.kernels.products import TiledMatrix
 
-__all__ = ["Tile", "TritonWeight", "build_weight", "is_packed"]
+__all__ = ["CudaWeight", "Tile", "build_weight", "is_packed"]
 
 Tile = Callable[[PackedTensor], TiledTensor]
 
 
 @dataclass(frozen=True, slots=True)
-class TritonWeight:
+class CudaWeight:
     """Row blocks stacked: tiles, or bf16 (rows, columns). With ``hadamard`` n, inputs need the
     block Hadamard rotation of n.
     """
@@ -60,7 +60,7 @@ def build_weight(
     blocks: Iterable[PackedTensor | TiledTensor],
     device: torch.device,
     tile: Tile = tile_tensor,
-) -> TritonWeight:
+) -> CudaWeight:
     """A matrix of ``shape`` from consecutive row blocks; tiles on the device are used in place.
 
     Raises:
@@ -95,7 +95,7 @@ def build_weight(
         raise ValueError(f"blocks hold {shape[0] - left} rows, the matrix has {shape[0]}")
     if len(rotations) > 1:
         raise ValueError("stacked matrices share their input's rotation")
-    return TritonWeight(shape, tuple(parts), rotations.pop() if rotations else 0)
+    return CudaWeight(shape, tuple(parts), rotations.pop() if rotations else 0)
 
 
 def _on_device(block: TiledTensor, data: Tensor) -> TiledMatrix | Tensor:

@@ -1,0 +1,1 @@
+"""Our own CUDA kernels (``quant/cuda``): compiling, launching, and who asks for which."""

@@ -1,1 +1,0 @@
-"""The CUDA Ops: Triton kernels on packed weights."""
