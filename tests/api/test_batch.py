@@ -177,12 +177,17 @@ def test_memory_bounds_the_batch(tiny: localrt.Model, monkeypatch: pytest.Monkey
 
 def test_cancelling_from_another_thread(tiny: localrt.Model) -> None:
     cancel = threading.Event()
-    threading.Timer(0.05, cancel.set).start()
-    results = tiny.generate_batch(
+    timer = threading.Timer(0.05, cancel.set)
+    last = {}
+    stream = tiny.stream_batch(
         [f"question {i}" for i in range(80)], cancel=cancel, temperature=0, ignore_eos=True
     )
-    assert len(results) == 80
-    assert results[-1].finish_reason == "cancelled"
+    for index, chunk in stream:
+        if not last:
+            timer.start()
+        last[index] = chunk
+    assert len(last) == 80
+    assert last[79].finish_reason == "cancelled"
     assert tiny.generate("hi", **GREEDY).metrics.completion_tokens == 8
 
 

@@ -84,12 +84,15 @@ def test_a_layer_is_torchs(spec: RouterSpec, activation: Any) -> None:
 def test_every_mixture(name: str, kv: KVFormat, tiny: Any) -> None:
     folder, theirs = tiny(name)
     ours = load(folder, kv=kv)
-    ids = tokens(LENGTH)
-    expected = oracle(theirs, ids)
-    whole = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
-    # A rounded key may change a choice: one row may be far off, most are not.
-    errors = np.abs(whole - expected).max(1) / np.abs(expected).max()
-    assert np.quantile(errors, 0.8) < TOLERANCE * (1 if kv == "bf16" else 3)
+    # A rounded key may change a choice, which changes that row, and those that see it a little.
+    errors = []
+    for seed in range(9):
+        ids = tokens(LENGTH, seed)
+        expected = oracle(theirs, ids)
+        whole = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
+        rows = np.abs(whole - expected).max(1) / np.abs(expected).max()
+        errors.append(np.quantile(rows, 0.8))
+    assert np.median(errors) < TOLERANCE
     cache = ours.cache(LENGTH)
     steps = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids])
     assert np.array_equal(steps, whole)
