@@ -44,6 +44,7 @@ def load(
     ram: str | int | None = None,
     ctx: int | None = None,
     kv_format: str | None = None,
+    activations: str | None = None,
     draft: str = "auto",
     threads: int | None = None,
     revision: str | None = None,
@@ -70,6 +71,9 @@ def load(
         kv_format: how keys and values are kept: ``"bf16"``, ``"int8"`` (half of its memory) or
             ``"int4"`` (about a third); None is bf16. int8 and int4 need the compiled CPU
             kernels, or a GPU that they run on.
+        activations: what weights are multiplied with on a GPU that our kernels run on:
+            ``"int8"``, 32 of them with a scale, as on the CPU (None is the same), or ``"bf16"``,
+            which keeps what bf16 tells apart and takes more time in passes of many rows.
         draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself),
             ``"head"`` (the trained head that there is for the model, or a head's folder) or a model
             with the same vocabulary, which is loaded first, within the same budgets, and left out
@@ -91,6 +95,7 @@ def load(
         ram=None if ram is None else parse_size(ram),
         ctx=ctx,
         kv_format=kv_format,
+        activations=activations,
         threads=threads,
     )
     return Model(

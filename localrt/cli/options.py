@@ -58,6 +58,9 @@ _ENDPOINT: tuple[Flag, ...] = (
     ),
 )
 _KV_HELP = "format of the KV cache: int8 takes half the memory, int4 a third (CPU kernels)"
+_ACTIVATIONS_HELP = (
+    "what the kernels of a GPU multiply with: int8 is faster (default), bf16 exacter"
+)
 _ENGINE_HELP = "auto uses llamacpp for models that native cannot run"
 _LOADING: tuple[Flag, ...] = (
     ("--engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
@@ -67,6 +70,7 @@ _LOADING: tuple[Flag, ...] = (
     ("--ram", str, "SIZE", "most RAM to use, like 4GB"),
     ("--ctx", int, "TOKENS", "context length"),
     ("--kv-format", ("bf16", "int8", "int4"), None, _KV_HELP),
+    ("--activations", ("int8", "bf16"), None, _ACTIVATIONS_HELP),
     ("--threads", int, "N", "CPU threads"),
     *HUB_FLAGS,
 )

@@ -54,7 +54,7 @@ def load_draft(
     from localrt.hub import resolve
 
     resolved = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
-    own = replace(options, engine="native", kv_format=None, pass_rows=1)
+    own = replace(options, engine="native", kv_format=None, activations=None, pass_rows=1)
     if options.device.startswith("virtual:"):  # the card is the target's
         own = replace(own, device="cpu", gpu_memory=None)
     own = replace(own, ctx=_fitting_context(resolved.path, own))

@@ -105,6 +105,7 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
         read_config(target).attention,
         device="cpu" if virtual else options.device,
         kv_format=options.kv_format,
+        activations=options.activations,
         threads=options.threads,
     )
     if ops.name != ("native" if virtual else "cuda") or not find_library():
@@ -180,7 +181,9 @@ def _decision(
     if best.way == "no draft":
         return DraftPlace(alone=options, note=f"draft {name} is not used: {plan.against()}")
     virtual = options.device.startswith("virtual:")
-    own = replace(options, engine="native", kv_format=None, gpu_memory=None, pass_rows=1)
+    own = replace(
+        options, engine="native", kv_format=None, activations=None, gpu_memory=None, pass_rows=1
+    )
     target = replace(options, pass_rows=best.plan.request.rows)
     place = DraftPlace(
         alone=options,

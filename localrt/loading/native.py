@@ -59,6 +59,7 @@ def load_native(
         device="cpu" if virtual else options.device,
         compute_format=options.format,
         kv_format=options.kv_format,
+        activations=options.activations,
         threads=options.threads,
     )
     infos = checkpoint.tensors.values()

@@ -32,6 +32,7 @@ class LoadOptions:
     ram: int | None = None
     ctx: int | None = None
     kv_format: str | None = None
+    activations: str | None = None
     threads: int | None = None
     pass_rows: int = 1
 
@@ -45,6 +46,10 @@ class LoadOptions:
         if self.kv_format not in KV_FORMATS:
             raise OptionError(
                 f"kv_format must be bf16, int8 or int4 (or unset), is {self.kv_format!r}"
+            )
+        if self.activations not in ("int8", "bf16", None):
+            raise OptionError(
+                f"activations must be int8 or bf16 (or unset), is {self.activations!r}"
             )
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith(
             ("cuda:", "virtual:")

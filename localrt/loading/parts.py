@@ -145,6 +145,8 @@ def _load_llamacpp(
         raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
     if options.kv_format is not None:
         raise OptionError("the llamacpp engine chooses its own cache: leave kv_format out")
+    if options.activations is not None:
+        raise OptionError("the llamacpp engine chooses how it computes: leave activations out")
     trained = checkpoint.config.get("max_position_embeddings")
     ctx = options.ctx or min(int(trained or 4096), 8192)
     if trained and ctx > int(trained):

@@ -2,7 +2,8 @@
 //
 //   VALUES    how the cache keeps values
 //   TURNED    numbers of a head that the cache keeps rotated together (rotate.cu); 1: none
-//   RECORDS   1 to write the records of the product that comes next (records.cuh): whole steps of 32
+//   RECORDS   1 to write the records of the product that comes next, FINE ones or not (records.cuh):
+//             whole steps of 32
 #include "attention.cuh"
 #include "records.cuh"
 
@@ -35,7 +36,7 @@ extern "C" __global__ void attention_join(Attention args) {
         value = times(value, 1.f / sqrtf((float)TURNED));
     }
     if constexpr (RECORDS)
-        write_record((u8*)args.out + (i64)row * args.out_stride, which % args.heads * VALUE + e, value);
+        write_record((u8*)args.out, row, args.out_stride, which % args.heads * VALUE + e, value);
     else if (e < VALUE)
         store((Bf16*)args.out + ((i64)args.first * args.heads + which) * VALUE + e, value);
 }

@@ -5,6 +5,7 @@
 //   FORMAT PAIRS_ WIDTH NT_   see sums.cuh
 //   GATE                      0 for an expert's last matrix; else its first two, and how they meet
 //   OUT                       float or Bf16
+//   FINE                      see records.cuh
 #include "plan.cuh"
 #include "results.cuh"
 
@@ -31,7 +32,10 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) 
     const Part& part = args.parts[blockIdx.y];  // loaded anew behind the sums, which need all registers
     if (!part.count) return;
     const Lane lane = Lane::make(threadIdx.x % 32);
-    for (int n = threadIdx.x; n < 8 * NT; n += blockDim.x) offsets[n] = args.slots[part.first + (n < part.count ? n : 0)] / args.per * args.x_stride;
+    for (int i = threadIdx.x; i < 8 * NT; i += blockDim.x) {
+        const int n = i / RECORD_ROWS, slot = args.slots[part.first + (n < part.count ? n : 0)];
+        offsets[i] = (slot / args.per * RECORD_ROWS + i % RECORD_ROWS) * args.x_stride;
+    }
     __syncthreads();
 
     // Pairs of tiles: two that follow one another, or a gate's and the up rows' that belong to it.
@@ -57,10 +61,12 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) 
             int at, row, n;
             place<S>(i, PAIRS, at, row, n);
             n += nt * 8;
+            if (n % RECORD_ROWS) continue;
+            n /= RECORD_ROWS;
             const int t = GATE ? first + at / 2 : first + at, out = t * 16 + row;
             if (n >= part.count || t >= args.tiles || out >= args.rows || (GATE && (at & 1))) continue;
             // The same row of the other tile is 16 lanes on.
-            const float value = finished<GATE>(meet[0][i], meet[0][GATE ? i + 16 : i], Weights::UNIT, ends, t, out, args.limit);
+            const float value = finished<GATE>(whole<S>(meet[0], i), whole<S>(meet[0], GATE ? i + 16 : i), Weights::UNIT, ends, t, out, args.limit);
             store((OUT*)args.y + (i64)args.slots[part.first + n] * args.y_stride + out, value);
         }
     }

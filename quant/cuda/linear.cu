@@ -4,6 +4,7 @@
 //   FORMAT PAIRS_ WIDTH NT_   see sums.cuh
 //   GATE                      0, or a matrix of gate rows before as many up rows, and how they meet
 //   OUT                       float or Bf16
+//   FINE                      see records.cuh
 #include "results.cuh"
 
 using Weights = FORMAT;
@@ -18,7 +19,7 @@ struct Linear {
     u32* arrived;
     i64 x_head, y_head, tile_bytes;
     int x_stride, y_stride;
-    int m, rows, tiles, steps;  // `rows` and `tiles` of a head
+    int m, rows, tiles, steps;  // rows of records; `rows` and `tiles` of a head
     int chains;                 // of all blocks that share rows
     float limit;
 };
@@ -69,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
                 place<S>(i, PAIRS, at, row, n);
                 n += (group * NT + nt) * 8;
                 const int t = GATE ? first + at / 2 : first + at, out = t * 16 + row;
-                if (n >= args.m || t >= half || out >= args.rows || (GATE && (at & 1))) continue;
+                if (n % RECORD_ROWS || n >= args.m || t >= half || out >= args.rows || (GATE && (at & 1))) continue;
                 // The same row of the other tile is 16 lanes on.
-                const float value = finished<GATE>(meet[0][i], meet[0][GATE ? i + 16 : i], Weights::UNIT, ends, t, out, args.limit);
-                store((OUT*)args.y + head * args.y_head + (i64)n * args.y_stride + out, value);
+                const float value = finished<GATE>(whole<S>(meet[0], i), whole<S>(meet[0], GATE ? i + 16 : i), Weights::UNIT, ends, t, out, args.limit);
+                store((OUT*)args.y + head * args.y_head + (i64)(n / RECORD_ROWS) * args.y_stride + out, value);
             }
             __syncthreads();
         }

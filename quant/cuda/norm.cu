@@ -2,7 +2,7 @@
 // sums that no other row changes.
 //
 //   OUT       float or Bf16: what y is stored as
-//   RECORDS   1 to write the records of products instead (records.cuh)
+//   RECORDS   1 to write the records of products instead, FINE ones or not (records.cuh)
 #include "gates.cuh"
 #include "records.cuh"
 
@@ -36,7 +36,7 @@ extern "C" __global__ void norm(Norm args) {
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         const float value = i < args.width ? times(times(x[i], scale), args.weight[i]) : 0;
         if constexpr (RECORDS)
-            write_record((u8*)args.y + (i64)blockIdx.x * args.y_stride, i, value);
+            write_record((u8*)args.y, blockIdx.x, args.y_stride, i, value);
         else
             store((OUT*)args.y + (i64)blockIdx.x * args.y_stride + i, value);
     }

@@ -1,6 +1,7 @@
 // Rows of activations to records of 8 bits (sums.cuh). A warp takes 32 columns.
 //
-//   IN   float or Bf16
+//   IN     float or Bf16
+//   FINE   see records.cuh
 #include "gates.cuh"
 #include "records.cuh"
 
@@ -17,5 +18,5 @@ extern "C" __global__ void quantize(Quantize args) {
     if (column >= (args.columns + 63) / 64 * 64) return;  // whole warps
     const IN* x = args.x + head * args.x_head + (i64)row * args.x_stride;
     const float value = column < args.columns ? value_of(x[column]) : 0;
-    write_record(args.records + head * args.records_head + (i64)row * args.records_stride, column, value);
+    write_record(args.records + head * args.records_head, row, args.records_stride, column, value);
 }

@@ -5,22 +5,19 @@
 //   64 bytes   the same times -1
 //   16 bytes   for each step its scale and the sum of the values that its bytes stand for, as float
 //
-// A step's scale is a 127th of its largest magnitude.
+// A step's scale is a 127th of its largest magnitude. With FINE 1 a row is two rows of records, whose
+// products are added: 15 bits, in steps of 254 and in what is left.
 #pragma once
 #include "device.cuh"
 
-constexpr int RECORD = 144, NEGATIVES = 64, SCALES = 128;
+#ifndef FINE
+#define FINE 0
+#endif
 
-// Called by the 32 threads of a step, each with its column.
-FN void write_record(u8* row, int column, float value) {
-    float most = value < 0 ? -value : value;
-#pragma unroll
-    for (int lanes = 16; lanes; lanes >>= 1) {
-        const float other = shuffle_xor(most, lanes);
-        most = other > most ? other : most;
-    }
-    const float scale = most / 127.f, inverse = most > 0 ? 127.f / most : 0;
-    const i32 code = nearest(times(value, inverse));
+constexpr int RECORD = 144, NEGATIVES = 64, SCALES = 128;
+constexpr int RECORD_ROWS = FINE ? 2 : 1;  // of a row
+
+FN void write_codes(u8* row, int column, i32 code, float scale) {
     i32 sum = code;
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum += shuffle_xor(sum, lanes);
@@ -29,4 +26,25 @@ FN void write_record(u8* row, int column, float value) {
     u8* at = record + in % 16 / 4 * 16 + step * 8 + in / 16 * 4 + in % 4;
     at[0] = (u8)code, at[NEGATIVES] = (u8)-code;
     if (in == 0) *(float2*)(record + SCALES + step * 8) = make_float2(scale, times((float)sum, scale));
+}
+
+// Called by the 32 threads of a step, each with its column; a row's records are `stride` bytes apart.
+FN void write_record(u8* records, int row, i64 stride, int column, float value) {
+    float most = value < 0 ? -value : value;
+#pragma unroll
+    for (int lanes = 16; lanes; lanes >>= 1) {
+        const float other = shuffle_xor(most, lanes);
+        most = other > most ? other : most;
+    }
+    constexpr float LEVELS = FINE ? 254 * 127 + 126 : 127;
+    const float scale = most / LEVELS, inverse = most > 0 ? LEVELS / most : 0;
+    const i32 code = nearest(times(value, inverse));
+    records += row * RECORD_ROWS * stride;
+    if constexpr (FINE) {
+        const i32 high = (code + (code < 0 ? -127 : 127)) / 254;
+        write_codes(records, column, high, times(scale, 254.f));
+        write_codes(records + stride, column, code - 254 * high, scale);
+    } else {
+        write_codes(records, column, code, scale);
+    }
 }

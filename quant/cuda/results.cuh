@@ -43,6 +43,12 @@ FN void leave(const S& s, int nt, float (&meet)[MOST_CHAINS][EACH]) {
     __syncthreads();
 }
 
+// A result, whose row of activations may have two rows of records, one after the other.
+template <class S>
+FN float whole(const float* sums, int i) {
+    return FINE ? plus(sums[i], sums[i + (S::COLUMNS == 1 ? 1 : 32)]) : sums[i];
+}
+
 // What multiplies each tile and is added to each row: of the matrix, or a gate's and of the up rows. Or null.
 struct Ends {
     const float* factors[2];

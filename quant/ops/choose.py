@@ -22,16 +22,18 @@ def make_ops(
     device: str = "auto",
     compute_format: str | None = None,
     kv_format: str | None = None,
+    activations: str | None = None,
     threads: int | None = None,
 ) -> Ops:
     """The implementation for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``.
 
     ``compute_format=None`` keeps weights as published where our kernels run (compiled for a CPU,
     or CUDA's), and unpacks them to bf16 elsewhere. ``attention`` is what the kernels
-    must be able to do.
+    must be able to do. ``activations="bf16"`` keeps their precision in our kernels too.
 
     Raises:
-        OptionError: the device is not on this machine, or ``kv_format`` is for other ones.
+        OptionError: the device is not on this machine, or ``kv_format`` or ``activations`` are
+            for other ones.
         MissingExtraError: neither the compiled kernels nor torch can do it.
     """
     latent = any(isinstance(spec, LatentSpec) for spec in attention)
@@ -44,6 +46,11 @@ def make_ops(
         from localrt.quant.ops.native.kv import cache_format, parse_kv_format
         from localrt.quant.ops.native.ops import NativeOps
 
+        if activations == "bf16":
+            raise OptionError(
+                "activations bf16 are for a GPU: the CPU's kernels multiply in 8 bits; leave it "
+                "out, or compute in format bf16"
+            )
         kv = parse_kv_format(kv_format)
         cache_format(attention, kv)  # raises where the two do not go together
         return NativeOps(threads=threads, kv_format=kv)
@@ -66,7 +73,8 @@ def make_ops(
         if compute_format is None and _kernels_run(int(index)) and _card_takes(attention):
             from localrt.quant.ops.cuda.ops import CudaOps
 
-            return CudaOps(device=f"cuda:{index}", kv_format=kept)
+            fine = activations == "bf16"
+            return CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine)
         if kept != "bf16":
             raise OptionError(_no_kv_format(kept))
         if latent and compute_format is None:

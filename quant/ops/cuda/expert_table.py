@@ -26,11 +26,14 @@ _ALIGNED = 16  # bytes: what the kernels' widest loads need
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """What experts of one launch share. ``rotated`` are Hadamard blocks, of x and of inner rows."""
+    """What experts of one launch share. ``rotated`` are Hadamard blocks, of x and of inner rows;
+    ``fine`` as in ``CudaWeight``.
+    """
 
     gate_up: Side
     down: Side
     rotated: tuple[int, int]
+    fine: bool
 
 
 class CudaExpertTable(TorchExpertTable):
@@ -85,6 +88,7 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
         _side(weights.gate_up, format_, 2),
         _side(weights.down, down.format, 1),
         (weights.gate_up.hadamard, weights.down.hadamard),
+        weights.gate_up.fine,
     )
     factors = [gate_factor, up_factor, _address(down.factor)]
     places = [gate, up, _address(down.data), *factors, *map(_address, biases)]

@@ -94,8 +94,8 @@ def run_kind(
 ) -> None:
     """Two products, and the rotations that the weights ask for."""
     outer, within = kind.rotated
-    x = quantize(rotate_blocks(normed, outer) if outer else normed)
+    x = quantize(rotate_blocks(normed, outer) if outer else normed, fine=kind.fine)
     inner = grouped_gate_up(x, plan, entries, kind.gate_up, spec.activation, spec.limit)
     if within:
         inner = rotate_blocks(inner, within)
-    grouped_down(quantize(inner), slots, plan, entries, kind.down)
+    grouped_down(quantize(inner, fine=kind.fine), slots, plan, entries, kind.down)

@@ -79,8 +79,11 @@ class CudaOps:
     name = "cuda"
     compute_format = "packed"
 
-    def __init__(self, *, device: str = "cuda", kv_format: CardKvFormat = "bf16") -> None:
+    def __init__(
+        self, *, device: str = "cuda", kv_format: CardKvFormat = "bf16", fine: bool = False
+    ) -> None:
         self._kv_format: CardKvFormat = kv_format
+        self._fine = fine
         self._device = torch.device(device)
         if device == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -119,7 +122,7 @@ class CudaOps:
         """Tiles, or bf16 where the kernels do not know the format."""
         if self._tile is None:
             self._tile = fast_tiler()
-        return build_weight(shape, blocks, self._device, self._tile)
+        return build_weight(shape, blocks, self._device, self._tile, fine=self._fine)
 
     def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
         """A norm weight or bias in float32."""
@@ -242,7 +245,8 @@ class CudaOps:
         # Where the product that follows reads records, they are written at once.
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
         width = spec.heads * spec.value_dim
-        records = empty_records(1, len(q), width, self._device) if direct else None
+        fine = weights.out.fine
+        records = empty_records(1, len(q), width, self._device, fine=fine) if direct else None
         outputs = []
         for index, (first, stop, span) in enumerate(_ranges(step.spans)):
             k, v = _cache(span).view(layer, span.rows)
@@ -470,7 +474,7 @@ class CudaOps:
     ) -> Tensor | Records:
         """The norm of x, as the product with ``reader`` reads it."""
         if reads_records(reader, len(x.values)):
-            return x.normed_records(weight, eps)
+            return x.normed_records(weight, eps, fine=reader.fine)
         return x.normed(weight, eps)
 
     def _gated(self, h: Tensor | Records, weight: CudaWeight, activation: str) -> Tensor:
@@ -484,7 +488,8 @@ class CudaOps:
             and by_kernels(rows, part)
         ):
             if isinstance(h, Tensor):
-                h = quantize(rotate_blocks(h, weight.hadamard) if weight.hadamard else h)
+                h = rotate_blocks(h, weight.hadamard) if weight.hadamard else h
+                h = quantize(h, fine=weight.fine)
             out = torch.empty(rows, inner, dtype=torch.bfloat16, device=self._device)
             product(h, part, out, gate=activation)
             return out

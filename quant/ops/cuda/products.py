@@ -46,7 +46,7 @@ def by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
 def multiply(x: Tensor | Records, weight: CudaWeight, out: Tensor, bias: Tensor | None) -> None:
     """out (R, rows) = x (R, columns), bf16 or records, times the weight's rows."""
     if isinstance(x, Tensor) and reads_records(weight, len(x)):
-        x = quantize(x)
+        x = quantize(x, fine=weight.fine)
     first = 0
     for part in weight.parts:
         rows = part.shape[0]
@@ -60,7 +60,7 @@ def multiply(x: Tensor | Records, weight: CudaWeight, out: Tensor, bias: Tensor 
         elif isinstance(part, Tensor):
             dense_product(x, part, y, bias=own)
         else:
-            product(quantize(x), part, y, bias=own)
+            product(quantize(x, fine=weight.fine), part, y, bias=own)
 
 
 def _multiply_unpacked(
@@ -88,7 +88,7 @@ def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
             dense_product(x, part, out)
             return
         if rows % 16 == 0:
-            product(quantize(x), part, out)
+            product(quantize(x, fine=weight.fine), part, out)
             return
     whole = [_unpacked(part, 0, part.shape[0]) for part in weight.parts]
     stacked = (whole[0] if len(whole) == 1 else torch.cat(whole)).view(heads, rows, columns)

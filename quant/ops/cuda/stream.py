@@ -48,10 +48,10 @@ class Stream:
         pending, self.pending = self.pending, None
         return norm(self.values, weight, eps, pending=pending, out=out)
 
-    def normed_records(self, weight: Tensor, eps: float) -> Records:
+    def normed_records(self, weight: Tensor, eps: float, *, fine: bool) -> Records:
         """The same as the products of packed weights read it."""
         pending, self.pending = self.pending, None
-        return norm_records(self.values, weight, eps, pending=pending)
+        return norm_records(self.values, weight, eps, pending=pending, fine=fine)
 
 
 class Numbers:

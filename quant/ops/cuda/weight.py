@@ -37,12 +37,13 @@ Tile = Callable[[PackedTensor], TiledTensor]
 @dataclass(frozen=True, slots=True)
 class CudaWeight:
     """Row blocks stacked: tiles, or bf16 (rows, columns). With ``hadamard`` n, inputs need the
-    block Hadamard rotation of n.
+    block Hadamard rotation of n. Few inputs are read in 8 bits, or in 15 with ``fine``.
     """
 
     shape: tuple[int, int]
     parts: tuple[TiledMatrix | Tensor, ...]
     hadamard: int = 0
+    fine: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +61,8 @@ def build_weight(
     blocks: Iterable[PackedTensor | TiledTensor],
     device: torch.device,
     tile: Tile = tile_tensor,
+    *,
+    fine: bool = False,
 ) -> CudaWeight:
     """A matrix of ``shape`` from consecutive row blocks; tiles on the device are used in place.
 
@@ -95,7 +98,7 @@ def build_weight(
         raise ValueError(f"blocks hold {shape[0] - left} rows, the matrix has {shape[0]}")
     if len(rotations) > 1:
         raise ValueError("stacked matrices share their input's rotation")
-    return CudaWeight(shape, tuple(parts), rotations.pop() if rotations else 0)
+    return CudaWeight(shape, tuple(parts), rotations.pop() if rotations else 0, fine)
 
 
 def _on_device(block: TiledTensor, data: Tensor) -> TiledMatrix | Tensor:

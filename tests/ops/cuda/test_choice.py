@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from localrt.errors import OptionError
+from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops import choose
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 from localrt.quant.ops.cuda.kernels import programs
 from localrt.quant.ops.protocol import Rope
+from tests.ops.packed import random_tensor
 
 pytestmark = pytest.mark.skipif(not programs.has_compiler(), reason="needs CUDA's compiler")
 
@@ -77,6 +81,16 @@ def test_quantized_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(choose, "_kernels_run", lambda index: False)
     with pytest.raises(OptionError, match="a GPU that ours run on"):
         choose.make_ops([spec], device="cuda", kv_format="int8")
+
+
+def test_activations_keep_bf16_on_a_card_alone() -> None:
+    tiles = tile_tensor(random_tensor("q4_0", 16, 32))
+    on_card = replace(tiles, data=torch.from_numpy(tiles.data))
+    for activations, fine in (("bf16", True), ("int8", False), (None, False)):
+        ops = choose.make_ops([], device="cuda", activations=activations)
+        assert ops.weight((16, 32), [on_card]).fine == fine
+    with pytest.raises(OptionError, match="activations bf16 are for a GPU"):
+        choose.make_ops([], device="cpu", activations="bf16")
 
 
 def test_there_is_no_third_gpu() -> None:

@@ -74,20 +74,27 @@ def test_a_plan_has_every_slot_of_the_wanted_once(emulator: Emulator, rows: int)
 
 # A variant of the kernel for each: one slot, four, eight, and 24 of an expert at once.
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [("q4_0", 1), ("q4_0", 3), ("q4_0", 7), ("q4_0", 50), ("nvfp4", 3), ("q4_k", 7), ("mxfp4", 12)],
+    ("name", "rows", "fine"),
+    [
+        *(("q4_0", rows, False) for rows in (1, 3, 7, 50)),
+        *(("q4_0", rows, True) for rows in (1, 3, 50)),
+        ("nvfp4", 3, False),
+        ("q4_k", 7, False),
+        ("mxfp4", 12, False),
+    ],
 )
-def test_slots_are_those_of_products(emulator: Emulator, name: str, rows: int) -> None:
+def test_slots_are_those_of_products(emulator: Emulator, name: str, rows: int, fine: bool) -> None:
     layer, x, chosen = Layer(name), inputs(rows, HIDDEN), choices(rows)
     hidden = torch.randn(rows * USED, HIDDEN)
     plan = plan_slots(chosen, np.ones(EXPERTS, np.bool_))
-    inner = grouped_gate_up(quantize(x), plan, layer.table, layer.side[0], "swiglu_oai", 2.0)
+    records = quantize(x, fine=fine)
+    inner = grouped_gate_up(records, plan, layer.table, layer.side[0], "swiglu_oai", 2.0)
     out = torch.full((rows * USED, HIDDEN - 8), float("nan"))
-    grouped_down(quantize(hidden), out, plan, layer.table, layer.side[1])
+    grouped_down(quantize(hidden, fine=fine), out, plan, layer.table, layer.side[1])
 
     def alone(row: torch.Tensor, weight: Matrix, wanted: torch.Tensor, **how: object) -> bool:
         got = torch.empty(1, len(wanted), dtype=wanted.dtype)
-        product(quantize(row[None]), weight, got, **how)  # type: ignore[arg-type]
+        product(quantize(row[None], fine=fine), weight, got, **how)  # type: ignore[arg-type]
         return torch.equal(got[0], wanted)
 
     for slot, expert in enumerate(chosen.reshape(-1).tolist()):

@@ -126,6 +126,23 @@ def test_keys_and_values_in_int8(folder: Path) -> None:
     assert 0 < relative_error(results[1][0], results[0][0]) < 0.02
 
 
+def test_fine_activations_lose_no_more_than_bf16(folder: Path) -> None:
+    ids = tokens(SHORT)
+    batch = Batch.extend
+    wanted, fine, eight = (
+        decoder.forward(batch([(decoder.cache(LENGTH), ids)]))
+        for decoder in (
+            load(folder, lambda inner: Restored(inner, "int4-g32"), TorchOps(compute_format="f32")),
+            load(
+                folder, lambda inner: Packed(inner, "int4-g32"), CudaOps(device=DEVICE, fine=True)
+            ),
+            load(folder, lambda inner: Packed(inner, "int4-g32")),
+        )
+    )
+    # What is left are the steps between the products, in bf16.
+    assert relative_error(fine, wanted) < min(0.01, relative_error(eight, wanted) / 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("gpt-oss", 2), ("olmoe", 1), ("qwen2-moe", 1)])
 def test_mixtures(name: str, layers: int, tmp_path: Path) -> None:

@@ -84,10 +84,35 @@ def test_rows_in_8_bits_are_within_half_a_step(emulator: Emulator) -> None:
     assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
 
 
+def test_fine_rows_are_within_half_a_step_of_15_bits(emulator: Emulator) -> None:
+    x = inputs(3, 96)
+    x[1, :32] = 0
+    steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 32384
+    found = values_of(quantize(x, fine=True))
+    assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= steps * 0.51).all()
+
+
+@pytest.mark.parametrize(("name", "gate"), [("q4_0", None), ("nf4", None), ("q4_k", "silu")])
+def test_fine_rows_have_the_same_bits_among_any_others(
+    emulator: Emulator, name: str, gate: str | None
+) -> None:
+    weight, x = matrix(name, 64, 768), inputs(9, 768)
+    alone = [run(quantize(x[i : i + 1], fine=True), weight, gate=gate)[0] for i in range(2)]
+    wanted = x[0].numpy().astype(np.float64) @ weight.values.T
+    if gate:
+        wanted = wanted[:32] / (1 + np.exp(-wanted[:32])) * wanted[32:]
+    assert error(alone[0], wanted) < max(1e-3, TOLERANCE[name])
+    for rows in (2, 3, 9):
+        found = run(quantize(x[:rows], fine=True), weight, gate=gate)
+        assert np.array_equal(found[:2], alone)
+
+
 def test_rows_that_a_warp_loads_are_there() -> None:
     for rows in range(1, 65):
-        loaded = 8 * best_cut("q4_0", 64, rows, 24, gate=False).groups
-        assert empty_records(1, rows, 64, torch.device("cpu")).data.shape[1] % loaded == 0
+        for fine in (False, True):
+            records = empty_records(1, rows, 64, torch.device("cpu"), fine=fine)
+            loaded = 8 * best_cut("q4_0", 64, records.count, 24, gate=False).groups
+            assert records.data.shape[1] % loaded == 0
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))

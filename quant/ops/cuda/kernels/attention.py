@@ -173,7 +173,7 @@ def attend(
     turned = turned_block(kv_format, value)
     runs = -(-longest // _RUN) if split else 1
     out = torch.empty(0 if records else n, heads * value, dtype=torch.bfloat16, device=q.device)
-    target = records.data[0, row:] if records else out
+    target = records.data[0, row * records.count // records.rows :] if records else out
     # Partial results of so many rows at once that they stay small.
     row_bytes = runs * heads * (value + 2) * 4
     chunk = max(1, min(n, _SCRATCH_BYTES // row_bytes)) if split else n
@@ -216,7 +216,8 @@ def attend(
             continue
         launch(q.device, program, (runs, groups, tiles), _THREADS, args)
         threads = -(-value // 32) * 32
-        program = join_program(value, kv_format, records=records is not None)
+        fine = records is not None and records.fine
+        program = join_program(value, kv_format, records=records is not None, fine=fine)
         launch(q.device, program, (rows * heads, 1, 1), threads, args)
     return out if split or turned == 1 else rotate_blocks(out, turned)
 
@@ -239,13 +240,16 @@ def attention_program(
     )
 
 
-def join_program(value: int, kv_format: CardKvFormat = "bf16", *, records: bool = False) -> Program:
+def join_program(
+    value: int, kv_format: CardKvFormat = "bf16", *, records: bool = False, fine: bool = False
+) -> Program:
     """What joins the runs of values of so many numbers."""
     return Program.of(
         "attention_join",
         VALUES=numbers(kv_format, value)[1],
         TURNED=turned_block(kv_format, value),
         RECORDS=int(records),
+        FINE=int(fine),
     )
 
 

@@ -44,7 +44,6 @@ MOST_EXPERTS = 1024
 """Of a layer."""
 
 _MOST_ENTRIES = 32
-_WIDTHS = {1: "ONE", 4: "FEW"}
 # Need so many registers that no two blocks fit a processor at once.
 _HEAVY = {"q6_k", *(name for name, codec in AFFINE.items() if codec.bits == 6)}
 _Bits = c_ubyte * (MOST_EXPERTS // 8)
@@ -166,17 +165,21 @@ def grouped_down(inner: Records, out: Tensor, plan: Plan, table: Tensor, side: S
 
 
 @cache
-def grouped_program(format_: str, size: int, gate: str | None, out: torch.dtype) -> Program:
+def grouped_program(
+    format_: str, size: int, gate: str | None, out: torch.dtype, *, fine: bool = False
+) -> Program:
     """The variant of the kernel for ``size`` slots of an expert at once."""
+    size *= 2 if fine else 1
     return Program.of(
         "grouped",
         FORMAT=TYPES[format_],
         PAIRS_=1,
-        WIDTH=_WIDTHS.get(size, "MANY"),
+        WIDTH="ONE" if size == 1 else "FEW" if size <= 4 else "MANY",
         NT_=max(1, size // 8),
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
         BLOCKS=2 if size <= 8 and format_ not in _HEAVY else 1,
+        FINE=int(fine),
     )
 
 
@@ -206,7 +209,7 @@ def _launch(
         steps,
         limit,
     )
-    program = grouped_program(side.format, plan.size, gate, y.dtype)
+    program = grouped_program(side.format, plan.size, gate, y.dtype, fine=x.fine)
     grid = (tiles if gate else -(-tiles // 2), len(plan.parts), 1)
     launch(y.device, program, grid, 32 * chains_of(side.format, side.columns), args)
 

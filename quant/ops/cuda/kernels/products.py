@@ -70,12 +70,21 @@ class TiledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Rows in 8 bits: (heads, rows rounded up to what a warp takes, bytes of a row)."""
+    """Rows in 8 bits: (heads, rows rounded up to what a warp takes, bytes of a row).
+
+    With ``fine`` in 15 bits, and a row takes two rows of ``data``.
+    """
 
     data: Tensor
     heads: int
     rows: int
     columns: int
+    fine: bool = False
+
+    @property
+    def count(self) -> int:
+        """Rows of ``data`` that are in use."""
+        return self.rows * (2 if self.fine else 1)
 
     @property
     def stride(self) -> int:
@@ -84,12 +93,13 @@ class Records:
 
     def values(self) -> Tensor:
         """What they stand for: (heads, rows, columns), float64, for checks."""
-        records = self.data[:, : self.rows].reshape(self.heads, self.rows, -1, _RECORD)
+        records = self.data[:, : self.count].reshape(self.heads, self.count, -1, _RECORD)
         codes = records[..., :64].view(torch.int8).reshape(*records.shape[:3], 4, 2, 2, 4)
         scales = records[..., 128:].contiguous().view(torch.float32)
         steps = codes.permute(0, 1, 2, 4, 5, 3, 6).reshape(*records.shape[:3], 2, 32).double()
         whole = steps * scales.reshape(*records.shape[:3], 2, 2)[..., :1]
-        return whole.reshape(self.heads, self.rows, -1)[..., : self.columns]
+        parts = whole.reshape(self.heads, self.rows, self.count // self.rows, -1)
+        return parts.sum(2)[..., : self.columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +167,22 @@ class _Linear(Structure):
     )
 
 
-def empty_records(heads: int, rows: int, columns: int, device: torch.device) -> Records:
+def empty_records(
+    heads: int, rows: int, columns: int, device: torch.device, *, fine: bool = False
+) -> Records:
     """Room for records that a kernel writes."""
-    whole = 8 * _groups(rows)  # a warp loads rows that are not there, and leaves their results
-    size = heads, -(-rows // whole) * whole, -(-columns // 64) * _RECORD
-    return Records(torch.empty(size, dtype=torch.uint8, device=device), heads, rows, columns)
+    count = rows * (2 if fine else 1)
+    whole = 8 * _groups(count)  # a warp loads rows that are not there, and leaves their results
+    size = heads, -(-count // whole) * whole, -(-columns // 64) * _RECORD
+    data = torch.empty(size, dtype=torch.uint8, device=device)
+    return Records(data, heads, rows, columns, fine)
 
 
-def quantize(x: Tensor) -> Records:
+def quantize(x: Tensor, *, fine: bool = False) -> Records:
     """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns lie together."""
     heads = x.shape[0] if x.dim() == 3 else 1
     rows, columns = x.shape[-2:]
-    records = empty_records(heads, rows, columns, x.device)
+    records = empty_records(heads, rows, columns, x.device, fine=fine)
     args = _Quantize(
         x.data_ptr(),
         records.data.data_ptr(),
@@ -179,7 +193,7 @@ def quantize(x: Tensor) -> Records:
         rows,
         columns,
     )
-    program = Program.of("quantize", IN=OUT[x.dtype])
+    program = Program.of("quantize", IN=OUT[x.dtype], FINE=int(fine))
     launch(x.device, program, (rows, -(-columns // 256), heads), 256, args)
     return records
 
@@ -204,15 +218,16 @@ def product(
     rows, columns = weight.shape[0] // heads, weight.shape[1]
     tiles, steps = -(-rows // 16), columns // 32
     if cut is None:
-        cut = best_cut(weight.format, tiles * heads, x.rows, _processors(x.data.device), bool(gate))
-    program = linear_program(weight.format, x.rows, cut, gate, out.dtype)
+        processors = _processors(x.data.device)
+        cut = best_cut(weight.format, tiles * heads, x.count, processors, bool(gate))
+    program = linear_program(weight.format, x.count, cut, gate, out.dtype, fine=x.fine)
     chains = chains_of(weight.format, columns)
     # Sums of chains are joined as a tree of so many leaves, wherever its branches are.
     leaves = 1 << (chains - 1).bit_length()
     parts = min(cut.parts, leaves)
     warps = leaves // parts if parts > 1 else chains
     blocks = -(-(tiles // 2 if gate else tiles) // (cut.pairs * (1 if gate else 2)))
-    grid = (blocks, parts, heads * -(-x.rows // (8 * cut.groups)))
+    grid = (blocks, parts, heads * -(-x.count // (8 * cut.groups)))
     partial = arrived = None
     if parts > 1:
         size = blocks * grid[2] * parts * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
@@ -232,7 +247,7 @@ def product(
         weight.tile_bytes,
         x.stride,
         out.stride(-2),
-        x.rows,
+        x.count,
         rows // 2 if gate else rows,
         tiles,
         steps,
@@ -268,7 +283,7 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
 
 
 def best_cut(format_: str, tiles: int, rows: int, processors: int, gate: bool) -> Cut:
-    """For ``tiles`` tiles of weights, ``rows`` rows of activations, a card of ``processors``."""
+    """For ``tiles`` tiles of weights, ``rows`` rows of records, a card of ``processors``."""
     # With four eights of rows these have more sums and scales than registers on some cards.
     groups = min(2, _groups(rows)) if format_ in ("nvfp4", "q4_k") else _groups(rows)
     # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
@@ -284,9 +299,15 @@ def _groups(rows: int) -> int:
 
 
 def linear_program(
-    format_: str, rows: int, cut: Cut, gate: str | None, out: torch.dtype
+    format_: str,
+    rows: int,
+    cut: Cut,
+    gate: str | None,
+    out: torch.dtype,
+    *,
+    fine: bool = False,
 ) -> Program:
-    """The variant of the kernel."""
+    """The variant of the kernel for ``rows`` rows of records."""
     return Program.of(
         "linear",
         FORMAT=TYPES[format_],
@@ -296,6 +317,7 @@ def linear_program(
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
         BLOCKS=2 if cut.groups == 1 and format_ != "q6_k" else 1,  # of a processor at once
+        FINE=int(fine),
     )
 
 

@@ -80,11 +80,17 @@ def norm(
 
 
 def norm_records(
-    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    pending: Tensor | None = None,
+    fine: bool = False,
 ) -> Records:
     """``norm``, as the products of packed weights read it."""
-    records = empty_records(1, x.shape[0], x.shape[1], x.device)
-    _norm(x, weight, eps, pending, records.data, records.stride, OUT="float", RECORDS=1)
+    records = empty_records(1, x.shape[0], x.shape[1], x.device, fine=fine)
+    macros = {"OUT": "float", "RECORDS": 1, "FINE": int(fine)}
+    _norm(x, weight, eps, pending, records.data, records.stride, **macros)
     return records
 
 
