@@ -39,7 +39,23 @@ def save(path: Path | None, record: Mapping[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    write_text(path, _text(dict(record)) + "\n")
+
+
+def _text(value: Any, indent: str = "\n") -> str:
+    """JSON in which a list or object that holds no other takes one line, so that diffs are read."""
+    inside = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, dict | list | tuple) and any(
+        isinstance(each, dict | list | tuple) for each in inside
+    )
+    if not nested:
+        return json.dumps(value)
+    deeper = indent + " "
+    parts = [_text(each, deeper) for each in inside]
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {part}" for key, part in zip(value, parts, strict=True)]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return opening + deeper + f",{deeper}".join(parts) + indent + closing
 
 
 def save_row(

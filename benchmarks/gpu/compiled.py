@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.resources import files
+from operator import attrgetter
 
 import torch
 
@@ -157,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor() as threads:
         for target in targets:  # saved after each
             made += threads.map(lambda make: make(), _builds(formats, target))
+            made.sort(key=attrgetter("target", "kernel", "format", "rows", "gate"))
             record.save(args.json, {**setting, "rows": [asdict(each) for each in made]})
             print(f"sm_{target}: {len(made)} variants so far", flush=True)
     worst = max(made, key=lambda each: each.shared_bytes)

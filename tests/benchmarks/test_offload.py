@@ -58,6 +58,15 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["offload.json"]
 
 
+def test_a_value_that_holds_no_other_is_one_line_of_the_file(tmp_path: Path) -> None:
+    made = {"rows": [{"a": 1, "b": "x"}, {"a": [1, 2], "b": None}], "setting": {}}
+    save(tmp_path / "made.json", made)
+    lines = (tmp_path / "made.json").read_text().splitlines()
+    assert '  {"a": 1, "b": "x"},' in lines
+    assert '   "a": [1, 2],' in lines
+    assert load(tmp_path / "made.json") == made
+
+
 def test_the_table_compares_with_the_better_of_each_peer() -> None:
     gigabyte = 10**9
     native = result(
