@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -19,13 +20,15 @@ class RamMeter:
     def __init__(self, forecast: RamForecast | None) -> None:
         self._forecast = forecast
         self._caches: WeakSet[KVCache] = WeakSet()
+        self._lock = threading.Lock()  # sessions open while others' passes end
         self._taken = 0  # by something else in this process, now
         self._rows = 0  # scratch for so many is kept
         self._peak = 0
 
     def holds(self, cache: _Cache) -> _Cache:
         """Count ``cache`` as long as there is one; the same cache."""
-        self._caches.add(cache)
+        with self._lock:
+            self._caches.add(cache)
         return cache
 
     def set_budget(self, nbytes: int) -> None:
@@ -42,7 +45,7 @@ class RamMeter:
         self._rows = max(self._rows, rows)
         if self._forecast is not None:
             forecast = self._forecast.beside(self._taken)
-            kv = sum(cache.nbytes for cache in self._caches)
+            kv = self._kv_nbytes()
             taken = forecast.nbytes(kv=kv, rows=self._rows, logit_rows=logit_rows)
             self._peak = max(self._peak, taken)
 
@@ -51,8 +54,7 @@ class RamMeter:
         """Rows with logits that fit beside the caches there are; None: as many as wanted."""
         if self._forecast is None:
             return None
-        caches = sum(cache.nbytes for cache in self._caches)
-        return self._forecast.beside(self._taken).logit_rows(caches)
+        return self._forecast.beside(self._taken).logit_rows(self._kv_nbytes())
 
     def idle_caches(self, nbytes: int, most: int) -> int:
         """Of caches of ``nbytes``, how many may wait beside one that works, ``most`` at most."""
@@ -66,3 +68,8 @@ class RamMeter:
         if self._forecast is None:
             return None
         return self._peak or self._forecast.nbytes(kv=0, rows=0, logit_rows=0)
+
+    def _kv_nbytes(self) -> int:
+        with self._lock:
+            caches = list(self._caches)
+        return sum(cache.nbytes for cache in caches)
