@@ -76,8 +76,11 @@ class _Card:
         self._folder = Settings.from_environment().cache_dir / "kernels"
         self._functions: dict[Program, Any] = {}
         self._lock = threading.Lock()
+        self._thread = threading.local()
 
     def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        if not hasattr(self._thread, "entered"):
+            self._enter()
         function = self._functions.get(program) or self._load(program)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         stream = torch.cuda.current_stream(self._index).cuda_stream
@@ -86,6 +89,13 @@ class _Card:
                 function, *grid, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
             )
         )
+
+    def _enter(self) -> None:
+        """A thread that has used nothing of torch's on the card has no context yet."""
+        if not int(self._check(self._driver.cuCtxGetCurrent())):
+            context = self._check(self._driver.cuDevicePrimaryCtxRetain(self._index))
+            self._check(self._driver.cuCtxSetCurrent(context))
+        self._thread.entered = True
 
     def _load(self, program: Program) -> Any:
         with self._lock:

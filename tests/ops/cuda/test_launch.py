@@ -1,0 +1,100 @@
+"""How kernels are started on a card: the driver's calls, here of a stand-in."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from localrt.errors import LocalrtError
+from localrt.quant.ops.cuda.kernels import launch as launching
+from localrt.quant.ops.cuda.kernels.programs import Program
+
+bindings = pytest.importorskip("cuda.bindings")
+
+
+class Driver:
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refuses = False
+        self._contexts = threading.local()
+        self.names = SimpleNamespace(
+            cuCtxGetCurrent=self.current,
+            cuDevicePrimaryCtxRetain=self.primary,
+            cuCtxSetCurrent=self.enter,
+            cuModuleLoadData=self.module,
+            cuModuleGetFunction=self.function,
+            cuLaunchKernel=self.launch,
+            cuGetErrorString=self.meaning,
+        )
+
+    def current(self) -> tuple[int, int]:
+        return 0, getattr(self._contexts, "current", 0)
+
+    def primary(self, device: int) -> tuple[int, int]:
+        return 0, 100 + device
+
+    def enter(self, context: int) -> tuple[int]:
+        self._contexts.current = context
+        return (0,)
+
+    def module(self, code: bytes) -> tuple[int, bytes]:
+        return 0, code
+
+    def function(self, module: bytes, name: bytes) -> tuple[int, str]:
+        self.calls.append(f"load {name.decode()} of {module.decode()}")
+        return 0, name.decode()
+
+    def launch(self, function: str, *args: Any) -> tuple[int]:
+        (pointer,) = (ctypes.c_void_p * 1).from_address(args[8])
+        value = ctypes.c_int.from_address(pointer).value
+        where = getattr(self._contexts, "current", 0)
+        self.calls.append(f"{function} {args[:8]} of {value} in context {where}")
+        return (int(self.refuses),)
+
+    def meaning(self, status: int) -> tuple[int, bytes]:
+        return 0, b"too much asked"
+
+
+class Argument(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_int),)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
+    stand_in = Driver()
+    stream = type("Stream", (), {"cuda_stream": 7})
+    monkeypatch.setattr(bindings, "driver", stand_in.names, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    monkeypatch.setattr(launching, "machine_code", lambda program, capability, folder: b"code")
+    launching._card.cache_clear()
+    return stand_in
+
+
+def start(value: int) -> None:
+    device = torch.device("cuda", 2)
+    launching.launch(device, Program.of("norm"), (3, 2, 1), 256, Argument(value))
+
+
+def test_each_thread_launches_in_the_cards_context(driver: Driver) -> None:
+    start(41)
+    other = threading.Thread(target=start, args=(42,))  # that has called nothing of torch's
+    other.start()
+    other.join()
+    how = "norm (3, 2, 1, 256, 1, 1, 0, 7)"
+    launches = [f"{how} of {value} in context 102" for value in (41, 42)]
+    assert driver.calls == ["load norm of code", *launches]
+
+
+def test_what_a_card_refuses_is_one_line(driver: Driver) -> None:
+    driver.refuses = True
+    with pytest.raises(LocalrtError, match=r"^the card refuses a kernel: too much asked$"):
+        start(1)
