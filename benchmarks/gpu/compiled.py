@@ -29,8 +29,9 @@ from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 from localrt.quant.ops.cuda.kernels.formats import TYPES, steps_at_once
 from localrt.quant.ops.cuda.kernels.grouped import grouped_program
-from localrt.quant.ops.cuda.kernels.products import best_cut, linear_program
+from localrt.quant.ops.cuda.kernels.products import linear_program
 from localrt.quant.ops.cuda.kernels.programs import Program, compile_program
+from localrt.quant.ops.cuda.kernels.variants import Case, best_cut
 
 __all__ = ["ROWS", "SHARED_BYTES", "SLOTS", "TARGETS", "Build", "build", "build_experts"]
 
@@ -68,7 +69,7 @@ class Build:
 
 def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
     """Compile the variant that a long matrix in ``format_`` takes for ``rows`` rows."""
-    cut = best_cut(format_, _MANY_TILES, rows, 24, gate)
+    cut = best_cut(Case.of(format_, rows, _MANY_TILES, 4096, gate=gate), 24)
     program = linear_program(format_, rows, cut, _GATE if gate else None, torch.float32)
     return _built(program, format_, rows, target, gate=gate, pairs=cut.pairs)
 

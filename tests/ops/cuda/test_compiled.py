@@ -13,8 +13,9 @@ from localrt.errors import LocalrtError
 from localrt.quant.ops.cuda.kernels.attention import attention_program, join_program, rope_program
 from localrt.quant.ops.cuda.kernels.formats import TYPES
 from localrt.quant.ops.cuda.kernels.latent import append_program, latent_programs
-from localrt.quant.ops.cuda.kernels.products import best_cut, linear_program
+from localrt.quant.ops.cuda.kernels.products import linear_program
 from localrt.quant.ops.cuda.kernels.programs import Program, compile_program, machine_code
+from localrt.quant.ops.cuda.kernels.variants import Cut
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
 # processor, a tenth is a ninth of what a card issues.
@@ -118,8 +119,6 @@ def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_does_not_compile_is_one_line() -> None:
-    program = linear_program(
-        "q4_0", 1, best_cut("q4_0", 64, 1, 24, gate=False), None, torch.float32
-    )
+    program = linear_program("q4_0", 1, Cut(1, 1), None, torch.float32)
     with pytest.raises(LocalrtError, match=r"compute capability 7\.0"):
         compile_program(program, 70)

@@ -13,14 +13,13 @@ from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import tile, tile_span
 from localrt.quant.ops.cuda.kernels.formats import TYPES
 from localrt.quant.ops.cuda.kernels.products import (
-    Cut,
     Records,
     TiledMatrix,
-    best_cut,
     empty_records,
     product,
     quantize,
 )
+from localrt.quant.ops.cuda.kernels.variants import Case, Cut, best_cut
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.packed import random_tensor
 
@@ -111,7 +110,7 @@ def test_rows_that_a_warp_loads_are_there() -> None:
     for rows in range(1, 65):
         for fine in (False, True):
             records = empty_records(1, rows, 64, torch.device("cpu"), fine=fine)
-            loaded = 8 * best_cut("q4_0", 64, records.count, 24, gate=False).groups
+            loaded = 8 * best_cut(Case.of("q4_0", records.count, 64, 64), 24).groups
             assert records.data.shape[1] % loaded == 0
 
 

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 import torch
 
 from localrt.errors import LocalrtError
-from localrt.quant.ops.cuda.kernels.programs import OLDEST, Program, machine_code
+from localrt.quant.ops.cuda.card_file import CardFile
+from localrt.quant.ops.cuda.kernels.programs import OLDEST, Program, machine_code, toolchain
 from localrt.settings import Settings
+from localrt.version import __version__
 
-__all__ = ["Grid", "Launcher", "emulate", "launch"]
+__all__ = ["Grid", "Launcher", "card_file", "emulate", "launch"]
 
 Grid = tuple[int, int, int]
 
@@ -54,6 +56,15 @@ def launch(
         return
     assert _emulator is not None, "kernels run on a card"
     _emulator.launch(program, grid, threads, args)
+
+
+def card_file(device: torch.device) -> CardFile:
+    """Where the figures of a CUDA card are kept, with what they depend on."""
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    key = (str(version), torch.__version__, __version__, *toolchain())
+    return CardFile(Settings.from_environment().cache_dir, torch.cuda.get_device_name(device), key)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Products of 1 to 64 rows with packed matrices: which variant of the kernel, and its arguments.
+"""Products of 1 to 64 rows with packed matrices: the kernels' arguments.
 
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
 result's bits depend on its row and the matrix alone: variants differ in speed only.
@@ -16,15 +16,14 @@ from torch import Tensor
 from localrt.quant.ops.cuda.kernels.formats import TYPES, steps_at_once
 from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.programs import Program
+from localrt.quant.ops.cuda.kernels.variants import Case, Cut, groups_of, variants
 
 __all__ = [
     "GATES",
     "MOST_ROWS",
     "OUT",
-    "Cut",
     "Records",
     "TiledMatrix",
-    "best_cut",
     "chains_of",
     "dense_product",
     "empty_records",
@@ -102,19 +101,6 @@ class Records:
         return parts.sum(2)[..., : self.columns]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How the work of a product is cut. Results do not depend on it.
-
-    ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
-    columns of the same rows.
-    """
-
-    pairs: int
-    groups: int
-    parts: int = 1
-
-
 class _Quantize(Structure):
     _fields_ = (
         ("x", c_void_p),
@@ -172,7 +158,7 @@ def empty_records(
 ) -> Records:
     """Room for records that a kernel writes."""
     count = rows * (2 if fine else 1)
-    whole = 8 * _groups(count)  # a warp loads rows that are not there, and leaves their results
+    whole = 8 * groups_of(count)  # a warp loads rows that are not there, and leaves their results
     size = heads, -(-count // whole) * whole, -(-columns // 64) * _RECORD
     data = torch.empty(size, dtype=torch.uint8, device=device)
     return Records(data, heads, rows, columns, fine)
@@ -218,8 +204,10 @@ def product(
     rows, columns = weight.shape[0] // heads, weight.shape[1]
     tiles, steps = -(-rows // 16), columns // 32
     if cut is None:
-        processors = _processors(x.data.device)
-        cut = best_cut(weight.format, tiles * heads, x.count, processors, bool(gate))
+        case = Case.of(weight.format, x.count, tiles * heads, columns, gate=bool(gate), fine=x.fine)
+        cut = variants(out.device).cut(
+            case, lambda cut: product(x, weight, out, bias=bias, gate=gate, limit=limit, cut=cut)
+        )
     program = linear_program(weight.format, x.count, cut, gate, out.dtype, fine=x.fine)
     chains = chains_of(weight.format, columns)
     # Sums of chains are joined as a tree of so many leaves, wherever its branches are.
@@ -282,22 +270,6 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
     launch(out.device, Program.of("dense", OUT=OUT[out.dtype]), grid, 256, args)
 
 
-def best_cut(format_: str, tiles: int, rows: int, processors: int, gate: bool) -> Cut:
-    """For ``tiles`` tiles of weights, ``rows`` rows of records, a card of ``processors``."""
-    # With four eights of rows these have more sums and scales than registers on some cards.
-    groups = min(2, _groups(rows)) if format_ in ("nvfp4", "q4_k") else _groups(rows)
-    # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
-    light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
-    blocks = -(-tiles // (4 if light else 2))
-    parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
-    return Cut(pairs=2 if light else 1, groups=groups, parts=parts)
-
-
-def _groups(rows: int) -> int:
-    """Rows in eights that a warp multiplies at once."""
-    return 1 if rows <= 8 else 2 if rows <= 16 else 4
-
-
 def linear_program(
     format_: str,
     rows: int,
@@ -335,10 +307,3 @@ def chains_of(format_: str, columns: int) -> int:
 def _counters(device: torch.device) -> Tensor:
     """Zeros, which kernels count up from and leave as they were."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -18,7 +18,15 @@ from typing import Any
 from localrt.errors import LocalrtError, MissingExtraError
 from localrt.files import write_bytes
 
-__all__ = ["OLDEST", "Compiled", "Program", "compile_program", "has_compiler", "machine_code"]
+__all__ = [
+    "OLDEST",
+    "Compiled",
+    "Program",
+    "compile_program",
+    "has_compiler",
+    "machine_code",
+    "toolchain",
+]
 
 OLDEST = 75
 """The first generation of cards with products of 8-bit integers: Turing."""
@@ -71,7 +79,7 @@ def machine_code(program: Program, capability: int, folder: Path) -> bytes:
         MissingExtraError: there is no NVRTC.
         LocalrtError: it does not compile, which says that the card is too new or too old.
     """
-    version = ".".join(map(str, _checked(_nvrtc().nvrtcVersion())))
+    version, _ = toolchain()
     made_from = "\0".join((version, str(capability), *_FLAGS, program.text, *sources())).encode()
     key = hashlib.sha256(b"\0".join((made_from, *sources().values())))
     path = folder / f"{program.name}-{key.hexdigest()[:24]}.cubin"
@@ -114,6 +122,18 @@ def compile_program(program: Program, capability: int) -> Compiled:
         return Compiled(code, said)
     finally:
         nvrtc.nvrtcDestroyProgram(made)
+
+
+@cache
+def toolchain() -> tuple[str, str]:
+    """NVRTC's version, and a digest of the sources.
+
+    Raises:
+        MissingExtraError: there is no NVRTC.
+    """
+    version = ".".join(map(str, _checked(_nvrtc().nvrtcVersion())))
+    digest = hashlib.sha256(b"\0".join((*map(str.encode, sources()), *sources().values())))
+    return version, digest.hexdigest()[:24]
 
 
 def has_compiler() -> bool:

@@ -1,0 +1,194 @@
+"""Which variant of the products' kernel a card takes: by a rule, and then the quickest of a few.
+
+How the work is cut changes no result, so the candidates of a case are timed where the case comes up
+first, on its own matrix and rows. What was found is kept with the card's other figures: a case is
+measured once. It knows cases and seconds, not how a product is launched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from localrt.errors import LocalrtError
+from localrt.quant.formats.affine import AFFINE
+from localrt.quant.ops.cuda.card_file import CardFile
+from localrt.quant.ops.cuda.kernels.launch import card_file
+from localrt.quant.ops.cuda.kernels.timing import CudaStopwatch, Stopwatch
+
+__all__ = ["CUTS", "Case", "Cut", "Variants", "best_cut", "groups_of", "variants"]
+
+CUTS = "cuts"
+"""The part of a card's file that has the chosen variants."""
+
+_BUDGET_S = 2.0  # of one process
+_LONG = 1024  # tiles: what is best for so many is best for more
+# Of rows: each has another kernel, or other candidates. The last is for prompts.
+_CLASSES = (1, 4, 8, 16, 32, 64, 128, 512)
+# Formats whose sums and scales need more registers than there are: with four eights of rows, and
+# with two pairs of tiles.
+_NARROW = ("nvfp4", "q4_k")
+_WIDE = ("q4_k", "q5_k", "q6_k", *(name for name, codec in AFFINE.items() if codec.bits == 6))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work of a product is cut. Results do not depend on it.
+
+    ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
+    columns of the same rows.
+    """
+
+    pairs: int
+    groups: int
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Products that one cut is best for, of ``rows`` rows of records or somewhat fewer."""
+
+    format: str
+    rows: int
+    tiles: int
+    columns: int
+    gate: bool = False
+    fine: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        format_: str,
+        rows: int,
+        tiles: int,
+        columns: int,
+        *,
+        gate: bool = False,
+        fine: bool = False,
+    ) -> Case:
+        """The case that a product belongs to."""
+        most = next((most for most in _CLASSES if rows <= most), _CLASSES[-1])
+        return cls(format_, most, min(tiles, _LONG), columns, gate, fine)
+
+
+class Variants:
+    """The cuts of one card with so many ``processors``; by rule where there is no ``stopwatch``.
+
+    Measuring takes ``budget_s`` seconds at most, and one case more; what is left then goes by rule
+    until the next process. ``now`` is the clock of that.
+    """
+
+    def __init__(
+        self,
+        processors: int,
+        *,
+        stopwatch: Stopwatch | None = None,
+        file: CardFile | None = None,
+        budget_s: float = _BUDGET_S,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._processors, self._stopwatch, self._file = processors, stopwatch, file
+        self._left_s, self._now = budget_s, now
+        self._measured = {} if file is None else dict(_read(file, processors))
+        self._cuts = dict(self._measured)
+
+    def cut(self, case: Case, launch: Callable[[Cut], object]) -> Cut:
+        """The best for ``case``; ``launch`` starts the product that it came up with."""
+        found = self._cuts.get(case)
+        if found is None:
+            found = best_cut(case, self._processors)
+            if self._stopwatch is not None:
+                if not self._stopwatch.ready():
+                    return found  # not to be remembered
+                if self._left_s > 0:
+                    found = self._quickest(self._stopwatch, case, launch) or found
+            self._cuts[case] = found
+        return found
+
+    def _quickest(
+        self, stopwatch: Stopwatch, case: Case, launch: Callable[[Cut], object]
+    ) -> Cut | None:
+        """Of the candidates; None where the card has no room to measure."""
+        cuts = list(candidates(case, self._processors))
+        launch(cuts[0])  # the rule's is compiled in any case
+        started, seconds = self._now(), dict[Cut, float]()
+        for cut in cuts:
+            try:
+                seconds[cut] = stopwatch.seconds(lambda cut=cut: launch(cut))  # type: ignore[misc]
+            except LocalrtError:  # the card refuses it
+                continue
+            except torch.OutOfMemoryError:
+                return None
+        self._left_s -= self._now() - started
+        if not seconds:
+            return None
+        self._measured[case] = min(seconds, key=seconds.__getitem__)
+        if self._file is not None:
+            rows = [{**asdict(each), **asdict(cut)} for each, cut in self._measured.items()]
+            self._file.write(CUTS, {"cases": rows})
+        return self._measured[case]
+
+
+def best_cut(case: Case, processors: int) -> Cut:
+    """By rule: blocks enough for a card of ``processors``, and no more registers than it has."""
+    # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
+    light = case.format == "nvfp4" and case.rows == 1 and case.tiles >= 16 * processors
+    blocks = -(-case.tiles // (4 if light else 2))
+    parts = 1 if blocks >= processors else 2 if 2 * blocks >= processors else 4
+    return Cut(pairs=2 if light else 1, groups=_most_groups(case), parts=parts)
+
+
+def candidates(case: Case, processors: int) -> Iterator[Cut]:
+    """The rule's cut first, then those that may be quicker."""
+    rule = best_cut(case, processors)
+    yield rule
+    blocks = -(-case.tiles // 2)
+    for groups in (1, 2, 4):
+        if groups > _most_groups(case):
+            break
+        rows = -(-case.rows // (8 * groups))
+        for parts in (1, 2, 4):
+            # More blocks than a few for each processor are never too few.
+            if parts > 1 and (case.tiles == _LONG or parts * blocks * rows > 8 * processors):
+                break
+            if (cut := Cut(1, groups, parts)) != rule:
+                yield cut
+    if case.rows == 1 and rule.pairs == 1 and case.format not in _WIDE:
+        yield Cut(2, 1, rule.parts)
+
+
+def groups_of(rows: int) -> int:
+    """Rows in eights that a warp multiplies at once, at most; records have room for so many."""
+    return 1 if rows <= 8 else 2 if rows <= 16 else 4
+
+
+def _most_groups(case: Case) -> int:
+    return min(2 if case.format in _NARROW else 4, groups_of(case.rows))
+
+
+@cache
+def variants(device: torch.device) -> Variants:
+    """Those of a device; by rule off a card."""
+    if device.type != "cuda":
+        return Variants(1)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Variants(processors, stopwatch=CudaStopwatch(device), file=card_file(device))
+
+
+def _read(file: CardFile, processors: int) -> Iterator[tuple[Case, Cut]]:
+    """What is kept; lines that are no cases are left out."""
+    rows: Any = file.read(CUTS).get("cases")
+    for row in rows if isinstance(rows, list) else ():
+        try:
+            case = Case(*(row[name] for name in Case.__slots__))
+            cut = Cut(*(row[name] for name in Cut.__slots__))
+            known = cut in candidates(case, processors)
+        except (KeyError, TypeError):
+            continue
+        if known:
+            yield case, cut

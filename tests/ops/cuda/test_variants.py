@@ -1,0 +1,187 @@
+"""Which cut of a product is taken: measured once, kept, within its time; by rule elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.errors import LocalrtError
+from localrt.quant.ops.cuda.card_file import CardFile, kept_of
+from localrt.quant.ops.cuda.kernels import products
+from localrt.quant.ops.cuda.kernels.products import product, quantize
+from localrt.quant.ops.cuda.kernels.variants import CUTS, Case, Cut, Variants, best_cut, candidates
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.test_products import inputs, matrix
+
+PROCESSORS = 24
+CASE = Case.of("q4_0", 1, 64, 4096)
+OTHER = Case.of("q4_0", 1, 128, 4096, gate=True)
+
+
+class Card:
+    """Takes as long as ``cost`` says for what it is asked to launch, which it notes."""
+
+    def __init__(self, cost: Callable[[Cut], float] = lambda cut: cut.parts) -> None:
+        self.cost = cost
+        self.launched: list[Cut] = []
+        self.recording = False
+        self.now = 0.0
+
+    def launch(self, cut: Cut) -> None:
+        self.launched.append(cut)
+
+    def ready(self) -> bool:
+        return not self.recording
+
+    def seconds(self, launch: Callable[[], object]) -> float:
+        launch()
+        self.now += 0.5
+        return self.cost(self.launched[-1])
+
+    def variants(self, file: CardFile | None = None, budget_s: float = 1e9) -> Variants:
+        return Variants(
+            PROCESSORS, stopwatch=self, file=file, budget_s=budget_s, now=lambda: self.now
+        )
+
+
+def kept(folder: Path, key: Sequence[str] = ("driver", "compiler", "sources")) -> CardFile:
+    return CardFile(folder, "RTX 4060", key)
+
+
+def test_the_quickest_is_taken_and_not_measured_again() -> None:
+    card = Card(lambda cut: 1.0 if cut == Cut(1, 1, 4) else 2.0)
+    found = card.variants()
+    assert best_cut(CASE, PROCESSORS) != Cut(1, 1, 4)
+    assert found.cut(CASE, card.launch) == Cut(1, 1, 4)
+    count = len(card.launched)
+    assert count <= 1 + 6
+    assert found.cut(CASE, card.launch) == Cut(1, 1, 4)
+    assert len(card.launched) == count
+
+
+def test_another_process_reads_what_was_measured(tmp_path: Path) -> None:
+    card = Card(lambda cut: -cut.parts)
+    first = card.variants(kept(tmp_path))
+    cuts = [first.cut(case, card.launch) for case in (CASE, OTHER)]
+    card.launched.clear()
+    again = card.variants(kept(tmp_path))
+    assert [again.cut(case, card.launch) for case in (CASE, OTHER)] == cuts
+    assert not card.launched
+    # A driver, a compiler or kernels that are new are measured anew.
+    card.variants(kept(tmp_path, ["driver", "compiler", "newer sources"])).cut(CASE, card.launch)
+    assert card.launched
+    assert len(kept_of(tmp_path, "RTX 4060")[CUTS]["cases"]) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda cases: "nonsense",
+        lambda cases: [{**cases[0], "parts": 3}],
+        lambda cases: [{**cases[0], "rows": "many"}, 7, {}],
+    ],
+)
+def test_a_file_that_makes_no_sense_is_measured_again(
+    tmp_path: Path, damage: Callable[[list[dict[str, object]]], object]
+) -> None:
+    card = Card()
+    wanted = card.variants(kept(tmp_path)).cut(CASE, card.launch)
+    path = tmp_path / "cards.json"
+    values = json.loads(path.read_text())
+    values["RTX 4060"][CUTS]["cases"] = damage(values["RTX 4060"][CUTS]["cases"])
+    for text in (json.dumps(values), "[]", "{"):
+        path.write_text(text)
+        card.launched.clear()
+        assert card.variants(kept(tmp_path)).cut(CASE, card.launch) == wanted
+        assert card.launched
+
+
+def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
+    card = Card(lambda cut: -cut.parts)
+    found = card.variants(kept(tmp_path), budget_s=0.6)
+    found.cut(CASE, card.launch)  # takes longer than there was
+    card.launched.clear()
+    assert found.cut(OTHER, card.launch) == best_cut(OTHER, PROCESSORS)
+    assert not card.launched
+    # The next process goes on with what was left.
+    card.variants(kept(tmp_path), budget_s=0.6).cut(OTHER, card.launch)
+    assert card.launched
+
+
+def test_while_a_pass_is_recorded_nothing_is_measured() -> None:
+    card = Card(lambda cut: -cut.parts)
+    found = card.variants()
+    card.recording = True
+    assert found.cut(CASE, card.launch) == best_cut(CASE, PROCESSORS)
+    assert not card.launched
+    card.recording = False
+    assert found.cut(CASE, card.launch).parts == 4
+
+
+def test_what_a_card_refuses_is_left_out_and_without_room_the_rule_holds(tmp_path: Path) -> None:
+    rule = best_cut(CASE, PROCESSORS)
+
+    def refused(cut: Cut) -> float:
+        if cut != Cut(1, 1, 2):
+            raise LocalrtError("too many resources requested for launch")
+        return 1.0
+
+    def full(cut: Cut) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    card = Card(refused)
+    assert card.variants().cut(CASE, card.launch) == Cut(1, 1, 2)
+    card = Card(full)
+    assert card.variants(kept(tmp_path)).cut(CASE, card.launch) == rule
+    assert not kept_of(tmp_path, "RTX 4060")
+
+
+def test_candidates_are_few_and_fit_what_is_there() -> None:
+    for rows in (1, 3, 8, 16, 33, 64, 128, 2048):
+        for tiles in (1, 32, 256, 5000):
+            for name in ("q4_0", "q4_k", "nvfp4"):
+                case = Case.of(name, rows, tiles, 4096)
+                cuts = list(candidates(case, PROCESSORS))
+                assert len(set(cuts)) == len(cuts) <= 10
+                assert cuts[0] == best_cut(case, PROCESSORS)
+                # Counters of blocks that share columns, and rows of records that a warp loads.
+                for cut in cuts:
+                    blocks = -(-tiles // 2) * -(-min(rows, 2048) // (8 * cut.groups))
+                    assert cut.parts == 1 or blocks <= 4096
+                    assert cut.groups <= cuts[0].groups
+
+
+def test_products_are_the_same_whatever_was_chosen(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = matrix("q4_0", 40, 512), quantize(inputs(11, 512))
+    out = torch.empty(11, 40)
+    product(x, weight, out)
+    wanted = out.numpy().copy()
+    card = Card(lambda cut: -cut.parts - cut.groups)
+    found = card.variants()
+    seen: list[np.ndarray] = []
+    seconds = card.seconds
+
+    def noted(launch: Callable[[], object]) -> float:
+        out.fill_(float("nan"))
+        card.launched.append(Cut(0, 0))
+        seconds(launch)
+        seen.append(out.numpy().copy())
+        return float(len(seen))
+
+    monkeypatch.setattr(card, "seconds", noted)
+    monkeypatch.setattr(products, "variants", lambda device: found)
+    emulator.launches.clear()
+    product(x, weight, out)
+    assert len(seen) >= 4
+    assert all(np.array_equal(each, wanted) for each in seen)
+    assert np.array_equal(out.numpy(), wanted)
+    count = len(emulator.launches)
+    product(x, weight, out)
+    assert len(emulator.launches) == count + 1
