@@ -1,0 +1,73 @@
+"""What a card computes and copies per second, as it was measured on the card itself.
+
+Plain values, kept with the card's other figures; ``measuring.py`` finds them. This module imports
+nothing heavy: who plans for a card need not load what computes on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+__all__ = ["RATES", "ROWS", "CardRates"]
+
+RATES = "rates"
+"""The part of a card's file that has them."""
+
+ROWS = (1, 8, 64, 128, 512, 2048)
+"""Rows of the products that are timed. From 65 on weights are unpacked first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardRates:
+    """Bytes and seconds of one card.
+
+    ``products`` are seconds per weight of products with ``ROWS`` rows at once, by format; weights
+    come from the card's memory. ``memory_bytes_s`` is read and written by a copy within it.
+
+    ``to_card_bytes_s`` and ``to_host_bytes_s`` are copies from and to pinned RAM, ``both_bytes_s``
+    those to the card while others go back. While the CPU reads RAM, copies have ``busy_link`` of
+    their rate, and the CPU ``busy_cpu`` of its own.
+
+    ``launch_s`` is what the host spends to start a kernel, ``replay_s`` what a small kernel of a
+    recorded pass takes beside its work.
+    """
+
+    products: Mapping[str, tuple[float, ...]]
+    memory_bytes_s: float
+    to_card_bytes_s: float
+    to_host_bytes_s: float
+    both_bytes_s: float
+    busy_link: float
+    busy_cpu: float
+    launch_s: float
+    replay_s: float
+
+    def __post_init__(self) -> None:
+        for name, values in self.products.items():
+            if len(values) != len(ROWS):
+                raise ValueError(f"products of {name}: {len(values)} rates, {len(ROWS)} rows")
+        rates = [getattr(self, each.name) for each in fields(self)[1:]]
+        for value in (*rates, *(s for values in self.products.values() for s in values)):
+            if not (isinstance(value, float) and math.isfinite(value) and value > 0):
+                raise ValueError(f"rates must be above zero, one is {value!r}")
+
+    @property
+    def flops(self) -> float:
+        """Operations per second of the quickest long product."""
+        return 2 * ROWS[-1] / min(values[-1] for values in self.products.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CardRates | None:
+        """What ``to_dict`` gave; None for anything else."""
+        try:
+            products = {name: tuple(rates) for name, rates in values["products"].items()}
+            return cls(**{**values, "products": products}) if products else None
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None

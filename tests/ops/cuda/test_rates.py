@@ -1,0 +1,105 @@
+"""A card's rates: measured once, kept, and only what is missing measured again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localrt.quant.ops.cuda import measuring
+from localrt.quant.ops.cuda.card_file import CardFile
+from localrt.quant.ops.cuda.measuring import card_rates, measure_card
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.cuda.rates import RATES, ROWS, CardRates
+from localrt.quant.ops.native.abi import find_library
+from tests.ops.cuda.emulator import Emulator
+
+RATE = CardRates(
+    products={"int4-g32": tuple(1e-12 * rows for rows in ROWS)},
+    memory_bytes_s=250e9,
+    to_card_bytes_s=12e9,
+    to_host_bytes_s=11e9,
+    both_bytes_s=9e9,
+    busy_link=0.9,
+    busy_cpu=0.7,
+    launch_s=1e-5,
+    replay_s=2e-6,
+)
+
+
+class Small(measuring.Size):
+    shape = (64, 256)
+    copied = 1 << 16
+    read = 1 << 16
+    copies = 2
+    launches = 2
+
+
+class Watch:
+    """Says that everything takes a second; what is launched runs once."""
+
+    def ready(self) -> bool:
+        return True
+
+    def seconds(self, launch: Callable[[], object]) -> float:
+        launch()
+        return 1.0
+
+
+def test_a_card_is_measured(emulator: Emulator) -> None:
+    ops, steps = CudaOps(device="cpu"), list[tuple[int, int]]()
+    rates = measure_card(
+        ops, ["q4_0", "bf16"], stopwatch=Watch(), size=Small, on_step=lambda *s: steps.append(s)
+    )
+    assert rates.products == {"q4_0": (1 / (64 * 256),) * len(ROWS)}
+    assert rates.memory_bytes_s == 2 * Small.copied
+    assert rates.replay_s == 1 / Small.launches
+    assert rates.to_card_bytes_s > 0
+    assert 0 < rates.busy_cpu <= 1
+    assert (rates.busy_cpu < 1 or rates.busy_link < 1) or find_library() is None
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    # Of a card that is known, nothing but a new format.
+    emulator.launches.clear()
+    more = measure_card(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
+    assert more.products.keys() == {"int4-g32", "q8_0"}
+    assert replace(more, products=RATE.products) == RATE
+
+
+def test_rates_are_kept_and_only_what_is_missing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], bool]] = []
+
+    def measure(
+        ops: CudaOps, formats: list[str], *, known: CardRates | None, **_: object
+    ) -> object:
+        asked.append((list(formats), known is not None))
+        rates = known or RATE
+        return replace(rates, products=dict.fromkeys(formats, RATE.products["int4-g32"]))
+
+    monkeypatch.setattr(measuring, "measure_card", measure)
+    ops, file = CudaOps(device="cpu"), CardFile(tmp_path, "card", ["key"])
+    first = card_rates(ops, ["int4-g32", "f32"], file=file)
+    assert card_rates(ops, ["int4-g32"], file=file) == first
+    assert asked == [(["int4-g32"], False)]
+    card_rates(ops, ["q4_k"], file=file)
+    assert asked[1:] == [(["q4_k"], True)]
+    # Another driver's figures, or damaged ones, are as good as none.
+    card_rates(ops, ["q4_k"], file=CardFile(tmp_path, "card", ["another"]))
+    damaged = CardFile(tmp_path, "card", ["key"])
+    damaged.write(RATES, {**RATE.to_dict(), "launch_s": 0.0})
+    card_rates(ops, ["q4_k"], file=damaged)
+    assert [known for _, known in asked[2:]] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"memory_bytes_s": float("inf")}, {"products": {}}, {"products": {"q4_k": [1.0]}}, {"new": 1}],
+)
+def test_only_what_was_written_is_read(change: dict[str, object]) -> None:
+    values = json.loads(json.dumps(RATE.to_dict()))
+    assert CardRates.from_dict(values) == RATE
+    assert CardRates.from_dict({**values, **change}) is None
