@@ -22,6 +22,17 @@ from localrt.quant.ops.cuda.kernels.variants import Cut
 BOUNDS = {"q8_0": 0.05, "int4-g32": 0.06, "q4_0": 0.06, "q4_k": 0.06}
 ELSEWHERE = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4")
 
+SMALL: dict[str, dict[str, object]] = {
+    "combine": {},
+    "dense": {"OUT": "Bf16"},
+    "gate": {"GATE": 1},
+    "quantize": {"IN": "Bf16"},
+    "rms_norm": {"OUT": "float", "RECORDS": 1},
+    "rotate": {},
+    "router": {"GATE_IN": "Bf16"},
+    "unpack": {"FORMAT": TYPES["q4_k"], "OUT": "float", "INDEXED": 1},
+}
+
 
 def check(made: Build) -> None:
     assert made.spilled_bytes == 0, made
@@ -73,6 +84,13 @@ def test_plans_and_tables_of_experts() -> None:
     for name in ("plan", "entries"):
         for target in (75, 120):
             assert "0 bytes spill stores" in compile_program(Program.of(name), target).log
+
+
+@pytest.mark.parametrize("target", [75, 120])
+def test_the_small_steps(target: int) -> None:
+    """Names of the compiler's own are found by the compiler alone."""
+    for name, macros in SMALL.items():
+        check_program(Program.of(name, **macros), target)
 
 
 @pytest.mark.parametrize(

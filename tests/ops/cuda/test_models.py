@@ -215,9 +215,15 @@ def test_launches_of_a_layer(tmp_path: Path) -> None:
     decoder.forward(Batch.extend([(cache, tokens(1))]))
     emulate(before)
     names = [program.name for program in counter.launches]
-    attention = ["norm", "linear", "rope_append", "attention", "attention_join", "linear"]
-    mlp = ["norm", "linear", "quantize", "linear"]
-    assert names == ["unpack", *attention, *mlp, "norm", "linear"]  # ten, and embedding and head
+    attention = ["rms_norm", "linear", "rope_append", "attention", "attention_join", "linear"]
+    mlp = ["rms_norm", "linear", "quantize", "linear"]
+    assert names == [
+        "unpack",
+        *attention,
+        *mlp,
+        "rms_norm",
+        "linear",
+    ]  # ten, and embedding and head
 
 
 @pytest.mark.slow

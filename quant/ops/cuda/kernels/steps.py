@@ -114,7 +114,7 @@ def _norm(
         stride,
         eps,
     )
-    launch(x.device, Program.of("norm", **macros), (x.shape[0], 1, 1), _THREADS, args)
+    launch(x.device, Program.of("rms_norm", **macros), (x.shape[0], 1, 1), _THREADS, args)
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:

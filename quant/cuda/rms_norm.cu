@@ -15,7 +15,7 @@ struct Norm {
     float eps;
 };
 
-extern "C" __global__ void norm(Norm args) {
+extern "C" __global__ void rms_norm(Norm args) {
     __shared__ float sums[32];
     float* x = args.x + (i64)blockIdx.x * args.x_stride;
     const float* pending = args.pending ? args.pending + (i64)blockIdx.x * args.width : nullptr;
