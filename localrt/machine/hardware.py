@@ -15,11 +15,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from localrt.offload.memory.state import MemoryState, memory_state
 
@@ -176,20 +175,33 @@ def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float
 
 
 def _cpu(root: Path) -> Cpu:
-    logical = psutil.cpu_count() or 1
+    logical = os.cpu_count() or 1
     # Only some systems can restrict a process to some cores.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     name, flags = _name_and_flags(root)
     return Cpu(
         name=name or platform.processor() or "unknown processor",
         architecture=platform.machine(),
-        physical_cores=psutil.cpu_count(logical=False) or logical,
+        physical_cores=_physical_cores(root) or logical,
         logical_cores=logical,
         usable_cores=usable,
         features=tuple(
             feature for feature, names in _FEATURES.items() if not flags.isdisjoint(names)
         ),
     )
+
+
+def _physical_cores(root: Path) -> int | None:
+    """Cores, however many threads each of them runs; from Linux without a package's help."""
+    cores = set()
+    for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
+        with suppress(OSError):
+            cores.add(path.read_text(encoding="ascii").strip())
+    if cores:
+        return len(cores)
+    import psutil
+
+    return psutil.cpu_count(logical=False)
 
 
 def _name_and_flags(root: Path) -> tuple[str, set[str]]:

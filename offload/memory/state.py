@@ -30,10 +30,7 @@ def memory_state(root: Path = Path("/")) -> MemoryState:
 
     ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.
     """
-    import psutil
-
-    machine = psutil.virtual_memory()
-    total, available = machine.total, machine.available
+    total, available = _machine(root)
     limit: int | None = None
     for group_limit, used in _cgroup_levels(root):
         limit = group_limit if limit is None else min(limit, group_limit)
@@ -41,6 +38,21 @@ def memory_state(root: Path = Path("/")) -> MemoryState:
     if limit is not None and limit >= total:
         limit = None
     return MemoryState(total if limit is None else limit, available, limit)
+
+
+def _machine(root: Path) -> tuple[int, int]:
+    """Bytes of RAM, and those that are free or soon can be; from Linux without a package's help."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {
+            name: int(rest.split()[0]) << 10 for name, _, rest in (x.partition(":") for x in lines)
+        }
+        return sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, ValueError, LookupError):
+        import psutil
+
+        machine = psutil.virtual_memory()
+        return machine.total, machine.available
 
 
 def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:

@@ -76,6 +76,14 @@ def test_without_cgroups_memory_is_the_machines(tmp_path: Path) -> None:
     assert 0 < state.available <= state.total
 
 
+def test_linux_says_itself_how_much_memory_is_available(tmp_path: Path) -> None:
+    text = (
+        "MemTotal:       2000 kB\nMemFree:   100 kB\nMemAvailable:   1500 kB\nHugePages_Total: 0\n"
+    )
+    state = memory_state(machine(tmp_path, "0::/\n", {"proc/meminfo": text}))
+    assert (state.total, state.available) == (2000 << 10, 1500 << 10)
+
+
 def test_cgroup_v2_limit_of_a_parent_binds_and_page_cache_counts_as_free(tmp_path: Path) -> None:
     state = memory_state(
         machine(
