@@ -1,0 +1,101 @@
+"""What a piece of work asks of a card: kernels, launches, waits, and how long the card was busy.
+
+Torch's profiler sees every kernel and copy, our own and those in recorded graphs, and every call
+of CUDA, whichever thread makes it. It slows the work a little: times are for shares.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CardUse", "count_card_use", "use_of"]
+
+_LAUNCHES = ("LaunchKernel", "GraphLaunch")
+_WAITS = frozenset({
+    *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+    *("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"),
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """``kernels`` ran on the card, ``launches`` are calls that started them: a graph is one.
+
+    ``waits`` are calls of the launching thread that returned when the card had done something;
+    ``reader_waits`` those of other threads. Of ``seconds``, kernels ran for ``busy_s``, and copies
+    to the card for ``link_s``.
+    """
+
+    seconds: float
+    kernels: int
+    launches: int
+    waits: int
+    reader_waits: int
+    busy_s: float
+    link_s: float
+
+
+def count_card_use(work: Callable[[], object]) -> CardUse | None:
+    """What ``work`` asks of the card; None where nothing is seen of one."""
+    if not torch.cuda.is_available():
+        work()
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities):  # the first takes seconds to begin
+        torch.cuda.synchronize()
+    with profile(activities=activities) as profiled:
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return use_of(events, seconds)
+
+
+def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> CardUse | None:
+    """The same, from the events of a trace in Chrome's format."""
+    spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "gpu_memcpy": []}
+    launches: Counter[object] = Counter()
+    waits: Counter[object] = Counter()
+    for event in events:
+        kind, name = event.get("cat"), str(event.get("name"))
+        if kind in ("cuda_runtime", "cuda_driver"):
+            launches[event.get("tid")] += any(each in name for each in _LAUNCHES)
+            waits[event.get("tid")] += name in _WAITS
+        elif kind in spans and (kind == "kernel" or "HtoD" in name):
+            spans[kind].append((event["ts"], event["ts"] + event["dur"]))
+    if not spans["kernel"]:
+        return None
+    thread, _ = launches.most_common(1)[0] if launches else (None, 0)
+    return CardUse(
+        seconds=seconds,
+        kernels=len(spans["kernel"]),
+        launches=launches.total(),
+        waits=waits[thread],
+        reader_waits=waits.total() - waits[thread],
+        busy_s=_covered(spans["kernel"]) / 1e6,
+        link_s=_covered(spans["gpu_memcpy"]) / 1e6,
+    )
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long any of ``spans`` lasted."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
