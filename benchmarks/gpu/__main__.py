@@ -39,6 +39,7 @@ CHECKS = {
     "attention": ("attention", "check_attention"),
     "packed-logits": ("models", "check_packed_logits"),
     "packed": ("models", "check_packed"),
+    "loaded": ("loaded", "check_loaded"),
     "offload": ("offload", "check_offload"),
     "experts": ("experts", "check_experts"),
 }

@@ -1,0 +1,236 @@
+"""Models larger than 8 GB through ``localrt.load(gpu_memory="8GB")``, as any program has them.
+
+Random weights in the shapes of Qwen3-14B and Qwen3-30B-A3B, written as a store. Each is loaded in
+processes of its own: with no kernel compiled yet, with all of them, over a link of 12 GB/s, and
+without a budget, where the card has room for all weights. The same weights must give the same
+logits wherever they are; bit for bit, if the card computes all of them. Off a GPU the same runs on
+a virtual card.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.random_store import write_store
+from benchmarks.gpu.configs import TINY
+from benchmarks.gpu.timing import Result, guarded
+
+__all__ = ["check_loaded"]
+
+FORMAT = "int4-g32"
+SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
+CAP = 8_000_000_000
+UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
+_TIMEOUT_S = 170
+_ROOM = 1.3  # of a store's bytes: what a folder and a card must have free for it
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, the card's share, and what is asked of it. ``bound`` is of logits, unlike bits."""
+
+    architecture: str
+    config: Mapping[str, Any]
+    bound: float
+    load: Mapping[str, Any] = field(default_factory=lambda: {"gpu_memory": "8GB"})
+    resident: Mapping[str, Any] = field(default_factory=lambda: {"device": "cuda"})
+    prompts: tuple[int, ...] = (512, 2048)
+    tokens: int = 32
+
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+LARGE = {
+    "14B": Size(
+        "Qwen3ForCausalLM",
+        {
+            **_QWEN3,
+            "hidden_size": 5120,
+            "intermediate_size": 17_408,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+        },
+        bound=0.1,
+    ),
+    "30B-A3B": Size(
+        "Qwen3MoeForCausalLM",
+        {
+            **_QWEN3,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+        bound=0.3,  # an expert that is chosen almost as well may be taken for another
+    ),
+}
+_SMALL = Size(
+    "Qwen3ForCausalLM",
+    {
+        **TINY,
+        "vocab_size": 512,
+        "head_dim": 64,
+        "num_hidden_layers": 8,
+        "tie_word_embeddings": False,
+    },
+    bound=0.0,
+    load={"device": "virtual:10MB@12GB/s,256GB/s,20TFLOPS"},
+    resident={"device": "cpu"},
+    prompts=(24, 40),
+    tokens=8,
+)
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
+SMALL = {
+    "small": _SMALL,
+    "small mixture": replace(
+        _SMALL,
+        architecture="Qwen3MoeForCausalLM",
+        config={**_SMALL.config, **_EXPERTS, "num_hidden_layers": 4, "norm_topk_prob": True},
+        load={"device": "virtual:16MB@12GB/s,256GB/s,20TFLOPS"},
+    ),
+}
+
+
+def check_loaded(device: str) -> list[Result]:
+    """Each model in turn: its files are gone before those of the next are written."""
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as cache:  # what the machine does is measured once
+        for name, size in (LARGE if device.startswith("cuda") else SMALL).items():
+            with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
+
+                def check(
+                    name: str = name, size: Size = size, folder: str = folder
+                ) -> list[Result]:
+                    return loaded(name, size, Path(folder), Path(cache))
+
+                results += guarded(f"loaded {name}", check)
+    return results
+
+
+def loaded(name: str, size: Size, folder: Path, cache: Path) -> list[Result]:
+    """One model under each of the ways."""
+    started = time.perf_counter()
+    model = folder / name.replace(" ", "-")
+    store = write_store(model, size.architecture, size.config, FORMAT)
+    written = {"weight_bytes": store.nbytes, "written_s": time.perf_counter() - started}
+    results = [Result(f"store {name}", True, values=written)]
+    ways: dict[str, dict[str, Any]] = {
+        UNCOMPILED: {"load": size.load, "prompts": size.prompts[:1], "tokens": 8, "logits": None},
+        COMPILED: {"load": size.load},
+        "at 12 GB/s": {"load": size.load, "prompts": size.prompts[:1], "link_bytes_s": SLOW_LINK},
+        RESIDENT: {"load": size.resident},
+    }
+    cuda = size.load.get("device") is None
+    shutil.rmtree(cache / "kernels", ignore_errors=True)
+    if not cuda:
+        del ways[UNCOMPILED], ways["at 12 GB/s"]
+    elif torch.cuda.mem_get_info()[0] < _ROOM * store.nbytes:
+        del ways[RESIDENT]
+        why = {"not run": "the card has no room for all weights at once"}
+        results.append(Result(f"loaded {name} resident", True, values=why))
+    found: dict[str, dict[str, Any]] = {}
+    for way, job in ways.items():
+
+        def run(way: str = way, job: dict[str, Any] = job) -> list[Result]:
+            job = {"logits": str(folder / f"{way[:8]}.npy"), **job}
+            values = found[way] = asked(model, cache, size, job)
+            ok = not cuda or way == RESIDENT or values["peak_vram_bytes"] <= CAP
+            if job["logits"] is not None:
+                values["finite"] = bool(np.isfinite(np.load(job["logits"])).all())
+                ok &= values["finite"]
+            return [Result(f"loaded {name}, {way}", ok, values=values)]
+
+        results += guarded(f"loaded {name}, {way}", run)
+    results += [
+        same(f"loaded {name}, {way} as {other}", folder, size, found, way, other)
+        for way, other in ((UNCOMPILED, COMPILED), (COMPILED, RESIDENT))
+        if way in found and other in found
+    ]
+    for values in found.values():  # thousands of lines that say nothing alone
+        del values["token_ids"], values["placement"]
+    return results
+
+
+def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
+    """What a process of its own finds."""
+    longest = max(size.prompts)
+    whole = {
+        "model": str(model),
+        "ctx": longest + 4 * size.tokens,
+        "prompts": size.prompts,
+        "tokens": size.tokens,
+        **job,
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu.loaded_child", json.dumps(whole)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "LOCALRT_CACHE": str(cache), "LOCALRT_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        words = done.stderr.strip().splitlines() or ["it died"]
+        raise RuntimeError(words[-1])
+    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return values
+
+
+def same(
+    name: str, folder: Path, size: Size, found: dict[str, dict[str, Any]], way: str, other: str
+) -> Result:
+    """Tokens as far as both ways went, and logits of one prompt, if both have them."""
+    one, two = found[way], found[other]
+    pairs = list(zip(one["token_ids"], two["token_ids"], strict=False))
+    until = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    by_cpu = one["computed_by_cpu"] + two["computed_by_cpu"]
+    values: dict[str, Any] = {"same_tokens": until, "of_tokens": len(pairs), "on_cpu": by_cpu}
+    equal, close = until == len(pairs), True
+    files = [folder / f"{each[:8]}.npy" for each in (way, other)]
+    if all(file.exists() for file in files):
+        a, b = (np.load(file) for file in files)
+        error = float(np.abs(a - b).max() / np.abs(b).max())
+        equal, close = bool(equal and np.array_equal(a, b)), error < size.bound
+        values |= {"relative_error": error, "bound": size.bound}
+    values["bitwise_equal"] = equal
+    # The CPU's kernels and a card's round differently: the same ones must compute. Which of them
+    # computes an expert depends on what is ready.
+    alike = one["placement"] == two["placement"] or not by_cpu
+    exact = size.bound == 0.0 or (alike and "num_experts" not in size.config)
+    return Result(name, equal if exact else close, values=values)
+
+
+def scratch(size: Size) -> str | None:
+    """Memory, if it has room for a store beside the model itself; else the usual folder."""
+    memory = Path("/dev/shm")
+    if size.load.get("device") is None and memory.is_dir():
+        pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        if shutil.disk_usage(memory).free > 20e9 and pages > 64e9:
+            return str(memory)
+    return None

@@ -1,0 +1,178 @@
+"""A process that loads a model as any program does, answers, and says what it took.
+
+Run by ``loaded.py`` with a JSON job. A process of its own has a card's memory to itself, and no
+kernel that another has compiled or loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+import localrt
+from benchmarks.gpu.configs import random_ids
+from localrt.api import Model
+from localrt.engine.types import Chunk
+from localrt.quant.ops.cuda import cuda_memory
+
+__all__ = ["main"]
+
+_THROTTLE_SAMPLE = 64 << 20
+_LOGIT_ROWS = 72
+_COUNTED = 8  # tokens, after as many that are not
+
+
+def main(arguments: list[str]) -> None:
+    """One job: options of ``localrt.load``, lengths of prompts, tokens to decode."""
+    job = json.loads(arguments[0])
+    if job.get("link_bytes_s"):
+        throttle(job["link_bytes_s"])
+    started = time.perf_counter()
+    with localrt.load(job["model"], draft="off", ctx=job["ctx"], **job["load"]) as model:
+        found: dict[str, Any] = {"load_s": time.perf_counter() - started}
+        found["notes"] = [note for note in model.info.notes if "tokenizer" not in note]
+        found |= placed(model)
+        if job["logits"] is not None:  # before other caches take the card's memory
+            save_logits(model, job["logits"])
+        found |= answers(model, job) | memory()
+    print(json.dumps(found))
+
+
+def placed(model: Model) -> dict[str, Any]:
+    """Bytes of the weights by place, who computes them, and the forecast."""
+    plan = model._core.engine.plan
+    if plan is None:
+        return {"weight_bytes": model.info.weight_bytes, "computed_by_cpu": 0, "placement": ""}
+    where = plan.placement.where
+    nbytes: Counter[str] = Counter()
+    computed = 0
+    for unit in plan.request.shape.units:
+        place = where[unit.name]
+        nbytes[place.value] += unit.nbytes
+        # An embedding's rows and the last norm are looked up wherever the layers are.
+        computed += unit.kind not in ("embedding", "norm") and not place.on_gpu
+    return {
+        "weight_bytes": plan.weight_bytes,
+        "placed_bytes": dict(nbytes),
+        "computed_by_cpu": computed,
+        "placement": repr(plan.placement),
+        "predicted_tok_s": plan.tok_s,
+        "ceiling_tok_s": plan.ceiling_tok_s,
+        "predicted_prefill_tok_s": plan.prefill_tok_s,
+        "bottleneck": plan.bottleneck,
+    }
+
+
+def answers(model: Model, job: dict[str, Any]) -> dict[str, Any]:
+    """Every prompt, the first of them twice: the second time all that it needs is compiled."""
+    vocab, tokens = model.info.vocab_size, job["tokens"]
+
+    def answer(length: int, seed: int, count: int) -> Chunk:
+        ids = random_ids({"vocab_size": vocab}, length, seed=seed)
+        return model.generate(token_ids=ids, max_tokens=count, ignore_eos=True, temperature=0)
+
+    first, *others = job["prompts"]
+    once = answer(first, 1, 2).metrics
+    found: dict[str, Any] = {}
+    if job["logits"] is None:
+        found[f"first_token_{first}_uncompiled_s"] = once.ttft_s
+    before = model.status()
+    last = answer(first, 2, tokens)
+    flow = model.status().since(before)
+    for length in others:
+        found[f"first_token_{length}_s"] = answer(length, 3, 2).metrics.ttft_s
+    metrics = last.metrics
+    found |= {
+        f"first_token_{first}_s": metrics.ttft_s,
+        "decode_tok_s": metrics.decode_tok_s,
+        "simulated": metrics.simulated,
+        "link_bytes_per_token": metrics.link_bytes and metrics.link_bytes // (tokens + 1),
+        "expert_hit_rate": metrics.expert_hit_rate,
+        "busy": dict(flow.busy),
+        "why": flow.why,
+        "token_ids": list(last.token_ids),
+    }
+    return found | counted(model)
+
+
+def save_logits(model: Model, path: str) -> None:
+    """The last rows of a prompt: some of a pass of 64 rows, some of one of few."""
+    ids = random_ids({"vocab_size": model.info.vocab_size}, _LOGIT_ROWS, seed=5)
+    np.save(path, np.concatenate(list(model.logits(ids, first=_LOGIT_ROWS - 12))))
+
+
+def counted(model: Model) -> dict[str, Any]:
+    """Kernels, launches and waits of a token, and the card's idle share, once all is recorded."""
+    try:
+        from localrt.quant.ops.cuda.counting import count_card_use
+    except ImportError:
+        return {}
+    ids = random_ids({"vocab_size": model.info.vocab_size}, 4, seed=4)
+    answer = model.stream(token_ids=ids, max_tokens=3 * _COUNTED, ignore_eos=True, temperature=0)
+    for _ in range(_COUNTED):
+        next(answer)
+    use = count_card_use(lambda: [next(answer) for _ in range(_COUNTED)])
+    answer.close()
+    if use is None:
+        return {}
+    per_token = {
+        name: value / _COUNTED
+        for name, value in asdict(use).items()
+        if name in ("kernels", "launches", "waits", "reader_waits")
+    }
+    shares = {"card_idle": 1 - use.busy_s / use.seconds, "link_busy": use.link_s / use.seconds}
+    return {f"{name}_per_token": value for name, value in per_token.items()} | shares
+
+
+def memory() -> dict[str, Any]:
+    """The most of the card's memory that torch has taken, and CUDA's own."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    context = min(max(0, total - free - torch.cuda.memory_reserved()), 1 << 30)
+    return {"peak_vram_bytes": torch.cuda.max_memory_reserved() + context}
+
+
+def throttle(link_bytes_s: float) -> None:
+    """Have every copy to the card take as long as over a slower link: more bytes follow it."""
+    import torch
+
+    plain = cuda_memory.CudaCopies
+
+    class Throttled(plain):
+        """Sends bytes to nowhere behind each copy."""
+
+        def __init__(self, device: str = "cuda") -> None:
+            super().__init__(device)
+            rate, _ = plain(device).measure()
+            self._times = max(0.0, rate / link_bytes_s - 1)
+            self._filler = torch.empty(_THROTTLE_SAMPLE, dtype=torch.uint8, pin_memory=True)
+            self._sink = torch.empty(_THROTTLE_SAMPLE, dtype=torch.uint8, device=device)
+
+        def copy_in(self, source: Any, out: Any, after: Any, *, wait: bool = True) -> Any:
+            event = super().copy_in(source, out, after, wait=False)
+            rest = int(source.nbytes * self._times)
+            with self._lock, torch.cuda.stream(self._stream):
+                while rest > 0:
+                    part = min(rest, _THROTTLE_SAMPLE)
+                    self._sink[:part].copy_(self._filler[:part], non_blocking=True)
+                    rest -= part
+                event = self._cuda.Event(blocking=True)
+                event.record(self._stream)
+            if wait:
+                event.synchronize()
+            return event
+
+    cuda_memory.CudaCopies = Throttled  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
