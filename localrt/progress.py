@@ -12,8 +12,8 @@ __all__ = ["Progress", "ProgressCallback"]
 class Progress:
     """One step of long work: ``done`` of ``total`` (None when unknown) in ``unit``.
 
-    ``stage`` names the work (``"download"``, ``"verify"``, ``"load"``, ``"prefill"``), ``unit``
-    what is counted (``"bytes"``, ``"tokens"``), ``detail`` the file.
+    ``stage`` names the work (``"download"``, ``"verify"``, ``"measure"``, ``"load"``,
+    ``"prefill"``), ``unit`` what is counted (``"bytes"``, ``"tokens"``), ``detail`` the file.
     """
 
     stage: str

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadingLine", "loading_line"]
 
-_STAGES = {"download": "Downloading", "load": "Loading", "prefill": "Reading"}
+_STAGES = {
+    "download": "Downloading",
+    "measure": "Measuring the card",
+    "load": "Loading",
+    "prefill": "Reading",
+}
 
 
 class LoadingLine(Widget):

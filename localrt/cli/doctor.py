@@ -21,6 +21,8 @@ from localrt.files import private_folder
 from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, resolve
 from localrt.machine import hardware
+from localrt.quant.ops.cuda.card_file import kept_of
+from localrt.quant.ops.cuda.rates import known_rates
 from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
 from localrt.version import __version__
@@ -82,6 +84,7 @@ def _examine(*, quick: bool) -> dict[str, Any]:
         "quick": quick,
         "machine": machine.to_dict(),
         "kernels": isa and f"compiled, {isa}",
+        "card": _card(settings.cache_dir, machine.gpus[0].name) if machine.gpus else None,
         "packages": [
             {"name": name, "version": versions[name], "extra": extra, "use": use}
             for name, extra, use in _PACKAGES
@@ -89,6 +92,19 @@ def _examine(*, quick: bool) -> dict[str, Any]:
         "folders": folders,
         "demo_model": str(demo) if demo else None,
         "advice": [*notes, *_advice(versions, demo=demo, gpu=bool(machine.gpus), isa=isa)],
+    }
+
+
+def _card(cache: Path, name: str) -> dict[str, Any]:
+    """What is compiled for the first card and measured of it; a model that is loaded does both."""
+    kept, rates = kept_of(cache, name), known_rates(cache, name)
+    key, cuts = kept.get("key"), kept.get("cuts")
+    cases = cuts.get("cases") if isinstance(cuts, dict) else None
+    return {
+        "compiled_kernels": len(list((cache / "kernels").glob("*.cubin"))),
+        "measured_with": key if isinstance(key, list) else [],
+        "measured_products": len(cases) if isinstance(cases, list) else 0,
+        "rates": rates and rates.to_dict(),
     }
 
 
@@ -167,6 +183,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     if disk:
         rows.append(["disk", f"reads {format_bytes(disk['read_bytes_s'])}/s ({disk['method']})"])
     rows += [["GPU", _gpu_text(gpu)] for gpu in machine["gpus"]] or [["GPU", "none found"]]
+    if report["card"]:
+        rows += _card_rows(report["card"])
     rows.append(["kernels", report["kernels"] or "none: see below"])
     yield _aligned(rows)
     yield "\nPackages"
@@ -192,6 +210,22 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
     free = gpu["free_bytes"] and f"{format_bytes(gpu['free_bytes'])} free"
     driver = gpu["driver"] and f"driver {gpu['driver']}"
     return ", ".join(part for part in (gpu["name"], total, free, driver) if part)
+
+
+def _card_rows(card: dict[str, Any]) -> Iterator[list[str]]:
+    """Two lines at most: kernels, rates."""
+    with_ = ", ".join(part for part in card["measured_with"] if part.startswith(("driver", "NV")))
+    text = f"{card['compiled_kernels']} compiled"
+    if card["measured_products"]:
+        text += f", variants of {card['measured_products']} products measured"
+    yield ["GPU kernels", f"{text} ({with_})" if with_ else text]
+    if rates := card["rates"]:
+        link, memory = rates["to_card_bytes_s"], rates["memory_bytes_s"]
+        yield [
+            "GPU rates",
+            f"memory {format_bytes(memory)}/s, link {format_bytes(link)}/s, "
+            f"products in {', '.join(rates['products'])}",
+        ]
 
 
 def _folder_text(folder: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ __all__ = ["ProgressLine", "StatusLine", "describe"]
 _VERBS = {
     "download": "downloading",
     "verify": "checking",
+    "measure": "measuring the card",
     "load": "loading",
     "write": "writing text",
     "train": "training",

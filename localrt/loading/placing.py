@@ -88,12 +88,15 @@ def load_placed(
         if progress is not None:
             progress(Progress("pack", done, total, "bytes", file))
 
+    shape = shape_from_checkpoint(checkpoint)
     card = open_card(
         options.device,
         ops,
         threads=options.threads,
         gpu_memory=options.gpu_memory,
         kv_format=options.kv_format,
+        formats={unit.format for unit in shape.units},
+        progress=progress,
     )
     ops, kv_format = card.host_ops, parse_kv_format(options.kv_format or "bf16")
 
@@ -105,7 +108,6 @@ def load_placed(
             cuda_context=0,  # it is there already, and counted
         )
 
-    shape = shape_from_checkpoint(checkpoint)
     choice = choose_context(
         shape, card.on(typical_machine()), budgets(LOADING_NBYTES), options.ctx, kv_format, notes
     )

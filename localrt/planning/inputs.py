@@ -33,6 +33,7 @@ from localrt.offload.planner.cards import (
     DEFAULT_CARD,
     Card,
     find_card,
+    measured_profile,
     parse_bandwidth,
     parse_card,
 )
@@ -41,6 +42,7 @@ from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.measure import known_machine, measure_machine
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.quant.formats import FORMATS
+from localrt.quant.ops.cuda.rates import known_rates
 from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
 
@@ -241,7 +243,7 @@ def _with_disk(machine: MachineProfile, ssd: float, source: str) -> MachineProfi
 
 
 def card_here() -> tuple[Card, int] | None:
-    """This machine's first card with the rates of its table, and bytes of its memory that are free.
+    """This machine's first card with its table's rates, and bytes of its memory that are free.
 
     None where there is no card.
     """
@@ -253,10 +255,13 @@ def card_here() -> tuple[Card, int] | None:
     return replace(card, name=here[0].name, vram_bytes=here[0].memory_bytes or free), free
 
 
-def with_card(machine: MachineProfile, wanted: Hardware) -> tuple[MachineProfile, int]:
+def with_card(
+    machine: MachineProfile, wanted: Hardware, cache: Path | None = None
+) -> tuple[MachineProfile, int]:
     """The machine with the card that was named, else its own, and bytes of the card's memory.
 
-    Without a card, memory or a link that was named belongs to a usual card of 8 GB.
+    Its own card has the rates that ``cache`` knows from loading, else those of its table. Without a
+    card, memory or a link that was named belongs to a usual card of 8 GB.
 
     Raises:
         OptionError: no such card, or more memory than it has.
@@ -281,11 +286,16 @@ def with_card(machine: MachineProfile, wanted: Hardware) -> tuple[MachineProfile
             f"--gpu-memory {wanted.gpu_memory} is more than {card.name} has: "
             f"{card.vram_bytes / 1e9:.3g} GB"
         )
+    profile, rate = card.profile, card.link_bytes_s
+    rates = None if here is None or cache is None else known_rates(cache, card.name)
+    if rates is not None:
+        profile = measured_profile(card.name, card.vram_bytes, rates)
+        rate, source = rates.to_card_bytes_s, "measured"
     given = "given" if link is not None else source
     machine = replace(
         machine,
-        gpu=card.profile,
-        link_bytes_s=link or card.link_bytes_s,
+        gpu=profile,
+        link_bytes_s=link or rate,
         sources={**machine.sources, "gpu": source, "link_bytes_s": given},
     )
     return machine, vram

@@ -67,7 +67,7 @@ def _resident(
         if here is None:
             return Outlook(token_bytes=nbytes)
         # Of the whole card: the model that is asked about has taken its part already.
-        machine, _ = with_card(machine, Hardware())
+        machine, _ = with_card(machine, Hardware(), settings.cache_dir)
         vram = gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
     budgets = budgets_of(machine, ram_budget(ram), vram)

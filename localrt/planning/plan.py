@@ -83,7 +83,7 @@ def plan(
     path = find_model(str(model), settings, revision=revision, offline=offline)
     shape = shape_of(path, format)
     machine, note = machine_of(path, settings, shape, ssd=ssd, remeasure=remeasure)
-    machine, vram = with_card(machine, wanted)
+    machine, vram = with_card(machine, wanted, settings.cache_dir)
     budget = ram_budget(None) if ram is None else parse_size(ram)
     request = PlanRequest(
         shape=shape,

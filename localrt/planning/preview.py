@@ -96,7 +96,7 @@ def preview(
         shape = shape_of(path)
     except UnsupportedModelError:  # llama.cpp may run it, if it is installed
         return _whole(_size(path), budget)
-    machine, vram = _on_device(unmeasured_machine(path, settings), device, gpu_memory)
+    machine, vram = _on_device(path, settings, device, gpu_memory)
     budgets = budgets_of(machine, budget, vram)
     kept, held = parse_kv_format(kv_format or "bf16"), ctx or min(_CTX, shape.context_length)
     asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=held, kv_format=kept)
@@ -153,13 +153,14 @@ def _size(path: Path) -> int:
 
 
 def _on_device(
-    machine: MachineProfile, device: str, gpu_memory: str | int | None
+    path: Path, settings: Settings, device: str, gpu_memory: str | int | None
 ) -> tuple[MachineProfile, int]:
-    """The machine with the card that ``device`` means, and bytes of its memory."""
+    """This machine with the card that ``device`` means, and bytes of its memory."""
+    machine = unmeasured_machine(path, settings)
     if device.startswith("virtual:"):
         all_of_it = parse_card(device).vram_bytes
         vram = all_of_it if gpu_memory is None else min(all_of_it, parse_size(gpu_memory))
-        return with_card(machine, Hardware(gpu=device, gpu_memory=vram))
+        return with_card(machine, Hardware(gpu=device, gpu_memory=vram), settings.cache_dir)
     if device == "cpu" or card_here() is None:
         return machine, 0
-    return with_card(machine, Hardware(gpu_memory=gpu_memory))
+    return with_card(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)

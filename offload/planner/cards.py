@@ -1,4 +1,4 @@
-"""Graphics cards that may not be here: what-if plans and the 8 GB benchmark are made for them.
+"""Graphics cards: one that was measured, and those that may not be here, for what-if plans.
 
 A small table of real cards with their makers' figures; the link is what pinned copies reach of it,
 about four fifths of the wire. A made-up one is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
@@ -13,15 +13,26 @@ from types import MappingProxyType
 
 from localrt.errors import OptionError
 from localrt.formatting import parse_size
-from localrt.offload.planner.machine import GpuProfile
+from localrt.offload.planner.machine import GpuProfile, KernelRate
+from localrt.quant.ops.cuda.rates import ROWS, CardRates
 
-__all__ = ["CARDS", "DEFAULT_CARD", "Card", "find_card", "parse_bandwidth", "parse_card"]
+__all__ = [
+    "CARDS",
+    "DEFAULT_CARD",
+    "Card",
+    "find_card",
+    "measured_profile",
+    "parse_bandwidth",
+    "parse_card",
+]
 
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
 _SCALE = {"G": 1e9, "T": 1e12, "P": 1e15}
 # Kernels reach about this much of a card's memory bandwidth.
 _REACHED = 0.85
+# A dense layer's step is ten, and the layer two units.
+_UNIT_LAUNCHES = 5
 
 _PCIE3_X16 = _PCIE4_X8 = 12.5e9
 _PCIE4_X16 = _PCIE5_X8 = 25e9
@@ -78,6 +89,21 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 """Cards by name."""
 
 DEFAULT_CARD = "RTX 4060 8GB"
+
+
+def measured_profile(name: str, vram_bytes: int, rates: CardRates) -> GpuProfile:
+    """A card of this machine by what was measured on it."""
+    return GpuProfile(
+        name=name,
+        vram_bytes=vram_bytes,
+        bytes_s=rates.memory_bytes_s,
+        flops=rates.flops,
+        call_s=_UNIT_LAUNCHES * rates.replay_s,
+        start_s=_UNIT_LAUNCHES * rates.launch_s,
+        kernels={name: KernelRate(ROWS, seconds) for name, seconds in rates.products.items()},
+        busy_link=rates.busy_link,
+        busy_cpu=rates.busy_cpu,
+    )
 
 
 def find_card(name: str) -> Card | None:

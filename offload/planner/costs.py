@@ -1,7 +1,8 @@
 """How long one unit takes on one resource of a machine: the only place where rates become seconds.
 
-Disk and link are bytes over bandwidth; the CPU follows its measured kernels; the GPU is a roofline,
-as the virtual accelerator charges it. It knows units and rates, not how tasks overlap.
+Disk and link are bytes over bandwidth; the CPU follows its measured kernels, and so does a GPU that
+was measured; else it is a roofline, as the virtual accelerator charges it. It knows units and
+rates, not how tasks overlap.
 """
 
 from __future__ import annotations
@@ -112,11 +113,17 @@ class Costs:
             return 0.0
         rows = 1 if unit.kind == "head" and rows > PACKED_ROWS else rows
         seconds_of = partial(kernel_seconds, bytes_s=gpu.bytes_s, flops=gpu.flops)
-        seconds = seconds_of(unit.nbytes, unit.macs, rows, unpacks=unit.kind != "expert")
+        rate = gpu.kernel(unit.format)
+        if rate is None:
+            seconds = seconds_of(unit.nbytes, unit.macs, rows, unpacks=unit.kind != "expert")
+        elif unit.kind == "expert" and rows > PACKED_ROWS:  # unpacked on the way
+            seconds = unit.macs * rate.at(PACKED_ROWS) * rows / PACKED_ROWS
+        else:
+            seconds = unit.macs * rate.at(rows)
         if unit.kind == "attention" and unit.layer is not None:
             nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
             seconds += seconds_of(nbytes, macs, 1)
-        return gpu.call_s + seconds
+        return max(gpu.start_s, gpu.call_s + seconds)
 
     def _attention_macs(self, layer: int, rows: int) -> float:
         """Each row sees what its sequence holds, and the rows before it."""
@@ -127,17 +134,20 @@ class Costs:
 def expert_costs(costs: Costs) -> ExpertCosts | None:
     """Of the largest expert on ``costs``' machine; None without experts, or without a GPU.
 
-    What copying takes from the CPU's kernels is what both read of the same memory.
+    What copying takes from the CPU's kernels, and they from it, is measured; else it is what both
+    read of the same memory, and copies lose nothing.
     """
     experts, machine = costs.shape.routed, costs.machine
     if not experts or machine.gpu is None or machine.link_bytes_s is None:
         return None
     largest = max(experts, key=lambda unit: unit.nbytes)
+    gpu = machine.gpu
+    load = machine.link_bytes_s / machine.ram_bytes_s if gpu.busy_cpu is None else 1 - gpu.busy_cpu
     return ExpertCosts(
         cpu=partial(costs.cpu, largest),
         gpu=partial(costs.gpu, largest),
-        fetch=costs.copy(largest.nbytes),
-        link_load=min(0.5, machine.link_bytes_s / machine.ram_bytes_s),
+        fetch=costs.copy(largest.nbytes) / (gpu.busy_link or 1.0),
+        link_load=min(0.5, load),
     )
 
 

@@ -110,6 +110,7 @@ def _machine(request: PlanRequest) -> Iterator[str]:
         parts += [
             f"{gpu.name}, memory {rate('gpu', gpu.bytes_s)}",
             f"link {rate('link_bytes_s', machine.link_bytes_s)}",
+            f"GPU kernels ({'measured' if gpu.kernels else 'by its memory and arithmetic'})",
         ]
     yield f"{machine.name}: {', '.join(parts)}"
     batch = f", {request.sequences} sequences at once" if request.sequences > 1 else ""

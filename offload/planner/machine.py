@@ -63,7 +63,10 @@ class KernelRate:
 class GpuProfile:
     """A graphics card: memory, and what copies and kernels reach of it, in bytes and operations.
 
-    ``call_s`` is what starting a unit's kernels costs.
+    ``call_s`` is what starting a unit's kernels costs the card, ``start_s`` what it costs the host
+    meanwhile. ``kernels`` are rates by format, as they were measured; without any, products follow
+    from ``bytes_s`` and ``flops``. While the CPU reads RAM too, copies over the link have
+    ``busy_link`` of their rate, and the CPU ``busy_cpu`` of its own; None is not known.
     """
 
     name: str
@@ -71,11 +74,19 @@ class GpuProfile:
     bytes_s: float
     flops: float
     call_s: float = 1e-5
+    start_s: float = 0.0
+    kernels: Mapping[str, KernelRate] = field(default_factory=dict)
+    busy_link: float | None = None
+    busy_cpu: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vram_bytes", "bytes_s", "flops"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above zero, is {getattr(self, name)}")
+
+    def kernel(self, format: str) -> KernelRate | None:
+        """The rate for a format, as ``MachineProfile.kernel``; None where nothing was measured."""
+        return _rate_of(self.kernels, format) if self.kernels else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +124,7 @@ class MachineProfile:
 
     def kernel(self, format: str) -> KernelRate:
         """The rate for a format: its own, or that of the measured one with the nearest bits."""
-        if format in self.kernels:
-            return self.kernels[format]
-        wanted = _bits(format)
-        nearest = min(self.kernels, key=lambda name: abs(math.log(_bits(name) / wanted)))
-        return self.kernels[nearest].scaled(wanted / _bits(nearest))
+        return _rate_of(self.kernels, format)
 
     def with_cpu(self, times: float) -> MachineProfile:
         """The same where computing on the CPU takes ``times`` as long."""
@@ -152,6 +159,14 @@ def typical_machine() -> MachineProfile:
         ssd_cpu_s=1e-10,
         sources={"ssd_bytes_s": "assumed", "ram_bytes_s": "assumed", "kernels": "assumed"},
     )
+
+
+def _rate_of(kernels: Mapping[str, KernelRate], format: str) -> KernelRate:
+    if format in kernels:
+        return kernels[format]
+    wanted = _bits(format)
+    nearest = min(kernels, key=lambda name: abs(math.log(_bits(name) / wanted)))
+    return kernels[nearest].scaled(wanted / _bits(nearest))
 
 
 def _bits(format: str) -> float:

@@ -9,6 +9,8 @@ import pytest
 
 from localrt.cli import doctor
 from localrt.machine import hardware
+from localrt.quant.ops.cuda.card_file import CardFile
+from tests.planner.models import RATE
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,3 +98,22 @@ def test_quick_imports_nothing_heavy() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules); sys.exit(status)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_a_card_tells_what_was_compiled_and_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("RTX 4060"),))
+    assert "0 compiled\n" in _doctor(capsys, as_json=False)
+    cache = tmp_path / "LOCALRT_CACHE"
+    (cache / "kernels").mkdir(parents=True)
+    (cache / "kernels" / "linear-1.cubin").write_bytes(b"")
+    file = CardFile(cache, "RTX 4060", ["driver for CUDA 12.8", "NVRTC 12.8", "kernels 1f"])
+    file.write("cuts", {"cases": [{}, {}]})
+    file.write("rates", RATE.to_dict())
+    text = _doctor(capsys, as_json=False)
+    assert "1 compiled, variants of 2 products measured (driver for CUDA 12.8, NVRTC 12.8)" in text
+    assert "memory 250 GB/s, link 12 GB/s, products in int4-g32" in text
+    assert _doctor(capsys)["card"]["rates"]["launch_s"] == RATE.launch_s
+    (cache / "cards.json").write_text('{"RTX 4060": {"cuts": 1, "rates": [], "key": 3}}')
+    assert "1 compiled\n" in _doctor(capsys, as_json=False)

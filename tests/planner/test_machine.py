@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from localrt.errors import OptionError
+from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner import measure
-from localrt.offload.planner.cards import CARDS, find_card, parse_bandwidth, parse_card
+from localrt.offload.planner.cards import (
+    CARDS,
+    find_card,
+    measured_profile,
+    parse_bandwidth,
+    parse_card,
+)
+from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.planner.machine import KernelRate, MachineProfile, typical_machine
 from localrt.offload.planner.measure import measure_machine
-from tests.planner.models import machine
+from tests.planner.models import RATE, machine, shape
 
 
 def test_rates_lie_between_what_was_measured() -> None:
@@ -137,3 +145,24 @@ def test_measuring_is_done_once_for_one_machine(
     profile("another cpu")
     assert calls[7:] == ["q8_0", "disk"]
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["machine.json"]
+
+
+def test_a_measured_card_is_planned_with_what_was_measured() -> None:
+    unit, expert = (
+        PlacedUnit(name="a", kind=kind, nbytes=1 << 20, macs=2_000_000, format="int4-g32")
+        for kind in ("mlp", "expert")
+    )
+    model = shape(layers=1, experts=8)
+    here = replace(machine(gpu=True), gpu=measured_profile("card", 8 << 30, RATE))
+    costs = Costs(shape=model, machine=here)
+    # Five launches of a small kernel each are the card's; the host needs longer for its own.
+    assert costs.gpu(unit, 512) == pytest.approx(5 * 2e-6 + 2e6 * 8e-11)
+    assert costs.gpu(unit, 1) == pytest.approx(5 * 1e-5)
+    assert costs.gpu(expert, 256) == pytest.approx(5 * 2e-6 + 2e6 * 4 * 9e-12)
+    assert costs.gpu(replace(unit, format="q4_k"), 512) == costs.gpu(unit, 512)  # the nearest
+    hybrid, ruled = expert_costs(costs), expert_costs(Costs(shape=model, machine=machine(gpu=True)))
+    assert hybrid is not None
+    assert ruled is not None
+    assert hybrid.fetch == pytest.approx(ruled.fetch / 0.8)
+    assert hybrid.link_load == pytest.approx(0.3)
+    assert ruled.link_load == pytest.approx(12 / 30)

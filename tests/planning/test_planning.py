@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.machine import hardware
+from localrt.quant.ops.cuda.card_file import CardFile
 from tests.cli.test_plan import config_folder
+from tests.planner.models import RATE
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
@@ -34,6 +37,24 @@ def test_what_fits_and_what_streams(tmp_path: Path) -> None:
     assert less.to_dict()["prediction"]["tok_s"] == less.tok_s
     card = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
     assert 0 < card.vram_bytes <= 1e9
+
+
+def test_this_machines_card_has_the_rates_that_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = hardware.Gpu("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
+    monkeypatch.setattr(hardware, "gpus", lambda: (card,))
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    by_rule = localrt.plan(folder, format="int4-g32", advise=False)
+    assert "GPU kernels (by its memory and arithmetic)" in by_rule.report
+    CardFile(tmp_path / "LOCALRT_CACHE", card.name, ["key"]).write("rates", RATE.to_dict())
+    measured = localrt.plan(folder, format="int4-g32", advise=False)
+    assert "memory 250 GB/s (measured), link 12 GB/s (measured)" in measured.report
+    assert "GPU kernels (measured)" in measured.report
+    assert measured.tok_s != by_rule.tok_s
+    # Another card than this machine's is not what was measured.
+    other = localrt.plan(folder, format="int4-g32", gpu="RTX 4060 8GB", advise=False)
+    assert "GPU kernels (by its memory and arithmetic)" in other.report
 
 
 @pytest.mark.parametrize(

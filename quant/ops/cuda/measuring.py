@@ -72,6 +72,8 @@ def card_rates(
         return known
     rates = measure_card(ops, missing, host=host, known=known, on_step=on_step)
     file.write(RATES, rates.to_dict())
+    if torch.device(ops.device).type == "cuda":
+        torch.cuda.empty_cache()  # so that what was used to measure counts as free
     return rates
 
 

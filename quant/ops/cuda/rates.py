@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-__all__ = ["RATES", "ROWS", "CardRates"]
+from localrt.quant.ops.cuda.card_file import kept_of
+
+__all__ = ["RATES", "ROWS", "CardRates", "known_rates"]
 
 RATES = "rates"
 """The part of a card's file that has them."""
@@ -71,3 +74,11 @@ class CardRates:
             return cls(**{**values, "products": products}) if products else None
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
+
+
+def known_rates(cache: Path, name: str) -> CardRates | None:
+    """What ``cache`` has of the card that its driver calls ``name``, whatever it was measured with.
+
+    Nothing is measured: for whoever must not load the card.
+    """
+    return CardRates.from_dict(kept_of(cache, name).get(RATES, {}))

@@ -16,18 +16,7 @@ from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.cuda.rates import RATES, ROWS, CardRates
 from localrt.quant.ops.native.abi import find_library
 from tests.ops.cuda.emulator import Emulator
-
-RATE = CardRates(
-    products={"int4-g32": tuple(1e-12 * rows for rows in ROWS)},
-    memory_bytes_s=250e9,
-    to_card_bytes_s=12e9,
-    to_host_bytes_s=11e9,
-    both_bytes_s=9e9,
-    busy_link=0.9,
-    busy_cpu=0.7,
-    launch_s=1e-5,
-    replay_s=2e-6,
-)
+from tests.planner.models import RATE
 
 
 class Small(measuring.Size):

@@ -63,7 +63,14 @@ def card_file(device: torch.device) -> CardFile:
     from cuda.bindings import driver
 
     _, version = driver.cuDriverGetVersion()
-    key = (str(version), torch.__version__, __version__, *toolchain())
+    compiler, digest = toolchain()
+    key = (
+        f"driver for CUDA {version // 1000}.{version % 1000 // 10}",
+        f"NVRTC {compiler}",
+        f"kernels {digest}",
+        f"torch {torch.__version__}",
+        f"localrt {__version__}",
+    )
     return CardFile(Settings.from_environment().cache_dir, torch.cuda.get_device_name(device), key)
 
 

@@ -1,0 +1,52 @@
+"""Opening a card: planned with what is measured on it, by rule where that is not possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from localrt.errors import LocalrtError
+from localrt.loading.cards import open_card
+from localrt.offload.planner.machine import typical_machine
+from localrt.progress import Progress
+from tests.planner.models import RATE
+
+torch = pytest.importorskip("torch")
+
+
+def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localrt.quant.ops.cuda import cuda_memory, measuring
+    from localrt.quant.ops.cuda.ops import CudaOps
+
+    asked: list[set[str]] = []
+
+    def rates(
+        ops: CudaOps, formats: set[str], *, host: Any, on_step: Callable[[int, int], None]
+    ) -> Any:
+        asked.append(formats)
+        if len(asked) > 1:
+            raise LocalrtError("the card refuses a kernel")
+        on_step(1, 4)
+        return RATE
+
+    monkeypatch.setattr(measuring, "card_rates", rates)
+    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
+    ops, seen = CudaOps(device="cpu"), list[Progress]()
+    monkeypatch.setattr(ops, "free_memory", lambda: 8 << 30)
+    options: dict[str, Any] = {"threads": 1, "gpu_memory": None, "formats": {"q4_k"}}
+    card = open_card("cuda", ops, **options, progress=seen.append)
+    machine = card.on(typical_machine())
+    assert asked == [{"q4_k"}]
+    assert seen == [Progress("measure", 1, 4, "rates")]
+    assert machine.link_bytes_s == RATE.to_card_bytes_s
+    assert machine.gpu is not None
+    assert machine.gpu.kernels["int4-g32"].at(8) == RATE.products["int4-g32"][1]
+    assert machine.sources["gpu"] == "measured"
+    assert machine.sources["kernels"] == "assumed"
+    # A copy of bytes is measured even so.
+    ruled = open_card("cuda", ops, **options).on(typical_machine()).gpu
+    assert ruled is not None
+    assert not ruled.kernels
+    assert ruled.flops == 100 * ruled.bytes_s
