@@ -83,12 +83,22 @@ class SparseMlp:
         return self.experts.run(self, state)
 
     def route(self, ops: Ops, x: Array) -> Routed:
-        """The normed rows and their experts.
+        """The normed rows and their experts, of which the host may not know yet.
+
+        Raises:
+            CheckpointError: the router gives no numbers, as far as the host knows.
+        """
+        normed, routing = ops.norm_route(x, self.router, self.spec.router)
+        if self.experts.watch is not None or not routing.away:
+            self.read(routing)
+        return Routed(normed, routing)
+
+    def read(self, routing: Routing) -> None:
+        """The host needs the choice: it is waited for.
 
         Raises:
             CheckpointError: the router gives no numbers.
         """
-        normed, routing = ops.norm_route(x, self.router, self.spec.router)
         if not np.isfinite(routing.weights).all():
             raise CheckpointError(
                 f"model.layers.{self.layer}.mlp: the router's scores are not numbers: the weights "
@@ -97,7 +107,6 @@ class SparseMlp:
             )
         if self.experts.watch is not None:
             self.experts.watch(self.place, routing)
-        return Routed(normed, routing)
 
     def shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
         """What the experts give that every row sees, (R, D); None where there are none."""

@@ -5,12 +5,19 @@
 constexpr int MOST_EXPERTS = 1024;
 
 struct Plan {
-    const int* chosen;  // of each slot: an expert
+    const int* chosen;  // of each row the experts of its slots, rows `stride` apart
     Part* parts;        // those that are left over are empty
     int* slots;
-    int count, most, size;  // slots; parts, and the slots of one
+    int count, used, stride;  // slots; of a row
+    int most, size;           // parts, and the slots of one
     u32 wanted[MOST_EXPERTS / 32];
 };
+
+// The expert of a slot if it is wanted, else -1.
+FN int expert_of(const Plan& args, int slot) {
+    const int expert = args.chosen[(i64)(slot / args.used) * args.stride + slot % args.used];
+    return args.wanted[expert / 32] >> expert % 32 & 1 ? expert : -1;
+}
 
 extern "C" __global__ void plan(Plan args) {
     // Of each expert its slots, and its parts: how many, then where they end.
@@ -19,8 +26,8 @@ extern "C" __global__ void plan(Plan args) {
     slots[expert] = filled[expert] = 0;
     __syncthreads();
     for (int s = threadIdx.x; s < args.count; s += experts) {
-        const int chosen = args.chosen[s];
-        if (args.wanted[chosen / 32] >> chosen % 32 & 1) atomicAdd(&slots[chosen], 1);
+        const int chosen = expert_of(args, s);
+        if (chosen >= 0) atomicAdd(&slots[chosen], 1);
     }
     __syncthreads();
     const u32 own = slots[expert];
@@ -41,8 +48,7 @@ extern "C" __global__ void plan(Plan args) {
     for (int part = parts[experts - 1] + threadIdx.x; part < args.most; part += experts) args.parts[part].count = 0;
     // Which slots of an expert meet in a block changes no result: their order is free.
     for (int s = threadIdx.x; s < args.count; s += experts) {
-        const int chosen = args.chosen[s];
-        if (args.wanted[chosen / 32] >> chosen % 32 & 1)
-            args.slots[slots[chosen] - 1 - atomicAdd(&filled[chosen], 1)] = s;
+        const int chosen = expert_of(args, s);
+        if (chosen >= 0) args.slots[slots[chosen] - 1 - atomicAdd(&filled[chosen], 1)] = s;
     }
 }

@@ -106,18 +106,29 @@ class ExpertWeights:
     down_bias: Vector | None = None  # (D,)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Routing:
-    """The choices of one layer in one pass, in host memory.
+    """The choices of one layer in one pass.
 
     ``experts`` (R, W) int32 are each row's best experts, best first (ties: the lower number), of
     which the first ``used`` are chosen; ``scores`` (R, W) float32 are theirs, between 0 and 1 and
-    without the choice's bias; ``weights`` (R, K) float32 are what the chosen ones count.
+    without the choice's bias; ``weights`` (R, K) float32 are what the chosen ones count. All are in
+    host memory; an implementation may bring them there when they are first asked for.
     """
 
     experts: npt.NDArray[np.int32]
     scores: npt.NDArray[np.float32]
     weights: npt.NDArray[np.float32]
+
+    @property
+    def away(self) -> bool:
+        """Whether asking for them would wait for a device."""
+        return False
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.experts)
 
     @property
     def used(self) -> int:

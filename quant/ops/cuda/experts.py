@@ -1,8 +1,8 @@
-"""The steps of a mixture of experts on a card: routing on the host, experts of a kind at once.
+"""The steps of a mixture of experts on a card: the router's choice, experts of a kind at once.
 
-Routing is decided on the host, since it says which weights are needed: a pass of a mixture waits
-for its router in every layer, and is not recorded as a CUDA graph. All experts of a kind are two
-launches (``kernels/grouped.py``); others are products of their own, as a dense MLP has them.
+The card chooses, and its kernels find by themselves which rows an expert sees: they are started
+before the host knows. All experts of a kind are two launches (``kernels/grouped.py``). Others are
+products of their own, as a dense MLP has them, and the host has to wait for the choice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.device import upload
 from localrt.quant.ops.cuda.expert_table import CudaExpertTable, ExpertKind
-from localrt.quant.ops.cuda.kernels.grouped import Plan, grouped_down, grouped_gate_up, plan_slots
-from localrt.quant.ops.cuda.kernels.products import MOST_ROWS, quantize
-from localrt.quant.ops.cuda.kernels.steps import rotate_blocks, router_logits
+from localrt.quant.ops.cuda.kernels.grouped import (
+    MOST_EXPERTS,
+    Plan,
+    grouped_down,
+    grouped_gate_up,
+    plan_slots,
+)
+from localrt.quant.ops.cuda.kernels.products import quantize
+from localrt.quant.ops.cuda.kernels.routing import choose, router_logits
+from localrt.quant.ops.cuda.kernels.steps import rotate_blocks
+from localrt.quant.ops.cuda.routing import CudaRouting, on_card
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.torch.experts import route, run_each
 
@@ -48,14 +55,11 @@ def route_rows(
             stop = first + len(part)
             router_logits(normed, part, logits[:, first:stop])
             first = stop
-    if weights.gate_bias is not None:
-        logits += weights.gate_bias
-    bias = weights.choice_bias
-    if len(logits) <= MOST_ROWS:  # ranking few rows is quicker on the host: one copy, one wait
-        both = logits if bias is None else torch.cat([logits, bias[None]])
-        both = both.cpu()
-        logits, bias = both[: len(rows)], None if bias is None else both[-1]
-    return route(logits, bias, spec)
+    if spec.count > MOST_EXPERTS:
+        biased = logits if weights.gate_bias is None else logits + weights.gate_bias
+        return route(biased, weights.choice_bias, spec)
+    results = choose(logits, weights.gate_bias, weights.choice_bias, spec)
+    return CudaRouting(results, len(logits), spec.ranked, spec.used)
 
 
 def run_kinds(
@@ -72,11 +76,12 @@ def run_kinds(
     ``apart`` computes the rows of an expert of no kind. How a row is computed follows from its
     expert, and there from how many rows the pass has.
     """
-    wanted = np.zeros(len(table.kind_of), np.bool_)
-    wanted[routing.chosen] = True
-    if experts is not None:
-        wanted &= np.isin(np.arange(len(wanted)), np.asarray(experts))
     kinds = table.kind_of
+    wanted = np.ones(len(kinds), np.bool_)
+    if experts is not None:
+        asked = np.asarray(experts, np.intp)
+        wanted[:] = False
+        wanted[asked[asked < len(kinds)]] = True
     if (others := wanted & (kinds < 0)).any():
         run_each(normed, routing, slots, others.nonzero()[0].tolist(), apart)
     chosen: Tensor | None = None
@@ -84,8 +89,8 @@ def run_kinds(
         if not (same := wanted & (kinds == number)).any():
             continue
         if chosen is None:
-            chosen = upload(routing.chosen, normed.device)
-        entries = table.entries(normed.device)
+            chosen = on_card(routing, normed.device).chosen_there
+            entries = table.entries(normed.device)
         run_kind(normed, plan_slots(chosen, same), entries, kind, spec, slots)
 
 

@@ -35,14 +35,16 @@ from localrt.quant.ops.cuda.kernels.products import (
     product,
     quantize,
 )
+from localrt.quant.ops.cuda.kernels.routing import combined
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
-from localrt.quant.ops.cuda.kernels.steps import combined, gate, norm, rotate_blocks
+from localrt.quant.ops.cuda.kernels.steps import gate, norm, rotate_blocks
 from localrt.quant.ops.cuda.products import (
     by_kernels,
     multiply,
     multiply_heads,
     reads_records,
 )
+from localrt.quant.ops.cuda.routing import on_card
 from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording, Stream
 from localrt.quant.ops.cuda.weight import CudaWeight, Tile, build_weight, is_packed
 from localrt.quant.ops.experts import (
@@ -401,7 +403,7 @@ class CudaOps:
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         """(R, D), float32: summed one k after another."""
-        return combined(slots, upload(routing.weights, self._device), shared)
+        return combined(slots, on_card(routing, self._device).weights_there, shared)
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None

@@ -80,8 +80,8 @@ def test_experts_elsewhere() -> None:
     check(build_experts("nvfp4", 24, 75))
 
 
-def test_plans_and_tables_of_experts() -> None:
-    for name in ("plan", "entries"):
+def test_choices_plans_and_tables_of_experts() -> None:
+    for name in ("choose", "plan", "entries"):
         for target in (75, 120):
             assert "0 bytes spill stores" in compile_program(Program.of(name), target).log
 

@@ -78,6 +78,8 @@ class _Plan(Structure):
         ("parts", c_void_p),
         ("slots", c_void_p),
         ("count", c_int),
+        ("used", c_int),
+        ("stride", c_int),
         ("most", c_int),
         ("size", c_int),
         ("wanted", _Bits),
@@ -127,7 +129,9 @@ def write_entries(
 
 
 def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
-    """A pass whose rows chose the experts ``chosen`` (R, K) int32; ``wanted`` (E,) are computed."""
+    """A pass whose rows chose the experts ``chosen`` (R, K) int32, of which ``wanted`` (E,) are
+    computed. Rows of ``chosen`` may lie apart.
+    """
     rows, used = chosen.shape
     experts, slots = int(np.count_nonzero(wanted)), rows * used
     size = rows_at_once(rows, used, len(wanted))
@@ -135,8 +139,17 @@ def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
     most = max(1, min(whole, experts * -(-rows // size)))
     parts = torch.empty(most, 3, dtype=torch.int32, device=chosen.device)
     order = torch.empty(slots, dtype=torch.int32, device=chosen.device)
-    bits = _Bits(*np.packbits(wanted, bitorder="little").tolist())
-    args = _Plan(chosen.data_ptr(), parts.data_ptr(), order.data_ptr(), slots, most, size, bits)
+    args = _Plan(
+        chosen.data_ptr(),
+        parts.data_ptr(),
+        order.data_ptr(),
+        slots,
+        used,
+        chosen.stride(0),
+        most,
+        size,
+        _Bits(*np.packbits(wanted, bitorder="little").tolist()),
+    )
     launch(chosen.device, _PLAN, (1, 1, 1), -(-len(wanted) // 32) * 32, args)
     return Plan(parts, order, size, used)
 

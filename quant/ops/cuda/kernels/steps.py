@@ -11,7 +11,7 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import GATES, OUT, Records, empty_records
 from localrt.quant.ops.cuda.kernels.programs import Program
 
-__all__ = ["combined", "gate", "norm", "norm_records", "rotate_blocks", "router_logits"]
+__all__ = ["gate", "norm", "norm_records", "rotate_blocks"]
 
 _THREADS = 256
 # Widest block of the Hadamard rotation: a block of threads holds it.
@@ -38,28 +38,6 @@ class _Rotate(Structure):
         ("width", c_int),
         ("size", c_int),
         ("scale", c_float),
-    )
-
-
-class _Router(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("gate", c_void_p),
-        ("y", c_void_p),
-        ("experts", c_int),
-        ("width", c_int),
-        ("y_stride", c_int),
-    )
-
-
-class _Combine(Structure):
-    _fields_ = (
-        ("slots", c_void_p),
-        ("weights", c_void_p),
-        ("shared", c_void_p),
-        ("y", c_void_p),
-        ("used", c_int),
-        ("width", c_int),
     )
 
 
@@ -143,31 +121,4 @@ def rotate_blocks(x: Tensor, size: int) -> Tensor:
     args = _Rotate(x.data_ptr(), y.data_ptr(), width, size, size**-0.5)
     grid = (-(-width // _MOST_HADAMARD), rows, 1)
     launch(x.device, Program.of("rotate"), grid, _MOST_HADAMARD, args)
-    return y
-
-
-def router_logits(x: Tensor, gate: Tensor, out: Tensor) -> None:
-    """out (R, E) = x (R, D), float32, times the rows of gate (E, D), bf16 or float32."""
-    rows, width = x.shape
-    args = _Router(
-        x.data_ptr(), gate.data_ptr(), out.data_ptr(), gate.shape[0], width, out.stride(0)
-    )
-    program = Program.of("router", GATE_IN=OUT[gate.dtype])
-    launch(x.device, program, (-(-gate.shape[0] // 8), rows, 1), _THREADS, args)
-
-
-def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-    """Slots (R * K, D) times weights (R, K), summed in the order of k, plus shared (R, D)."""
-    rows, used = weights.shape
-    width = slots.shape[1]
-    y = torch.empty(rows, width, dtype=torch.float32, device=slots.device)
-    args = _Combine(
-        slots.data_ptr(),
-        weights.data_ptr(),
-        None if shared is None else shared.data_ptr(),
-        y.data_ptr(),
-        used,
-        width,
-    )
-    launch(y.device, Program.of("combine"), (-(-width // _THREADS), rows, 1), _THREADS, args)
     return y
