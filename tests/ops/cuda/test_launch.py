@@ -98,3 +98,10 @@ def test_what_a_card_refuses_is_one_line(driver: Driver) -> None:
     driver.refuses = True
     with pytest.raises(LocalrtError, match=r"^the card refuses a kernel: too much asked$"):
         start(1)
+
+
+def test_a_program_is_made_once() -> None:
+    """Each launch asks for one; values may be equal where their macros are not."""
+    made = Program.of("rms_norm", OUT="float", RECORDS=0)
+    assert Program.of("rms_norm", OUT="float", RECORDS=0) is made
+    assert Program.of("rms_norm", OUT="float", RECORDS=False) != made

@@ -8,6 +8,7 @@ Lengths come from device memory: a recorded CUDA graph stays valid as the cache 
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -227,6 +228,7 @@ def fits_records(heads: int, value: int) -> bool:
     return value % 32 == 0 and heads * value % 64 == 0
 
 
+@cache
 def attention_program(
     size: int, value: int, kv_format: CardKvFormat = "bf16", *, split: bool
 ) -> Program:
@@ -240,6 +242,7 @@ def attention_program(
     )
 
 
+@cache
 def join_program(
     value: int, kv_format: CardKvFormat = "bf16", *, records: bool = False, fine: bool = False
 ) -> Program:
@@ -253,6 +256,7 @@ def join_program(
     )
 
 
+@cache
 def rope_program(size: int, kv_format: CardKvFormat = "bf16") -> Program:
     """The step before, for heads of ``size`` numbers."""
     return Program.of(

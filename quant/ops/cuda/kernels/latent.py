@@ -8,6 +8,7 @@ number of rows. It knows tensors; projections are its caller's.
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -154,11 +155,13 @@ def attend_latent_rows(
     return out
 
 
+@cache
 def append_program(q: torch.dtype, wide: torch.dtype) -> Program:
     """The step before, for queries and latents of these types."""
     return Program.of("latent_append", Q_IN=OUT[q], WIDE_IN=OUT[wide])
 
 
+@cache
 def latent_programs(rope: int, latent: int) -> tuple[Program, Program]:
     """Attention to cached rows of ``rope`` + ``latent`` numbers, and what joins its runs."""
     join = Program.of(

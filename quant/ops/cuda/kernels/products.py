@@ -270,6 +270,7 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
     launch(out.device, Program.of("dense", OUT=OUT[out.dtype]), grid, 256, args)
 
 
+@cache
 def linear_program(
     format_: str,
     rows: int,

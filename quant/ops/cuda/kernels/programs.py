@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Program:
     macros: tuple[tuple[str, str], ...]
 
     @classmethod
+    @lru_cache(maxsize=None, typed=True)  # a launch asks each time
     def of(cls, name: str, **macros: object) -> Program:
         """Macros by their names."""
         return cls(name, tuple((key, str(value)) for key, value in macros.items()))
