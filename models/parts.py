@@ -194,6 +194,10 @@ class Head:
         logits = state.ops.head(
             state.x, state.wanted, self.norm, self._eps, self.weight, self._softcap
         )
+        self.fill(state, logits)
+
+    def fill(self, state: PassState, logits: Logits) -> None:
+        """The same with ``logits`` (rows wanted, rows of its weight), which were made of them."""
         if logits.shape[1] == self._vocab:
             state.logits = logits
             return

@@ -5,14 +5,14 @@ Slices that lie next to one another in a lane's memory are computed at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.parts import Head, Part
 from localrt.models.weights import WeightLoader
-from localrt.offload.pipeline.lane import Lane, StreamedState
+from localrt.offload.pipeline.lane import Lane
+from localrt.offload.pipeline.spans import Piece, Span
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 
@@ -26,7 +26,7 @@ class JoinedHead:
         self._config = config
         self._parts: list[Part] | None = None
 
-    def stage(self, unit: StoredUnit, where: Where, lane: Lane) -> Stage:
+    def stage(self, unit: StoredUnit, where: Where, lane: Lane, moved: Callable[[], None]) -> Stage:
         """One slice: rows of the vocabulary."""
         (tensor,) = unit.tensors
 
@@ -34,7 +34,7 @@ class JoinedHead:
             matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
             return Head(self._config, lane.norm, matrix, tensor.row)
 
-        return Stage(unit, where, lane, load, moved=self._forget)
+        return Stage(unit, where, lane, load, moved)
 
     def parts(self, stages: Sequence[Stage]) -> Sequence[Part]:
         """What a pass computes of all slices, in order."""
@@ -52,7 +52,7 @@ class JoinedHead:
             self._parts = [*parts, self._joined(run)] if run else parts
         return self._parts
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """A slice is somewhere else: what was joined would keep its memory."""
         self._parts = None
 
@@ -61,9 +61,4 @@ class JoinedHead:
         weight = lane.joined([(stage.unit, stage.memory) for stage in run])
         part = Head(self._config, lane.norm, weight, run[0].unit.tensors[0].row)
         nbytes, macs = sum(s.unit.nbytes for s in run), sum(s.macs for s in run)
-        return partial(_compute, lane, part, nbytes, macs)
-
-
-def _compute(lane: Lane, part: Part, nbytes: int, macs: int, state: StreamedState) -> None:
-    state.enter(lane)
-    lane.compute(part, state, "head", nbytes, macs)
+        return Span(lane, [Piece("head", part, nbytes, macs)])

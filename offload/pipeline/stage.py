@@ -35,6 +35,8 @@ class Stage:
     passes through the ring: to ``copy``, from which it becomes resident after the pass.
     """
 
+    recordable = True  # what it computes follows from its input without the host's help
+
     def __init__(
         self,
         unit: StoredUnit,
@@ -198,6 +200,8 @@ class CrossingStage(Stage):
 
 class MixtureStage(Stage):
     """A layer's mixture of experts, whose ``Experts`` time what they compute."""
+
+    recordable = False  # the host sees the router's choice
 
     def _compute(self, part: Part, state: StreamedState) -> None:
         cost = self.lane.cost_s(self.unit.nbytes, self.macs, state.rows)

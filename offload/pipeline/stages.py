@@ -13,6 +13,7 @@ from localrt.offload.cards.slab import Slab, share_slabs
 from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.setup import Setup
+from localrt.offload.pipeline.spans import Spans
 from localrt.offload.pipeline.stage import CrossingStage, MixtureStage, Stage
 from localrt.offload.placement import Where
 from localrt.offload.reading.loading import read_units
@@ -26,9 +27,19 @@ def make_stages(
     lanes: Mapping[bool, Lane | None],
     on_card: frozenset[int],
     runners: Mapping[str, Experts],
-) -> tuple[list[Stage], JoinedHead]:
-    """A stage for every unit of a pass, in order; returns the head's, and what joins them."""
-    config = setup.config
+) -> tuple[list[Stage], Spans, JoinedHead]:
+    """A stage for every unit of a pass, in order; returns the head's, and what joins layers and
+    the head.
+    """
+    config, card = setup.config, lanes[True]
+    spans, joined = Spans(), JoinedHead(config)
+
+    def moved() -> None:
+        """What was joined or recorded would read or keep a unit's memory as it was."""
+        spans.forget()
+        joined.forget()
+        if card is not None and card.recorder is not None:
+            card.recorder.forget()
 
     def lane_of(unit: StoredUnit) -> Lane:
         lane = lanes[setup.where(unit).on_gpu]
@@ -46,23 +57,22 @@ def make_stages(
         side = layer in on_card
         at, caches[side] = (caches[side] if split else layer), caches[side] + 1
         load = partial(load_attention, config, layer, at=at)
-        add(Stage(attention, setup.where(attention), lane_of(attention), load))
+        add(Stage(attention, setup.where(attention), lane_of(attention), load, moved))
         sparse, lane = config.mixture(layer) is not None, lane_of(mlp)
         experts = runners[lane.resource] if sparse else None
         load = partial(load_mlp, config, layer, experts=experts)
         if mlp.name in setup.placement.crossing:
-            card, rows = lanes[True], setup.placement.card_rows
+            rows = setup.placement.card_rows
             assert card is not None, "what crosses goes to one"
             assert not sparse, "of a mixture experts cross"
             add(CrossingStage(mlp, setup.where(mlp), lane, load, card=card, rows=rows))
         else:
             kind = MixtureStage if sparse else Stage
-            add(kind(mlp, setup.where(mlp), lane, load))
-    joined = JoinedHead(config)
-    head = [joined.stage(unit, setup.where(unit), lane_of(unit)) for unit in setup.head()]
+            add(kind(mlp, setup.where(mlp), lane, load, moved))
+    head = [joined.stage(unit, setup.where(unit), lane_of(unit), moved) for unit in setup.head()]
     for stage in head:
         add(stage)
-    return head, joined
+    return head, spans, joined
 
 
 def load_resident(

@@ -49,6 +49,7 @@ __all__ = [
     "MlpWeights",
     "Ops",
     "Pass",
+    "Recorder",
     "Rope",
     "Span",
     "Vector",
@@ -120,6 +121,31 @@ class Batch:
         return cls(tokens, positions, tuple(Span(cache, len(ids)) for cache, ids in sequences))
 
 
+class Recorder(Protocol):
+    """Records runs of a pass's steps, and replays each with one launch where it comes again.
+
+    A recording reads weights and caches where they were: whoever moves weights calls ``forget``.
+    """
+
+    def begin(self, batch: Batch, wanted: Sequence[int]) -> Pass:
+        """``Ops.begin``, for a pass that gives the logits of the rows ``wanted``."""
+
+    def takes(self, step: Pass | None) -> bool:
+        """Whether runs of this pass, the latest that has begun, are to be recorded."""
+
+    def run(
+        self, step: Pass, x: Array, key: object, body: Callable[[Pass, Array], Array]
+    ) -> npt.NDArray[np.float32] | None:
+        """What ``body`` makes of ``x``, in place; ``key`` names the run in passes of one kind.
+
+        Returns the logits if the run has the head, whose rows are those wanted. ``body`` is not
+        called where it was recorded before, and keeps nothing.
+        """
+
+    def forget(self) -> None:
+        """Weights have moved: drop what was recorded, between passes."""
+
+
 class Ops(Protocol):
     """One implementation of the compute steps on one device. Used by one thread at a time."""
 
@@ -143,6 +169,9 @@ class Ops(Protocol):
 
     def graphed(self, forward: Forward) -> Forward:
         """``forward``, or a quicker way through the same pass (CUDA graphs)."""
+
+    def recorder(self) -> Recorder | None:
+        """The same for runs of steps in a pass; None where nothing is quicker."""
 
     # -- weights, once ---------------------------------------------------------------------------
 

@@ -35,9 +35,12 @@ def multiplies_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of ``values`` on the device, which the host does not wait for."""
+def upload(values: npt.NDArray[Any], device: torch.device, *, out: Tensor | None = None) -> Tensor:
+    """A copy of ``values`` on the device, in ``out`` if given, which the host does not wait for."""
     if device.type != "cuda":
-        return torch.from_numpy(np.array(values))
+        copied = torch.from_numpy(np.array(values))
+        return copied if out is None else out.copy_(copied)
     staged = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
-    return staged.to(device, non_blocking=True)
+    if out is None:
+        return staged.to(device, non_blocking=True)
+    return out.copy_(staged, non_blocking=True)

@@ -1,9 +1,10 @@
-"""CUDA graphs of short passes: a decode step costs one launch instead of hundreds.
+"""CUDA graphs of short passes: a decode step costs a few launches instead of hundreds.
 
 A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
-recorded with static inputs and replayed from then on. A recording belongs to one cache as it is
-allocated; growth makes a new one. It knows a ``forward`` and the steps under it, not models. Off a
-GPU, "replaying" runs the pass again on the static inputs, so that tests cover the rest.
+recorded with static inputs and replayed from then on: whole, or run by run where only some of its
+parts lie on the card. A recording belongs to one cache as it is allocated; growth makes a new one.
+It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
+again on the static inputs, so that tests cover the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +21,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.ops.cuda.device import upload
 from localrt.quant.ops.cuda.kernels.products import MOST_ROWS
-from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording
+from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording, Stream
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
 from localrt.quant.ops.torch.kv import TorchKVCache
 
-__all__ = ["DecodeGraph", "GraphedForward", "RecordedOps", "record"]
+__all__ = ["GraphedForward", "RecordedOps", "Recordings", "record"]
 
 _KEPT = 8
 
@@ -42,13 +44,16 @@ class RecordedOps(Protocol):
     def scope(self) -> AbstractContextManager[None]:
         """Held around a pass."""
 
+    def begin(self, batch: Batch) -> CudaPass:
+        """See ``Ops``."""
+
     def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
         """A span's mask as the kernels read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a recording is valid for, beside its cache."""
+    """What recordings are valid for, beside their cache."""
 
     cache: int  # its id
     allocated: int
@@ -59,43 +64,69 @@ class _Shape:
 
 @dataclass(slots=True)
 class _Seen:
-    """A shape that came once, and its recording from the second time on."""
+    """A shape that came once, and its recordings from the second time on."""
 
     cache: weakref.ref[TorchKVCache]
-    graph: DecodeGraph | None = None
+    static: StaticPass | None = None
 
 
-class GraphedForward:
-    """A decoder's ``forward`` that records what comes twice, and replays it."""
+class Recordings:
+    """See ``Recorder``. What came twice is recorded, of the shapes of passes that came last."""
 
-    def __init__(self, ops: RecordedOps, forward: Forward) -> None:
+    def __init__(self, ops: RecordedOps) -> None:
         self._ops = ops
-        self._forward = forward
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
         # Graphs run one at a time and leave nothing behind: they can share their scratch memory.
         self._pool = torch.cuda.graph_pool_handle() if ops.device != "cpu" else None
 
-    def __call__(
+    def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
+        """See ``Recorder``."""
+        with self._ops.scope():
+            static = self.of(batch, wanted)
+            return self._ops.begin(batch) if static is None else static.fill(batch)
+
+    def takes(self, step: CudaPass | None) -> bool:
+        """See ``Recorder``."""
+        return isinstance(step, StaticStep)
+
+    def run(
         self,
-        batch: Batch,
-        *,
-        rows: Sequence[int] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> Logits:
-        """See ``Decoder.forward``."""
+        step: CudaPass,
+        x: Stream,
+        key: object,
+        body: Callable[[CudaPass, Stream], Stream],
+    ) -> Logits | None:
+        """See ``Recorder``."""
+        assert isinstance(step, StaticStep), "it takes the pass"
+        static, values = step.static, x.settle()
+        stream = static.stream(values)
+
+        def settled(step: CudaPass) -> None:
+            after = body(step, stream)
+            assert after is stream, "steps add to the stream where it is"
+            after.settle()
+
+        logits = static.run(key, step, settled, values)
+        x.values = stream.values
+        return None if logits is None else np.array(logits.cpu().numpy())
+
+    def forget(self) -> None:
+        """See ``Recorder``."""
+        self._seen.clear()
+
+    def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
+        """Of passes of this shape; None where it comes for the first time, or none is recorded."""
         shape = self._shape(batch, rows)
         if shape is None:
-            return self._forward(batch, rows=rows, check=check)
+            return None
         seen = self._seen.get(shape)
         if seen is None or seen.cache() is not batch.spans[0].cache:
             self._note(shape, batch.spans[0].cache)
-            return self._forward(batch, rows=rows, check=check)
-        if check is not None:
-            check()
+            return None
         self._seen.move_to_end(shape)
-        if seen.graph is None:
-            seen.graph = DecodeGraph(self._ops, self._forward, batch, shape.wanted, pool=self._pool)
-        return seen.graph.run(batch)
+        if seen.static is None:
+            seen.static = StaticPass(self._ops, batch, shape.wanted, self._pool)
+        return seen.static
 
     def _note(self, shape: _Shape, cache: KVCache) -> None:
         """Remember a new shape; forget recordings of caches that are gone or have grown."""
@@ -113,23 +144,67 @@ class GraphedForward:
         """None: the pass is not worth recording."""
         if len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
             return None
-        if rows is not None and not rows:
+        if rows is not None and not len(rows):
             return None
         (span,) = batch.spans
         cache = span.cache
         if not isinstance(cache, TorchKVCache):
             return None
-        with self._ops.scope():
-            cache.reserve(cache.length + span.rows)
-        wanted = tuple(range(span.rows)) if rows is None else tuple(rows)
+        cache.reserve(cache.length + span.rows)
+        wanted = tuple(range(span.rows)) if rows is None else tuple(int(row) for row in rows)
         return _Shape(id(cache), cache.allocated, span.rows, wanted, span.mask is not None)
 
 
+class GraphedForward:
+    """A decoder's ``forward`` that records what comes twice, and replays it."""
+
+    def __init__(self, ops: RecordedOps, forward: Forward) -> None:
+        self._ops = ops
+        self._forward = forward
+        self._recordings = Recordings(ops)
+
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        rows: Sequence[int] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> Logits:
+        """See ``Decoder.forward``."""
+        with self._ops.scope():
+            static = self._recordings.of(batch, rows)
+        if static is None:
+            return self._forward(batch, rows=rows, check=check)
+        if check is not None:
+            check()
+        (span,) = batch.spans
+        cache, wanted = span.cache, static.wanted
+        again = Batch(batch.tokens, batch.positions, (Span(cache, span.rows),))
+
+        def whole(step: CudaPass) -> None:
+            """The cache counts nothing."""
+            length = cache.length
+            try:
+                self._forward(again, rows=wanted)
+            finally:
+                cache.trim(length)
+
+        with self._ops.scope():
+            logits = static.run("pass", static.fill(batch), whole)
+            assert logits is not None, "the pass has left its logits"
+            host = static.to_host(logits)
+        cache.advance(span.rows)
+        return host
+
+
 def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """What replays the kernels that ``body`` starts; ``pool`` has their scratch memory.
+    """What replays the kernels that ``body`` starts; ``pool`` has their scratch memory: None is off
+    a card, where that is ``body`` itself.
 
     Meanwhile other threads may allocate, copy and pin: recording looks at its own thread's calls.
     """
+    if pool is None:
+        return body
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -138,83 +213,111 @@ def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
     return replay
 
 
-class DecodeGraph:
-    """One recorded pass. ``run`` replays it for other tokens at the sequence's next places."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What replays a recording, and where its logits are if it has the head."""
+
+    replay: Callable[[], None]
+    recording: Recording
+
+
+@dataclass(slots=True, kw_only=True)
+class StaticStep(CudaPass):
+    """A pass whose inputs are ``static``."""
+
+    static: StaticPass
+
+
+class StaticPass:
+    """The inputs of passes of one shape, where recordings read them, and those recordings."""
 
     def __init__(
-        self,
-        ops: RecordedOps,
-        forward: Forward,
-        batch: Batch,
-        wanted: Sequence[int],
-        *,
-        pool: Any = None,
+        self, ops: RecordedOps, batch: Batch, wanted: Sequence[int], pool: Any = None
     ) -> None:
         (span,) = batch.spans
-        self._ops = ops
-        self._rows = span.rows
-        self._wanted = list(wanted)
-        with ops.scope():
-            device = torch.device(ops.device)
-            pinned = device.type == "cuda"
-            self._numbers = Numbers(span.rows, 1, pinned=pinned)
-            self._static = torch.zeros_like(self._numbers.staged, device=device)
-            tokens, positions, held = self._numbers.split(self._static)
-            tree = None if span.mask is None else ops.tree(span.mask)
-            whole = self._wanted == list(range(span.rows))
-            index = None if whole else torch.tensor(self._wanted, device=device)
-            assert isinstance(span.cache, TorchKVCache)
-            limit = (span.cache.allocated,)
-            step = CudaPass(tokens, positions, held, batch.spans, (tree,), limit)
-            self._recording = Recording(step, index)
-            self._stage(batch)
-            body = self._once(forward, batch)
-            body()  # compiles what is left to compile, which recording must not do
-            self._replay = body
-            if pinned:
-                self._replay = record(body, pool)
-                step.spans = ()  # the cache is not this recording's to keep alive
-            logits = self._logits()
-            self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=pinned)
+        self._ops, self._pool = ops, pool
+        self.wanted = list(wanted)
+        self._device = device = torch.device(ops.device)
+        self._numbers = Numbers(span.rows, 1)
+        self._inputs = torch.zeros_like(self._numbers.staged, device=device)
+        self._tree = None if span.mask is None else ops.tree(span.mask)
+        whole = self.wanted == list(range(span.rows))
+        self._index = None if whole else torch.tensor(self.wanted, device=device)
+        assert isinstance(span.cache, TorchKVCache)
+        self._limit = (span.cache.allocated,)
+        self._stream: Stream | None = None
+        self._host: Tensor | None = None
+        self._runs: dict[object, _Run] = {}
 
-    def run(self, batch: Batch) -> Logits:
-        """The pass for ``batch``, whose shape is the recorded one's: logits on the host."""
-        with self._ops.scope():
-            self._stage(batch)
-            self._replay()
-            self._host.copy_(self._logits(), non_blocking=True)
-            if self._host.is_pinned():
-                torch.cuda.current_stream().synchronize()
-        batch.spans[0].cache.advance(self._rows)
-        logits: Logits = self._host.numpy().copy()
-        return logits
-
-    def _stage(self, batch: Batch) -> None:
+    def fill(self, batch: Batch) -> StaticStep:
+        """Begin the pass of ``batch``, whose shape is this one's."""
         (span,) = batch.spans
         self._numbers.fill(batch.tokens, batch.positions, [span.cache.length])
-        self._static.copy_(self._numbers.staged, non_blocking=True)
-        (tree,) = self._recording.step.trees
-        if tree is not None:
+        upload(self._numbers.staged.numpy(), self._device, out=self._inputs)
+        if self._tree is not None:
             assert span.mask is not None
-            tree.copy_(torch.from_numpy(np.ascontiguousarray(span.mask, np.int8)))
+            upload(np.ascontiguousarray(span.mask, np.int8), self._device, out=self._tree)
+        numbers = self._numbers.split(self._inputs)
+        return StaticStep(*numbers, batch.spans, (self._tree,), self._limit, static=self)
 
-    def _once(self, forward: Forward, batch: Batch) -> Callable[[], None]:
-        """The pass as recorded: its steps read the static inputs, and the cache counts nothing."""
-        cache = batch.spans[0].cache
-        static = Batch(batch.tokens, batch.positions, (Span(cache, self._rows),))
+    def stream(self, like: Tensor) -> Stream:
+        """The residual stream that recordings read and leave, nothing pending."""
+        if self._stream is None:
+            self._stream = Stream(torch.empty_like(like))
+        return self._stream
 
-        def body() -> None:
-            length = cache.length
-            self._recording.step.tables.clear()
-            self._ops.recording = self._recording
+    def run(
+        self,
+        key: object,
+        step: CudaPass,
+        body: Callable[[CudaPass], None],
+        x: Tensor | None = None,
+    ) -> Tensor | None:
+        """Replay ``body``, recorded if ``key`` is new, for the pass ``step``.
+
+        ``x`` goes to the residual stream before. Returns the logits if it has made some, which stay
+        until the next run.
+        """
+        made = self._runs.get(key)
+        if made is None:
+            kept = None if x is None else x.clone()  # it is run before it is recorded
+            self._load(x)
+            made = self._runs[key] = self._record(step, body)
+            x = kept
+        self._load(x)
+        made.replay()
+        return made.recording.logits
+
+    def to_host(self, logits: Tensor) -> Logits:
+        """A copy, by way of RAM that is pinned for it."""
+        if self._host is None:
+            pinned = self._device.type == "cuda"
+            self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=pinned)
+        self._host.copy_(logits, non_blocking=True)
+        if self._host.is_pinned():
+            torch.cuda.current_stream().synchronize()
+        host: Logits = self._host.numpy().copy()
+        return host
+
+    def _load(self, x: Tensor | None) -> None:
+        if x is not None:
+            values = self.stream(x).values
+            if x is not values:
+                values.copy_(x)
+
+    def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
+        recording = Recording(replace(step, tables={}, masks={}), self._index)
+
+        def once() -> None:
+            recording.step.tables.clear()
+            self._ops.recording = recording
             try:
-                forward(static, rows=self._wanted)
+                body(recording.step)
             finally:
                 self._ops.recording = None
-                cache.trim(length)
 
-        return body
-
-    def _logits(self) -> Tensor:
-        assert self._recording.logits is not None, "the pass has left its logits"
-        return self._recording.logits
+        once()  # compiles what is left to compile, which recording must not do
+        replay = record(once, self._pool)
+        if self._device.type == "cuda":
+            recording.step.spans = ()  # the cache is not this recording's to keep alive
+        return _Run(replay, recording)

@@ -23,7 +23,7 @@ from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.cuda.device import full_card, upload
 from localrt.quant.ops.cuda.expert_table import CudaExpertTable
 from localrt.quant.ops.cuda.experts import route_rows, run_kinds
-from localrt.quant.ops.cuda.graph import GraphedForward
+from localrt.quant.ops.cuda.graph import GraphedForward, Recordings
 from localrt.quant.ops.cuda.kernels.attention import attend, fits_records, rope_append
 from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, row_nbytes
 from localrt.quant.ops.cuda.kernels.latent import attend_latent_rows, latent_append
@@ -116,6 +116,10 @@ class CudaOps:
         """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""
         return GraphedForward(self, forward)
 
+    def recorder(self) -> Recordings:
+        """Runs of steps recorded as CUDA graphs."""
+        return Recordings(self)
+
     # -- weights ---------------------------------------------------------------------------------
 
     def weight(
@@ -173,7 +177,7 @@ class CudaOps:
         numbers.fill(batch.tokens, batch.positions, held)
         trees = [None if s.mask is None else self.tree(s.mask) for s in batch.spans]
         return CudaPass(
-            *numbers.split(numbers.staged.to(self._device)),
+            *numbers.split(upload(numbers.staged.numpy(), self._device)),
             batch.spans,
             tuple(trees),
             tuple(h + s.rows for h, s in zip(held, batch.spans, strict=True)),
@@ -181,7 +185,7 @@ class CudaOps:
 
     def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
         """A span's mask as the kernels read it."""
-        return torch.from_numpy(np.ascontiguousarray(mask, np.int8)).to(self._device)
+        return upload(np.ascontiguousarray(mask, np.int8), self._device)
 
     def embed(
         self,
@@ -192,7 +196,7 @@ class CudaOps:
         tokens: npt.NDArray[np.int64] | None = None,
     ) -> Stream:
         """(R, D)."""
-        ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
+        ids = step.tokens if tokens is None else upload(tokens, self._device)
         (part,) = table.parts
         if isinstance(part, Tensor):
             return Stream(F.embedding(ids, part).float() * scale)
@@ -436,7 +440,7 @@ class CudaOps:
         if self.recording is not None:
             wanted = self.recording.wanted
         elif len(rows) < x.values.shape[0]:
-            wanted = torch.from_numpy(rows).to(self._device)
+            wanted = upload(rows, self._device)
         else:
             wanted = None
         if wanted is not None:

@@ -60,11 +60,11 @@ class Numbers:
     Each part begins at 16 bytes: the kernels load 16 bytes at once.
     """
 
-    def __init__(self, rows: int, spans: int, *, pinned: bool = False) -> None:
+    def __init__(self, rows: int, spans: int) -> None:
         self._rows, self._spans = rows, spans
         self._width = rows + rows % 2
         size = 2 * self._width + spans
-        self.staged = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self.staged = torch.zeros(size, dtype=torch.int64)
 
     def fill(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], held: Sequence[int]

@@ -119,6 +119,9 @@ class NativeOps:
         """As it is."""
         return forward
 
+    def recorder(self) -> None:
+        """Nothing is recorded."""
+
     # -- weights ---------------------------------------------------------------------------------
 
     def weight(

@@ -88,6 +88,9 @@ class TorchOps:
         """As it is."""
         return forward
 
+    def recorder(self) -> None:
+        """Nothing is recorded."""
+
     # -- weights ---------------------------------------------------------------------------------
 
     def weight(

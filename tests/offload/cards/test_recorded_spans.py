@@ -1,0 +1,276 @@
+"""Spans of a placed model on the card, recorded and replayed: the same to the bit as step by step.
+
+Recording is done as a card does it: what is replayed are launches and torch's steps with the
+addresses that they had. Copies come as late as their events allow.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from localrt.errors import CancelledError
+from localrt.models.decoder import Decoder
+from localrt.models.timing import Mark
+from localrt.offload.cards.accelerator import Bytes
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.pipeline.spans import Span
+from localrt.offload.placement import Where
+from localrt.quant.ops.arrays import Array
+from localrt.quant.ops.cuda import graph
+from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.ops.cuda.kernels.launch import emulate
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.protocol import Span as Rows
+from tests.offload.cards.carded import place_on_card
+from tests.offload.cards.late import LateAccelerator
+from tests.offload.placed import (
+    MODE,
+    PLENTY,
+    Model,
+    extend,
+    needs_kernels,
+    open_decoder,
+    pack_synthetic,
+    passing,
+    tokens,
+)
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.tape import Steps, Tape
+
+pytestmark = needs_kernels
+
+
+class StepByStep(CudaOps):
+    """Records nothing."""
+
+    def recorder(self) -> None:  # type: ignore[override]
+        return None
+
+
+class LateCudaCard(LateAccelerator):
+    """With the card's own ``Ops``, whose kernels run on the CPU."""
+
+    def __init__(self, clock: WallClock, ops: CudaOps) -> None:
+        super().__init__(clock, ops, capacity=PLENTY)
+        self._cuda = CudaCopies(device="cpu")
+
+    def to_card(self, x: Array, after: Mark) -> tuple[Array, Mark]:
+        return self._cuda.to_card(x), after
+
+    def to_host(self, x: Array, after: Mark) -> tuple[Array, Mark]:
+        return self._cuda.to_host(x), after
+
+    def mark(self, ended: Mark, *read: Any, last: bool = False) -> Mark:
+        return super().mark(ended, *(memory.numpy() for memory in read), last=last)
+
+    def free(self, memory: Any) -> None:
+        super().free(memory.numpy())
+
+    def _alloc(self, nbytes: int) -> Any:
+        return torch.from_numpy(super()._alloc(nbytes))
+
+    def _copy(self, source: Bytes, out: Any, after: Mark, there: Mark, wait: bool) -> Mark:
+        return super()._copy(source, out.numpy(), after, there, wait)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = pack_synthetic(
+        tmp_path_factory.mktemp("llama"),
+        vocab=200,
+        hidden=128,
+        inner=64,
+        layers=2,
+        formats={"": "int4-g32"},
+    )
+    with closing(Model(folder)) as model:
+        yield model
+
+
+@pytest.fixture(autouse=True)
+def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
+    """Runs what is launched on the CPU, and what was recorded again."""
+    tape = Tape(Emulator())
+    before = emulate(tape)
+    monkeypatch.setattr(graph, "record", tape.record)
+    yield tape
+    emulate(before)
+
+
+@contextmanager
+def on_late_card(
+    model: Model, where: Mapping[str, Where], *, recorded: bool = True
+) -> Iterator[Decoder]:
+    clock = WallClock()
+    card = LateCudaCard(clock, (CudaOps if recorded else StepByStep)(device="cpu"))
+    placement = place_on_card(model.store, where, slack=(2, 2))
+    decoder = open_decoder(
+        model.store,
+        model.ops,
+        model.config,
+        placement,
+        mode=MODE,
+        budget=PLENTY,
+        card=card,
+        clock=clock,
+    )
+    try:
+        yield decoder
+    finally:
+        decoder.close()
+        assert card.used == 0
+        assert not card.faults, card.faults[:3]
+
+
+def mixed(model: Model) -> dict[str, Where]:
+    """A unit that comes through the ring, two that stay, one of the CPU's, and the head."""
+    where = dict.fromkeys(passing(model.store), Where.VRAM)
+    return where | {"layers.0.attention": Where.LINK, "layers.1.mlp": Where.RAM}
+
+
+Talk = Callable[[Decoder], list[np.ndarray]]
+
+
+def assert_recorded(model: Model, tape: Tape, talk: Talk) -> None:
+    """Replayed, and to the bit what the same placement computes step by step."""
+    with on_late_card(model, mixed(model), recorded=False) as plain:
+        wanted = talk(plain)
+    assert "replay" not in tape.events
+    with on_late_card(model, mixed(model)) as decoder:
+        seen = talk(decoder)
+    assert "replay" in tape.events
+    for number, (ours, theirs) in enumerate(zip(seen, wanted, strict=True)):
+        assert np.array_equal(ours, theirs), number
+
+
+def decode(decoder: Decoder, cache: KVCache, count: int, seed: int = 1) -> list[np.ndarray]:
+    """Single tokens."""
+    return [extend(decoder, cache, [token]) for token in tokens(count, seed=seed)]
+
+
+def tree(decoder: Decoder, cache: KVCache, mask: np.ndarray) -> np.ndarray:
+    """Three rows, which the cache forgets."""
+    held = cache.length
+    batch = Batch(np.array([7, 8, 9]), held + mask.sum(1) - 1, (Rows(cache, 3, mask),))
+    seen = decoder.forward(batch, rows=[0, 2])
+    cache.trim(held)
+    return seen
+
+
+def test_tokens_and_trees(model: Model, tape: Tape) -> None:
+    branch = np.tril(np.ones((3, 3), bool))
+    branch[2, 1] = False
+
+    def talk(decoder: Decoder) -> list[np.ndarray]:
+        cache = decoder.cache(40)
+        seen = [extend(decoder, cache, tokens(5), [4]), *decode(decoder, cache, 2)]
+        seen += [tree(decoder, cache, mask) for mask in (np.eye(3, dtype=bool), branch, branch)]
+        features = np.empty((1, model.config.hidden_size), np.float32)
+        batch = Batch.extend([(cache, [3])])
+        seen.append(decoder.forward(batch, features=features))
+        return [*seen, features, *decode(decoder, cache, 2)]
+
+    assert_recorded(model, tape, talk)
+    assert len(tape.recorded) == 4  # the two and the head, of tokens and of trees
+
+
+def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> None:
+    def talk(decoder: Decoder) -> list[np.ndarray]:
+        cache = decoder.cache(600)
+        seen = decode(decoder, cache, 2)
+        decoder.residency.reserve(cache, 300)
+        seen += decode(decoder, cache, 2, seed=2)
+        spans = [weakref.ref(part) for part in decoder.residency.body if isinstance(part, Span)]
+        assert decoder.residency.memory.give_back_card(1) > 0
+        assert decoder.residency.memory.give_back(1) > 0
+        seen += decode(decoder, cache, 3, seed=3)
+        gc.collect()
+        assert not any(span() for span in spans)  # nothing keeps what was recorded
+        return seen
+
+    assert_recorded(model, tape, talk)
+
+
+def test_sequences_that_take_turns_and_end(model: Model, tape: Tape) -> None:
+    def talk(decoder: Decoder) -> list[np.ndarray]:
+        one, two = decoder.cache(40), decoder.cache(40)
+        seen = [extend(decoder, two, tokens(4), [3])]
+        for seed in range(3):
+            seen += decode(decoder, one, 1, seed) + decode(decoder, two, 1, seed + 9)
+        batch = Batch.extend([(one, [3]), (two, [4])])
+        seen.append(decoder.forward(batch))
+        del one, two, batch
+        for seed in range(2):  # caches of other sequences, where those were perhaps
+            seen += decode(decoder, decoder.cache(40), 2, seed)
+        return seen
+
+    assert_recorded(model, tape, talk)
+
+
+def test_cancelled_passes(model: Model, tape: Tape) -> None:
+    def talk(decoder: Decoder) -> list[np.ndarray]:
+        cache, seen = decoder.cache(40), list[np.ndarray]()
+        for stop in (0, 0, 3, 4, 1, 5):
+            left = stop
+
+            def check() -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    raise CancelledError("stop")
+
+            if stop:
+                with pytest.raises(CancelledError):
+                    decoder.forward(Batch.extend([(cache, [11])]), check=check)
+            seen += decode(decoder, cache, 1, stop)
+        return seen
+
+    assert_recorded(model, tape, talk)
+
+
+# -- what a token costs ----------------------------------------------------------------------------
+
+ATTENTION = ["rms_norm", "linear", "rope_append", "attention", "attention_join", "linear"]
+MLP = ["rms_norm", "linear", "quantize", "linear"]
+ROTARY = ["aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
+
+
+def test_launches_and_waits_of_a_token(
+    model: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten launches a layer, or one a span; the host waits only where rows leave the card."""
+    waits = list[str]()
+    for name in ("cpu", "item", "tolist", "to"):
+        plain = getattr(Tensor, name)
+
+        def noted(tensor: Tensor, *args: Any, _plain: Any = plain, **options: Any) -> Any:
+            waits.append(_plain.__name__)
+            return _plain(tensor, *args, **options)
+
+        monkeypatch.setattr(Tensor, name, noted)
+    events = list[list[str]]()
+    for recorded in (False, True):
+        with on_late_card(model, mixed(model), recorded=recorded) as decoder:
+            cache = decoder.cache(40)
+            decode(decoder, cache, 3)
+            tape.events.clear()
+            waits.clear()
+            with Steps(tape):
+                decode(decoder, cache, 1)
+        events.append(list(tape.events))
+        assert waits == ["cpu", "cpu"]  # before the CPU's unit, and the logits
+    norm, product, *rest = ATTENTION
+    first, settle, copy = [norm, product, *ROTARY, *rest], "aten::add_", "aten::copy_"
+    assert events[0] == [*first, *MLP, *ATTENTION, settle, "rms_norm", "linear"]
+    # Tokens and places; the unit of the ring, whose sum is copied to the span's place; the head.
+    assert events[1] == [copy, *first, settle, copy, "replay", copy, "replay"]
