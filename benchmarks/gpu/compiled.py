@@ -31,9 +31,19 @@ from localrt.quant.ops.cuda.kernels.formats import TYPES, steps_at_once
 from localrt.quant.ops.cuda.kernels.grouped import grouped_program
 from localrt.quant.ops.cuda.kernels.products import linear_program
 from localrt.quant.ops.cuda.kernels.programs import Program, compile_program
-from localrt.quant.ops.cuda.kernels.variants import Case, best_cut
+from localrt.quant.ops.cuda.kernels.variants import Case, Cut, best_cut
 
-__all__ = ["ROWS", "SHARED_BYTES", "SLOTS", "TARGETS", "Build", "build", "build_experts"]
+__all__ = [
+    "ROWS",
+    "SHARED_BYTES",
+    "SLOTS",
+    "TARGETS",
+    "Build",
+    "build",
+    "build_experts",
+    "experts_program",
+    "product_program",
+]
 
 TARGETS = (75, 80, 86, 89, 90, 120)
 ROWS = (1, 8, 16, 64)
@@ -67,17 +77,27 @@ class Build:
     per_byte: float
 
 
-def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
-    """Compile the variant that a long matrix in ``format_`` takes for ``rows`` rows."""
+def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, Cut]:
+    """The variant that a long matrix in ``format_`` takes for ``rows`` rows."""
     cut = best_cut(Case.of(format_, rows, _MANY_TILES, 4096, gate=gate), 24)
-    program = linear_program(format_, rows, cut, _GATE if gate else None, torch.float32)
+    return linear_program(format_, rows, cut, _GATE if gate else None, torch.float32), cut
+
+
+def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
+    """The variant that experts in ``format_`` take for ``slots`` rows of each."""
+    out = torch.bfloat16 if gate else torch.float32
+    return grouped_program(format_, slots, _GATE if gate else None, out)
+
+
+def build(format_: str, rows: int, target: int, *, gate: bool = False) -> Build:
+    """Compile ``product_program``."""
+    program, cut = product_program(format_, rows, gate=gate)
     return _built(program, format_, rows, target, gate=gate, pairs=cut.pairs)
 
 
 def build_experts(format_: str, slots: int, target: int, *, gate: bool = False) -> Build:
-    """Compile the variant that experts in ``format_`` take for ``slots`` rows of each."""
-    out = torch.bfloat16 if gate else torch.float32
-    program = grouped_program(format_, slots, _GATE if gate else None, out)
+    """Compile ``experts_program``."""
+    program = experts_program(format_, slots, gate=gate)
     return _built(program, format_, slots, target, gate=gate, pairs=1)
 
 
