@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from localrt.bench.card_use import CardUse, what_helps
 from localrt.bench.outcome import BenchOptions, Outcome, Result
 from localrt.engine.types import Metrics
 from localrt.errors import OptionError
@@ -99,12 +100,16 @@ def simulate_card(options: BenchOptions, settings: Settings) -> CardRun:
         shape=shape,
         machine=machine,
         budgets=budgets_of(machine, ram_budget(options.ram, rss=0), vram),
-        ctx=options.ctx or work.prompt_tokens + work.tokens,
+        ctx=options.ctx or work.ctx,
         kv_format=parse_kv_format(options.kv_format or "bf16"),
         held=work.prompt_tokens + work.tokens // 2,
     )
-    plan = make_plan(request)
+    plan = make_plan(request, advise=True)
     found = plan.prediction
+    busy: dict[str, float] = {
+        name: seconds * found.tok_s for name, seconds in found.busy.items() if seconds
+    }
+    use = CardUse(busy, what_helps(busy, plan.changes))
     metrics = Metrics(
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.tokens,
@@ -123,7 +128,13 @@ def simulate_card(options: BenchOptions, settings: Settings) -> CardRun:
     result = Result(
         engine="native",
         setting=card.name,
-        metrics={**metrics.to_dict(), "read_bytes_per_token": None, "peak_cgroup_bytes": None},
+        metrics={
+            **metrics.to_dict(),
+            "read_bytes_per_token": None,
+            "peak_cgroup_bytes": None,
+            "long_ttft_s": work.long_prompt_tokens / found.prefill_tok_s or None,
+            **use.to_dict(),
+        },
         samples=(),
         load_s=0.0,
         info={"device": card.name, "architecture": shape.architecture},

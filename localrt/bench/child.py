@@ -61,6 +61,11 @@ class Requests:
             metrics["ssd_read_bytes"] = ended - started
         return {**metrics, "decode_read_bytes": ended - first}
 
+    def card_use(self, prompt: list[int]) -> dict[str, Any] | None:
+        """See ``CardUse``; None of an engine that does not say."""
+        look = getattr(self._engine, "card_use", None)
+        return None if look is None else dict(look(prompt))
+
     def trace(self) -> list[dict[str, Any]] | None:
         """The pipeline's tasks since this was first asked, in seconds; None without a pipeline."""
         events = getattr(self._engine, "trace_events", None)

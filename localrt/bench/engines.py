@@ -61,7 +61,11 @@ class Launch:
 
 
 class BenchEngine(Protocol):
-    """A loaded model that can be timed. One that keeps a trace has ``trace_events`` as well."""
+    """A loaded model that can be timed.
+
+    One that keeps a trace has ``trace_events`` as well, and one that looks at its card
+    ``card_use``.
+    """
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -126,6 +130,12 @@ class _LocalrtEngine:
         for last in stream:  # noqa: B007 - the last chunk is what we want
             pass
         return last.metrics
+
+    def card_use(self, prompt: list[int]) -> dict[str, Any]:
+        """See ``CardUse``."""
+        from localrt.bench.card_use import card_use
+
+        return card_use(self._model, prompt).to_dict()
 
     def trace_events(self) -> Iterator[dict[str, Any]]:
         """The latest tasks; they are kept from the first call on. None without a pipeline."""

@@ -41,12 +41,20 @@ class BenchOptions:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        needed = self.workload.prompt_tokens + self.workload.tokens
-        if self.ctx is not None and self.ctx < needed:
+        work = self.workload
+        if self.ctx is not None and self.ctx < work.ctx:
+            held = f"{work.prompt_tokens} prompt and {work.tokens} answer tokens"
+            if work.ctx > work.prompt_tokens + work.tokens:
+                held = f"a prompt of {work.long_prompt_tokens} tokens"
             raise OptionError(
-                f"a context of {self.ctx} does not hold {self.workload.prompt_tokens} prompt and"
-                f" {self.workload.tokens} answer tokens: it must be at least {needed}"
+                f"a context of {self.ctx} does not hold {held}: it must be at least {work.ctx}"
             )
+
+    @property
+    def uses_card(self) -> bool:
+        """Whether a card was asked for: then it is looked at, too."""
+        device = self.device or ""
+        return self.gpu_memory is not None or device.startswith(("cuda", "virtual:"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +63,9 @@ class Result:
 
     ``peak_ram_bytes`` is that of loading and of the warm-up: what one generation takes. Beside the
     metrics are ``read_bytes_per_token`` (from disk, while decoding) and, under a memory limit,
-    ``peak_cgroup_bytes`` (of all runs, page cache included). ``trace`` has the tasks of the last
-    run, where they were asked for and there are any.
+    ``peak_cgroup_bytes`` (of all runs, page cache included); of a long prompt ``long_ttft_s``; and
+    of a card that was asked for what ``CardUse`` has. ``trace`` has the tasks of the last run,
+    where they were asked for and there are any.
     """
 
     engine: str

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from localrt.bench.card_use import card_line
 from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
 from localrt.bench.peers import PEERS
 from localrt.formatting import format_bytes, format_rate, format_seconds, table
@@ -39,6 +40,7 @@ def to_json(
         "prompt_tokens": options.workload.prompt_tokens,
         "tokens": options.workload.tokens,
         "runs": options.workload.runs,
+        "long_prompt_tokens": options.workload.long_prompt_tokens,
         **{name: getattr(options, name) for name in _OPTIONS},
         "interleaved": outcome.interleaved,
         "page_cache_dropped": outcome.page_cache,
@@ -88,6 +90,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         ("decode tok/s", lambda r: format_rate(r.metrics["decode_tok_s"])),
         *_details(outcome.results, _DETAILS),
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
+        *_details(outcome.results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
         *_details(outcome.results, {"peak_cgroup_bytes": ("with page cache", _size)}),
     ]
@@ -103,6 +106,9 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         lines.append("* the engine's best setting for this workload")
     if compare:
         lines.append(f"/ {_BASELINE}: against its best figure in the column")
+    for result in outcome.results:
+        if result.metrics.get("helps"):
+            lines.append(f"{engine(result)}: {card_line(result.metrics)}")
     if any(result.metrics.get("simulated") for result in outcome.results):
         lines.append("simulated: reckoned for a card, not measured on one")
     return "\n".join(lines)
@@ -123,6 +129,10 @@ def _details(
 
 def _size(count: int | None) -> str:
     return "-" if count is None else format_bytes(count)
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def _percent(share: float | None) -> str:

@@ -22,7 +22,7 @@ from localrt.bench.memory_limit import MemoryLimit
 from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
 from localrt.bench.page_cache import drop_from_cache, model_files
 from localrt.bench.process import ChildError, ChildProcess, child_command
-from localrt.bench.workload import make_prompts
+from localrt.bench.workload import LONG_ANSWER, make_long_prompt, make_prompts
 from localrt.errors import LocalrtError, OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
@@ -61,6 +61,7 @@ class _Running:
     peak_cgroup_bytes: int | None = None
     trace: list[Mapping[str, Any]] | None = None
     samples: list[Mapping[str, Any]] = field(default_factory=list)
+    beside: dict[str, Any] = field(default_factory=dict)  # what is measured once, after the runs
 
 
 def run_bench(
@@ -85,6 +86,7 @@ class _Bench:
     ) -> None:
         self._options, self._notify, self._command = options, notify, command
         self._prompts: list[list[int]] | None = None
+        self._long_prompt: list[int] = []
         self._skipped: list[Skipped] = []
         self._folder: Path | None = None
         self._dropped: str | None = None
@@ -106,6 +108,8 @@ class _Bench:
                 if running:
                     self._notify(f"run {index} of {runs}")
                 running = [r for r in running if self._try(self._time, r, index)]
+            for each in running:
+                self._look(each)
         return [_result(r) for r in running]
 
     def _start(self, setting: str, launch: Launch, children: ExitStack) -> _Running | None:
@@ -134,8 +138,8 @@ class _Bench:
         trained = info.get("context_length")
         if trained and launch.ctx > trained:
             raise OptionError(
-                f"{options.workload.prompt_tokens} prompt and {options.workload.tokens} answer "
-                f"tokens do not fit the model's context of {trained}"
+                f"prompt and answer need a context of {options.workload.ctx} tokens, which do not "
+                f"fit the model's context of {trained}"
             )
         shown = setting or str(info.get("format", ""))
         return _Running(engine, shown, child, info, time.perf_counter() - started, limit)
@@ -170,7 +174,10 @@ class _Bench:
 
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
-            self._prompts = make_prompts(self._options.workload, self._encoder(running.child))
+            work, encode = self._options.workload, self._encoder(running.child)
+            self._prompts = make_prompts(work, encode)
+            if work.long_prompt_tokens:
+                self._long_prompt = make_long_prompt(work, encode)
         self._notify(f"warming up {_name(running.engine, running.setting)}")
         running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
 
@@ -198,6 +205,20 @@ class _Bench:
         tokens = self._options.workload.tokens
         return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
 
+    def _look(self, running: _Running) -> None:
+        """What is measured once: a long prompt's first token, and a card. Results stay without."""
+        name, child = _name(running.engine, running.setting), running.child
+        assert self._prompts is not None
+        try:
+            if self._long_prompt:
+                self._notify(f"{name}: a prompt of {len(self._long_prompt)} tokens")
+                answer = child.ask("generate", prompt=self._long_prompt, tokens=LONG_ANSWER)
+                running.beside["long_ttft_s"] = answer["ttft_s"]
+            if self._options.uses_card and running.engine == "native":
+                running.beside |= child.ask("card_use", prompt=self._prompts[0]) or {}
+        except ChildError as error:
+            self._notify(f"{name}: {error}")
+
     def _try(self, step: Callable[..., None], running: _Running, *args: int) -> bool:
         try:
             step(running, *args)
@@ -214,7 +235,6 @@ class _Bench:
 
 
 def _candidates(options: BenchOptions) -> Iterator[tuple[str, Launch]]:
-    needed = options.workload.prompt_tokens + options.workload.tokens
     for engine in options.engines:
         chosen = (options.settings or {}).get(engine)
         settings: Mapping[str, Mapping[str, Any]] = _SETTINGS.get(engine, {"": {}})
@@ -226,7 +246,7 @@ def _candidates(options: BenchOptions) -> Iterator[tuple[str, Launch]]:
                 launch = Launch(
                     engine=engine,
                     path=str(options.path),
-                    ctx=options.ctx or needed,
+                    ctx=options.ctx or options.workload.ctx,
                     threads=options.threads,
                     settings=values,
                 )
@@ -242,6 +262,7 @@ def _result(running: _Running) -> Result:
     steps = metrics["completion_tokens"] - 1  # decoding begins at the first token
     metrics.pop("decode_read_bytes", None)
     metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
+    metrics |= running.beside
     metrics["peak_ram_bytes"] = running.peak_ram_bytes
     metrics["peak_cgroup_bytes"] = running.peak_cgroup_bytes
     return Result(

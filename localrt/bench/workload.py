@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from localrt.errors import OptionError
 
-__all__ = ["Workload", "make_prompts"]
+__all__ = ["LONG_ANSWER", "Workload", "make_long_prompt", "make_prompts"]
+
+LONG_ANSWER = 2
+"""Tokens after a long prompt: only the first is timed."""
 
 # Prompts start this many tokens apart in one text: no engine can reuse the cache of another run.
 _STRIDE = 17
@@ -27,18 +30,30 @@ _SENTENCES = (
 )
 
 
+_LEAST = {"prompt_tokens": 1, "tokens": 2, "runs": 1, "long_prompt_tokens": 0}
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``prompt_tokens`` of prompt and ``tokens`` of answer, greedily, ``runs`` times."""
+    """``prompt_tokens`` of prompt and ``tokens`` of answer, greedily, ``runs`` times.
+
+    The first token of a prompt of ``long_prompt_tokens`` is timed once, if there are any.
+    """
 
     prompt_tokens: int = 512
     tokens: int = 128
     runs: int = 5
+    long_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_tokens", 1), ("tokens", 2), ("runs", 1)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise OptionError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+    @property
+    def ctx(self) -> int:
+        """The shortest context that holds it."""
+        return max(self.prompt_tokens + self.tokens, self.long_prompt_tokens + LONG_ANSWER)
 
 
 def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list[list[int]]:
@@ -49,6 +64,12 @@ def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list
         count *= 2
     starts = range(0, (workload.runs + 1) * _STRIDE, _STRIDE)
     return [ids[start : start + workload.prompt_tokens] for start in starts]
+
+
+def make_long_prompt(workload: Workload, encode: Callable[[str], list[int]]) -> list[int]:
+    """One of ``workload.long_prompt_tokens`` ids, like no other prompt from its first token on."""
+    one = Workload(workload.long_prompt_tokens, runs=workload.runs + 1)
+    return make_prompts(one, encode)[-1]
 
 
 def _text(sentences: int) -> str:

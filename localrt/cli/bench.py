@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import shlex
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from localrt.bench.outcome import BenchOptions, Outcome
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.trace import write_trace
-from localrt.bench.workload import Workload
+from localrt.bench.workload import LONG_ANSWER, Workload
 from localrt.cli.options import Flag, add_flags, add_model_argument
 from localrt.cli.progress import ProgressLine
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import parse_size
 from localrt.hub import resolve
 from localrt.machine import hardware
+from localrt.models.checkpoints import open_checkpoint
 from localrt.settings import Settings
 from localrt.version import __version__
 
@@ -38,6 +39,12 @@ _ENGINES_HELP = (
 )
 
 
+_LONG_PROMPT = 8192
+_LONG_HELP = (
+    f"also time a prompt's first token at this length (default: {_LONG_PROMPT} with a card)"
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser)
@@ -47,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tokens", int, "N", "length of the answer (default: 128)"),
         ("--runs", int, "N", "runs of each engine; medians are shown (default: 5)"),
         ("--memory-limit", str, "SIZE", "hard limit for each engine's process, like 1GB"),
+        ("--long-prompt", int, "N", _LONG_HELP),
         ("--threads", int, "N", "CPU threads for every engine"),
         ("--ctx", int, "TOKENS", "context length for every engine"),
     ]
@@ -69,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     sizes = {name: getattr(args, name) for name in ("memory_limit", "ram", "gpu_memory")}
     sizes = {name: text if text is None else parse_size(text) for name, text in sizes.items()}
     same = ("engines", "threads", "format", "device", "kv_format", "ctx")
-    workload = Workload(args.prompt_tokens, args.tokens, args.runs)
     settings = Settings.from_environment()
     name, path = _resolve(args.model)
+    workload = Workload(args.prompt_tokens, args.tokens, args.runs)
     options = BenchOptions(
         path=path,
         workload=workload,
@@ -81,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         **sizes,
         **{name: getattr(args, name) for name in same},
     )
+    if options.uses_card or args.long_prompt is not None:
+        options = replace(options, workload=_with_long_prompt(options, args.long_prompt))
     if wants_card(options) and "native" in options.engines:
         return _simulate(args, options, name, settings)
     machine = hardware.probe()
@@ -99,6 +109,18 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         _write_trace(args.trace, outcome, name)
     return 0
+
+
+def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
+    """As asked; else the usual length, or as much of it as the context has room for."""
+    work = options.workload
+    if asked is not None:
+        return replace(work, long_prompt_tokens=asked)
+    with closing(open_checkpoint(options.path)) as checkpoint:
+        trained = checkpoint.config.get("max_position_embeddings")
+    room = min(int(trained or _LONG_PROMPT), options.ctx or _LONG_PROMPT + LONG_ANSWER)
+    length = min(_LONG_PROMPT, room - LONG_ANSWER)
+    return replace(work, long_prompt_tokens=length if length > work.prompt_tokens else 0)
 
 
 def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where: Settings) -> int:

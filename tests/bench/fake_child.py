@@ -25,6 +25,13 @@ class FakeEngine:
             "pid": os.getpid(),
             "launch": asdict(launch),
         }
+        if "gpu_memory" in self._settings:
+            self.card_use = lambda prompt: {
+                "busy": {"gpu": 0.25, "link": 0.9},
+                "helps": "Busiest is the link to the card, 90%.",
+                "launches_per_token": 41.0,
+                "waits_per_token": 2.0,
+            }
         if "ram" in self._settings:
             self.trace_events = self._trace_events
 

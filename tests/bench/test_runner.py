@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -301,3 +302,25 @@ with ChildProcess({FAKE!r}) as child:
     parent.wait(10)
     parent.stdout.close()
     assert _gone(pid)
+
+
+def test_a_long_prompts_first_token_and_a_card_are_looked_at_once(tmp_path: Path) -> None:
+    work = Workload(prompt_tokens=20, tokens=5, runs=2, long_prompt_tokens=300)
+    options = replace(
+        _options(tmp_path, "good", "native transformers", gpu_memory=8_000_000_000), workload=work
+    )
+    outcome = _run(options)
+    launched = {r.engine: r.info["launch"]["ctx"] for r in outcome.results}
+    assert set(launched.values()) == {302}
+    report = to_json(outcome, options, name="m", machine=probe(), versions={}, command="")
+    ours, theirs = report["results"]
+    assert report["long_prompt_tokens"] == 300
+    assert ours["long_ttft_s"] == pytest.approx(1.0), "the fourth call"
+    assert theirs["long_ttft_s"] == pytest.approx(4.0)
+    assert ours["busy"] == {"gpu": 0.25, "link": 0.9}
+    assert (ours["launches_per_token"], ours["waits_per_token"]) == (41, 2)
+    assert "busy" not in theirs
+    table = to_table(outcome, options, name="m", machine=probe())
+    assert "TTFT of 300" in table
+    assert "card 25%, link to the card 90%; 41 launches and 2 waits a token" in table
+    assert "Busiest is the link to the card" in table
