@@ -105,3 +105,23 @@ def test_a_program_is_made_once() -> None:
     made = Program.of("rms_norm", OUT="float", RECORDS=0)
     assert Program.of("rms_norm", OUT="float", RECORDS=0) is made
     assert Program.of("rms_norm", OUT="float", RECORDS=False) != made
+
+
+def test_a_cards_figures_are_kept_with_what_they_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4060")
+    versions = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080))
+    monkeypatch.setattr(bindings, "driver", versions, raising=False)
+    device = torch.device("cuda", 0)
+    file = launching.card_file(device)
+    assert (file.folder, file.name) == (tmp_path, "RTX 4060")
+    assert file.key[0] == "driver for CUDA 12.8"
+    file.write("rates", {"launch_s": 1.0})
+    assert launching.card_file(device).read("rates") == {"launch_s": 1.0}
+    versions.cuDriverGetVersion = lambda: (0, 13000)
+    assert launching.card_file(device).read("rates") == {}
+    monkeypatch.setattr(launching, "toolchain", lambda: ("12.8", "other sources"))
+    versions.cuDriverGetVersion = lambda: (0, 12080)
+    assert launching.card_file(device).read("rates") == {}
