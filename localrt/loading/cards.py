@@ -40,6 +40,7 @@ class OpenCard:
     capacity: int = 0
     profile: GpuProfile | None = None
     link_bytes_s: float | None = None
+    link_latency_s: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def free_memory(self) -> int | None:
@@ -52,6 +53,7 @@ class OpenCard:
             machine,
             gpu=self.profile,
             link_bytes_s=self.link_bytes_s,
+            link_latency_s=self.link_latency_s or machine.link_latency_s,
             sources={**machine.sources, **self.sources},
         )
 
@@ -136,6 +138,7 @@ def _cuda(
         capacity=capacity,
         profile=profile,
         link_bytes_s=link,
+        link_latency_s=None if rates is None else rates.crossing_s,
         sources=dict.fromkeys(("gpu", "link_bytes_s"), "measured"),
     )
 

@@ -286,16 +286,17 @@ def with_card(
             f"--gpu-memory {wanted.gpu_memory} is more than {card.name} has: "
             f"{card.vram_bytes / 1e9:.3g} GB"
         )
-    profile, rate = card.profile, card.link_bytes_s
+    profile, rate, latency = card.profile, card.link_bytes_s, machine.link_latency_s
     rates = None if here is None or cache is None else known_rates(cache, card.name)
     if rates is not None:
         profile = measured_profile(card.name, card.vram_bytes, rates)
-        rate, source = rates.to_card_bytes_s, "measured"
+        rate, latency, source = rates.to_card_bytes_s, rates.crossing_s, "measured"
     given = "given" if link is not None else source
     machine = replace(
         machine,
         gpu=profile,
         link_bytes_s=link or rate,
+        link_latency_s=latency,
         sources={**machine.sources, "gpu": source, "link_bytes_s": given},
     )
     return machine, vram

@@ -99,7 +99,6 @@ def measured_profile(name: str, vram_bytes: int, rates: CardRates) -> GpuProfile
         bytes_s=rates.memory_bytes_s,
         flops=rates.flops,
         call_s=_UNIT_LAUNCHES * rates.replay_s,
-        start_s=_UNIT_LAUNCHES * rates.launch_s,
         kernels={name: KernelRate(ROWS, seconds) for name, seconds in rates.products.items()},
         busy_link=rates.busy_link,
         busy_cpu=rates.busy_cpu,

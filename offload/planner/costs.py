@@ -123,7 +123,7 @@ class Costs:
         if unit.kind == "attention" and unit.layer is not None:
             nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
             seconds += seconds_of(nbytes, macs, 1)
-        return max(gpu.start_s, gpu.call_s + seconds)
+        return gpu.call_s + seconds
 
     def _attention_macs(self, layer: int, rows: int) -> float:
         """Each row sees what its sequence holds, and the rows before it."""

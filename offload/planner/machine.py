@@ -63,10 +63,10 @@ class KernelRate:
 class GpuProfile:
     """A graphics card: memory, and what copies and kernels reach of it, in bytes and operations.
 
-    ``call_s`` is what starting a unit's kernels costs the card, ``start_s`` what it costs the host
-    meanwhile. ``kernels`` are rates by format, as they were measured; without any, products follow
-    from ``bytes_s`` and ``flops``. While the CPU reads RAM too, copies over the link have
-    ``busy_link`` of their rate, and the CPU ``busy_cpu`` of its own; None is not known.
+    ``call_s`` is what a unit's kernels take beside their work. ``kernels`` are rates by format, as
+    they were measured; without any, products follow from ``bytes_s`` and ``flops``. While the CPU
+    reads RAM too, copies over the link have ``busy_link`` of their rate, and the CPU ``busy_cpu``
+    of its own; None is not known.
     """
 
     name: str
@@ -74,7 +74,6 @@ class GpuProfile:
     bytes_s: float
     flops: float
     call_s: float = 1e-5
-    start_s: float = 0.0
     kernels: Mapping[str, KernelRate] = field(default_factory=dict)
     busy_link: float | None = None
     busy_cpu: float | None = None

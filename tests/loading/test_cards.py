@@ -41,6 +41,7 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [{"q4_k"}]
     assert seen == [Progress("measure", 1, 4, "rates")]
     assert machine.link_bytes_s == RATE.to_card_bytes_s
+    assert machine.link_latency_s == RATE.crossing_s
     assert machine.gpu is not None
     assert machine.gpu.kernels["int4-g32"].at(8) == RATE.products["int4-g32"][1]
     assert machine.sources["gpu"] == "measured"

@@ -227,6 +227,7 @@ RATE = CardRates(
     both_bytes_s=9e9,
     busy_link=0.8,
     busy_cpu=0.7,
+    crossing_s=3e-5,
     launch_s=1e-5,
     replay_s=2e-6,
 )

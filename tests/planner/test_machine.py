@@ -155,9 +155,9 @@ def test_a_measured_card_is_planned_with_what_was_measured() -> None:
     model = shape(layers=1, experts=8)
     here = replace(machine(gpu=True), gpu=measured_profile("card", 8 << 30, RATE))
     costs = Costs(shape=model, machine=here)
-    # Five launches of a small kernel each are the card's; the host needs longer for its own.
+    # A unit is five launches.
     assert costs.gpu(unit, 512) == pytest.approx(5 * 2e-6 + 2e6 * 8e-11)
-    assert costs.gpu(unit, 1) == pytest.approx(5 * 1e-5)
+    assert costs.gpu(unit, 1) == pytest.approx(5 * 2e-6 + 2e6 * 2e-12)
     assert costs.gpu(expert, 256) == pytest.approx(5 * 2e-6 + 2e6 * 4 * 9e-12)
     assert costs.gpu(replace(unit, format="q4_k"), 512) == costs.gpu(unit, 512)  # the nearest
     hybrid, ruled = expert_costs(costs), expert_costs(Costs(shape=model, machine=machine(gpu=True)))

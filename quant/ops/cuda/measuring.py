@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from localrt.quant.formats import FORMATS
@@ -121,6 +122,7 @@ def measure_card(
             to_card, to_host, both = link.rates()
             step()
             busy_link, busy_cpu = link.beside(host or _host(), to_card)
+            crossing_s = link.crossing_s()
             step()
         finally:
             link.close()
@@ -132,6 +134,7 @@ def measure_card(
         both_bytes_s=both,
         busy_link=busy_link,
         busy_cpu=busy_cpu,
+        crossing_s=crossing_s,
         launch_s=launch_s,
         replay_s=replay_s,
     )
@@ -185,9 +188,7 @@ def _launch_seconds(
     started = time.perf_counter()
     body()
     launch_s = (time.perf_counter() - started) / size.launches
-    replay = body
-    if device.type == "cuda":
-        replay = record(body, torch.cuda.graph_pool_handle())
+    replay = record(body, torch.cuda.graph_pool_handle() if device.type == "cuda" else None)
     return launch_s, stopwatch.seconds(replay) / size.launches
 
 
@@ -246,6 +247,11 @@ class _Link:
         seconds = time.perf_counter() - started
         link = self._size.copies * self._size.copied / seconds / to_card
         return min(1.0, link), min(1.0, alone * count / seconds)
+
+    def crossing_s(self) -> float:
+        """Seconds that a row takes from one side to the other, the host waiting for it."""
+        row = np.zeros((1, self._size.shape[1]), np.float32)
+        return _median(lambda: self._copies.to_host(self._copies.to_card(row))) / 2
 
     def _send(self) -> Any:
         return self._copies.copy_in(self._source, self._there, None, wait=False)

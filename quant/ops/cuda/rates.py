@@ -34,8 +34,9 @@ class CardRates:
     those to the card while others go back. While the CPU reads RAM, copies have ``busy_link`` of
     their rate, and the CPU ``busy_cpu`` of its own.
 
-    ``launch_s`` is what the host spends to start a kernel, ``replay_s`` what a small kernel of a
-    recorded pass takes beside its work.
+    ``crossing_s`` is the way of a row of activations from one side to the other, with all waits.
+    ``replay_s`` is what a small kernel of a recorded pass takes, and ``launch_s`` what the host
+    spends to start one that is not recorded.
     """
 
     products: Mapping[str, tuple[float, ...]]
@@ -45,6 +46,7 @@ class CardRates:
     both_bytes_s: float
     busy_link: float
     busy_cpu: float
+    crossing_s: float
     launch_s: float
     replay_s: float
 
