@@ -24,6 +24,7 @@ __all__ = [
     "CUDA_CONTEXT_NBYTES",
     "FIRST_CONTEXT",
     "GROWTH_NBYTES",
+    "KERNEL_SCRATCH_NBYTES",
     "LOADING_NBYTES",
     "LONG_PREFILL_ROWS",
     "MARGIN_NBYTES",
@@ -33,11 +34,11 @@ __all__ = [
     "SMALLEST_CONTEXT",
     "SOLVER_NBYTES",
     "SPARE_VRAM_NBYTES",
+    "TORCH_GROWTH_NBYTES",
     "UNKNOWN_MODEL_NBYTES",
     "Account",
     "Budgets",
     "MemoryPart",
-    "RamForecast",
     "Tier",
     "activation_nbytes",
     "card_rows_choices",
@@ -55,10 +56,8 @@ __all__ = [
     "longest_context",
     "pass_logits_nbytes",
     "placed_account",
-    "placed_forecast",
     "process_nbytes",
     "resident_account",
-    "resident_forecast",
     "shorter_contexts",
     "unstreamable_card_nbytes",
     "unstreamable_nbytes",
@@ -71,6 +70,12 @@ _PROCESS_NBYTES = 58 << 20  # interpreter, numpy, libraries, the kernels' thread
 _VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash tables
 GROWTH_NBYTES = 5 << 20
 """What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
+
+KERNEL_SCRATCH_NBYTES = 3 << 20
+"""What the native kernels allocate for themselves."""
+
+TORCH_GROWTH_NBYTES = 20 << 20
+"""Of torch's scratch, what passes take where its libraries are there already."""
 
 MARGIN_NBYTES = 3 << 20
 """Left free of a budget: pages that two parts share, memory that comes back later than asked."""
@@ -112,9 +117,7 @@ FIRST_CONTEXT = 512
 SMALLEST_CONTEXT = 512
 """Of a context that was not asked for."""
 
-_KERNEL_SCRATCH_NBYTES = 3 << 20  # what the native kernels allocate for themselves
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
-_TORCH_GROWTH_NBYTES = 20 << 20  # of these, what passes take where the libraries are there already
 _UNPACKED_AT_ONCE = 32 << 20  # numbers of a matrix, in bf16, by passes of more than 64 rows
 _PACKED_ROWS = 64
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
@@ -177,7 +180,7 @@ class Budgets:
     vram: int = 0
     process: int | None = None
     cuda_context: int | None = None
-    scratch: int = _KERNEL_SCRATCH_NBYTES
+    scratch: int = KERNEL_SCRATCH_NBYTES
 
     def __post_init__(self) -> None:
         for name in ("ram", "vram", "scratch"):
@@ -350,7 +353,7 @@ def resident_account(checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, ct
     """
     if ops.name == "native":
         activations = activation_nbytes(PassSizes.of_config(config), PREFILL_ROWS)
-        scratch = activations + _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES + MARGIN_NBYTES
+        scratch = activations + KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES + MARGIN_NBYTES
     else:
         scratch = _TORCH_SCRATCH_NBYTES
     return Account.of(
@@ -431,87 +434,6 @@ def unstreamable_card_nbytes(shape: ModelShape, placement: Placement) -> int:
     limit = min(placement.ram_ring, placement.vram_ring)
     on_card = [u for u in shape.units if placement.where[u.name] is Where.VRAM]
     return sum(u.nbytes for u in on_card if u.kind != "expert" and u.nbytes > limit)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RamForecast:
-    """What the process of a loaded model will take of RAM, by what it is made to do.
-
-    ``process`` is what it takes beside the model, ``weights`` what stays in memory, rings included.
-    Of a streamed model ``room`` bounds weights, caches and logits together: it gives weights back
-    before each pass. ``budget`` is that of one that cannot: its passes have as many rows as fit.
-    """
-
-    process: int
-    weights: int
-    sizes: PassSizes
-    room: int | None = None
-    budget: int | None = None
-
-    def nbytes(self, *, kv: int, rows: int, logit_rows: int) -> int:
-        """With caches of ``kv`` bytes after passes of at most ``rows`` rows, ``logit_rows`` of them
-        with logits.
-        """
-        held = self.weights + kv + logits_nbytes(self.sizes.vocab, max(0, logit_rows - 1))
-        if self.room is not None:
-            held = min(held, self.room)
-        return self.process + held + activation_nbytes(self.sizes, rows)
-
-    def within(self, budget: int) -> RamForecast:
-        """The same with another budget, where there is one."""
-        if self.budget is None:
-            return self
-        return replace(self, budget=budget - MARGIN_NBYTES)
-
-    def beside(self, nbytes: int) -> RamForecast:
-        """The same where something else takes ``nbytes`` of the process."""
-        room = None if self.room is None else max(0, self.room - nbytes)
-        return replace(self, process=self.process + nbytes, room=room)
-
-    def spare(self, kv: int) -> int | None:
-        """Bytes that the budget leaves beside caches of ``kv`` bytes, for passes and more caches.
-
-        None where that is seen to before each pass.
-        """
-        if self.budget is None:
-            return None
-        return max(0, self.budget - self.nbytes(kv=kv, rows=0, logit_rows=0))
-
-    def logit_rows(self, kv: int) -> int | None:
-        """Rows with logits that a pass may have beside caches of ``kv`` bytes; None: any number."""
-        spare = self.spare(kv)
-        if spare is None:
-            return None
-        row = activation_nbytes(self.sizes, 1) - activation_nbytes(self.sizes, 0)
-        return spare // (row + logits_nbytes(self.sizes.vocab, 1))
-
-
-def resident_forecast(
-    checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, *, rss: int, budget: int
-) -> RamForecast:
-    """Of a model that is loaded whole, into a process that takes ``rss`` bytes before, of
-    ``budget``.
-    """
-    native = ops.name == "native"
-    beside = _KERNEL_SCRATCH_NBYTES + GROWTH_NBYTES if native else _TORCH_GROWTH_NBYTES
-    return RamForecast(
-        process=rss + beside,
-        weights=weight_nbytes(checkpoint, ops) if ops.free_memory() is None else 0,
-        sizes=PassSizes.of_config(config),
-        budget=budget - MARGIN_NBYTES if native else None,
-    )
-
-
-def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForecast:
-    """Of a model that was placed within ``budget`` bytes, whose account is ``memory``."""
-    streamed = ("weights", "keys and values", "activations")
-    fixed = memory.total() - sum(memory.nbytes(what) for what in streamed)
-    return RamForecast(
-        process=fixed - MARGIN_NBYTES,
-        weights=memory.nbytes("weights"),
-        sizes=shape.pass_sizes,
-        room=budget - fixed - memory.nbytes("activations"),
-    )
 
 
 # -- drafts --------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.account import (
     check_fits,
     resident_account,
-    resident_forecast,
     weight_nbytes,
 )
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
+from localrt.offload.ram_forecast import resident_forecast
 from localrt.progress import ProgressCallback
 from localrt.quant.ops.choose import make_ops
 from localrt.quant.ops.native.abi import find_library

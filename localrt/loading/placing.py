@@ -32,7 +32,6 @@ from localrt.offload.account import (
     LOADING_NBYTES,
     MARGIN_NBYTES,
     SOLVER_NBYTES,
-    placed_forecast,
 )
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.memory.pressure import MemoryPressure
@@ -45,6 +44,7 @@ from localrt.offload.planner import Budgets, Plan, shape_from_checkpoint
 from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.simulate import simulate
+from localrt.offload.ram_forecast import placed_forecast
 from localrt.offload.reading.loading import Reading
 from localrt.offload.shapes import KvFormat, parse_kv_format
 from localrt.offload.store.cached import cached_store

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from localrt.engine.native.ram_meter import RamMeter
-from localrt.offload.account import RamForecast
+from localrt.offload.ram_forecast import RamForecast
 from localrt.offload.shapes import PassSizes
 
 

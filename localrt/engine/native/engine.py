@@ -32,7 +32,8 @@ from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
-from localrt.offload.account import PREFILL_ROWS, RamForecast
+from localrt.offload.account import PREFILL_ROWS
+from localrt.offload.ram_forecast import RamForecast
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
 from localrt.speculative.tree import TokenTree

@@ -6,7 +6,7 @@ import threading
 from typing import TypeVar
 from weakref import WeakSet
 
-from localrt.offload.account import RamForecast
+from localrt.offload.ram_forecast import RamForecast
 from localrt.quant.ops.protocol import KVCache
 
 __all__ = ["RamMeter"]
