@@ -129,6 +129,10 @@ class Experts(Protocol):
 
     watch: RoutingWatch | None
 
+    @property
+    def hostless(self) -> bool:
+        """Whether passes run without the host knowing the choices: they can be recorded."""
+
     def run(self, part: SparseMlp, state: Any) -> Array:
         """The layer's sum for ``state.x``, a ``PassState``'s: (R, D)."""
 
@@ -139,6 +143,11 @@ class ResidentExperts:
     def __init__(self) -> None:
         self.tables: dict[int, ExpertTable] = {}
         self.watch: RoutingWatch | None = None
+
+    @property
+    def hostless(self) -> bool:
+        """See ``Experts``; dense layers have none."""
+        return self.watch is None and all(table.hostless for table in self.tables.values())
 
     def run(self, part: SparseMlp, state: PassState) -> Array:
         """See ``Experts``."""

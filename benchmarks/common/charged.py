@@ -174,6 +174,7 @@ class _Table:
     """See ``ExpertTable``."""
 
     weights: dict[int, Any] = field(default_factory=dict)
+    hostless: bool = False
 
     def put(self, expert: int, weights: Any) -> None:
         self.weights[expert] = weights

@@ -67,6 +67,8 @@ class HybridStage:
     passes.
     """
 
+    hostless = False
+
     def __init__(
         self,
         slots: CardSlots,

@@ -26,6 +26,8 @@ class SparseStage:
     that were asked for.
     """
 
+    hostless = False
+
     def __init__(self, memory: ExpertMemory, ops: Ops, clock: Clock) -> None:
         self.watch: RoutingWatch | None = None
         self.hits = self.uses = 0

@@ -148,6 +148,10 @@ class Routing:
 class ExpertTable(Protocol):
     """A layer's experts as far as they are in an implementation's memory, by number."""
 
+    @property
+    def hostless(self) -> bool:
+        """Whether all of the layer's are there, and run without the host knowing the choice."""
+
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """From now on ``expert`` can be computed; the table keeps its weights alive."""
 

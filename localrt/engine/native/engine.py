@@ -78,7 +78,8 @@ class NativeEngine(Engine):
         self._taken = 0  # bytes of the RAM budget that are neither weights nor caches
         self._rates = RecentRates(ssd_bytes_s)
         self._forward: Forward | None = decoder.forward
-        if not decoder.config.sparse:  # of a sparse model it is decided on the way who computes
+        # Else it is decided on the way who computes.
+        if all(experts.hostless for experts in decoder.residency.experts):
             self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
         self._turn = threading.Lock()

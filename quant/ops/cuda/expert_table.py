@@ -47,6 +47,11 @@ class CudaExpertTable(TorchExpertTable):
         self._moved = np.zeros(count, np.bool_)  # since the card's entries were written
         self._entries: Tensor | None = None
 
+    @property
+    def hostless(self) -> bool:  # type: ignore[override]
+        """See ``ExpertTable``."""
+        return bool((self.kind_of >= 0).all())
+
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """Hold it."""
         super().put(expert, weights)

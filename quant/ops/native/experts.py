@@ -19,6 +19,8 @@ __all__ = ["NativeExpertTable", "route_args"]
 class NativeExpertTable:
     """See ``ExpertTable``. All experts of a table have one shape, but any formats."""
 
+    hostless = False
+
     def __init__(self, count: int) -> None:
         self._parts = (ExpertParts * count)()
         self._weights: list[ExpertWeights | None] = [None] * count

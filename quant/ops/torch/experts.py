@@ -31,6 +31,8 @@ _LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
 class TorchExpertTable:
     """See ``ExpertTable``."""
 
+    hostless = False
+
     def __init__(self, count: int) -> None:
         self._weights: list[ExpertWeights | None] = [None] * count
 

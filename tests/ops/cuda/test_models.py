@@ -27,6 +27,7 @@ from localrt.quant.ops.cuda.kernels.launch import emulate  # isort: skip
 from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
 from localrt.quant.ops.cuda.graph import GraphedForward, record  # isort: skip
 from localrt.quant.ops.cuda import products  # isort: skip
+from localrt.quant.ops.cuda.routing import CudaRouting  # isort: skip
 from localrt.quant.ops.cuda.ops import CudaOps  # isort: skip
 from tests.models.test_architectures import oracle  # isort: skip
 from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
@@ -285,6 +286,21 @@ def test_recorded_passes_are_the_passes(folder: Path) -> None:
     # A cache that grew has other addresses: recorded anew.
     graphed.reserve(300)
     for token in ids[10:]:
+        wanted = decoder.forward(Batch.extend([(plain, [token])]), rows=[0])
+        assert np.array_equal(forward(Batch.extend([(graphed, [token])]), rows=[0]), wanted)
+
+
+def test_a_mixture_on_a_card_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host never sees who was chosen."""
+    save_tiny("qwen3-moe", tmp_path)
+    assert not shallow(tmp_path).residency.experts[0].hostless  # bf16: each expert by itself
+    decoder = shallow(tmp_path, lambda c: Packed(c, "int4-g32m"))
+    assert decoder.residency.experts[0].hostless
+    assert isinstance(decoder.ops, CudaOps)
+    monkeypatch.setattr(CudaRouting, "_read", None)
+    forward = GraphedForward(decoder.ops, decoder.forward)
+    plain, graphed = decoder.cache(64), decoder.cache(64)
+    for token in tokens(3):  # plainly, recorded, replayed
         wanted = decoder.forward(Batch.extend([(plain, [token])]), rows=[0])
         assert np.array_equal(forward(Batch.extend([(graphed, [token])]), rows=[0]), wanted)
 
