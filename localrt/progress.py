@@ -13,7 +13,8 @@ class Progress:
     """One step of long work: ``done`` of ``total`` (None when unknown) in ``unit``.
 
     ``stage`` names the work (``"download"``, ``"verify"``, ``"measure"``, ``"load"``,
-    ``"prefill"``), ``unit`` what is counted (``"bytes"``, ``"tokens"``), ``detail`` the file.
+    ``"compile"``, ``"prefill"``), ``unit`` what is counted (``"bytes"``, ``"tokens"``), ``detail``
+    the file.
     """
 
     stage: str

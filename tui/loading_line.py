@@ -24,6 +24,7 @@ _STAGES = {
     "download": "Downloading",
     "measure": "Measuring the card",
     "load": "Loading",
+    "compile": "Compiling",
     "prefill": "Reading",
 }
 

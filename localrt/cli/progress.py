@@ -17,6 +17,7 @@ _VERBS = {
     "verify": "checking",
     "measure": "measuring the card",
     "load": "loading",
+    "compile": "compiling",
     "write": "writing text",
     "train": "training",
 }

@@ -13,6 +13,7 @@ from math import prod
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.errors import OptionError
+from localrt.loading.kernels import compiled_meanwhile
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
@@ -102,7 +103,9 @@ def load_native(
     forecast = resident_forecast(
         checkpoint, config, ops, rss=current_rss(), budget=ram_budget(options.ram)
     )
-    decoder = load_decoder(checkpoint, ops, config, on_bytes=byte_counter(total, progress, cancel))
+    with compiled_meanwhile(checkpoint, config, ops, progress=progress, cancel=cancel):
+        on_bytes = byte_counter(total, progress, cancel)
+        decoder = load_decoder(checkpoint, ops, config, on_bytes=on_bytes)
     return_free_memory()  # of what was read
     return NativeEngine(decoder, describe(config, streamed=False), ram=forecast), ctx
 

@@ -20,6 +20,7 @@ from localrt.files import private_folder
 from localrt.formatting import format_bytes
 from localrt.loading.cards import open_card
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
+from localrt.loading.kernels import compiled_meanwhile, share_of_card
 from localrt.loading.options import LoadOptions, byte_counter
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint
@@ -143,22 +144,25 @@ def load_placed(
     kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
     if kv_tier is not None and isinstance(ops, NativeOps):
         ops.kv_maker = kv_tier
-    streamed = open_pipeline(
-        store,
-        config,
-        plan.placement,
-        Devices(
-            ops=ops,
-            clock=card.clock,
-            card=card.accelerator,
-            expert_costs=expert_costs(plan.request.costs()),
-        ),
-        Reading(mode=disk.mode, mend=None if store is checkpoint else mend),
-        budget=plan.for_weights_and_caches(),
-        shortage=MemoryPressure(free_vram=card.free_memory),
-        kv_tier=kv_tier,
-        on_bytes=byte_counter(resident, progress, cancel),
-    )
+    card_ops = ops if card.accelerator is None else card.accelerator.ops
+    share = share_of_card(store, config, plan.placement)
+    with compiled_meanwhile(store, config, card_ops, share, progress=progress, cancel=cancel):
+        streamed = open_pipeline(
+            store,
+            config,
+            plan.placement,
+            Devices(
+                ops=ops,
+                clock=card.clock,
+                card=card.accelerator,
+                expert_costs=expert_costs(plan.request.costs()),
+            ),
+            Reading(mode=disk.mode, mend=None if store is checkpoint else mend),
+            budget=plan.for_weights_and_caches(),
+            shortage=MemoryPressure(free_vram=card.free_memory),
+            kv_tier=kv_tier,
+            on_bytes=byte_counter(resident, progress, cancel),
+        )
     if card.accelerator is not None and card.accelerator.unpinned:
         notes.append(
             f"the system does not let {format_bytes(card.accelerator.unpinned)} of RAM be pinned: "

@@ -84,8 +84,8 @@ class CudaOps:
     def __init__(
         self, *, device: str = "cuda", kv_format: CardKvFormat = "bf16", fine: bool = False
     ) -> None:
-        self._kv_format: CardKvFormat = kv_format
-        self._fine = fine
+        self.kv_format: CardKvFormat = kv_format
+        self.fine = fine
         self._device = torch.device(device)
         if device == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -128,7 +128,7 @@ class CudaOps:
         """Tiles, or bf16 where the kernels do not know the format."""
         if self._tile is None:
             self._tile = fast_tiler()
-        return build_weight(shape, blocks, self._device, self._tile, fine=self._fine)
+        return build_weight(shape, blocks, self._device, self._tile, fine=self.fine)
 
     def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
         """A norm weight or bias in float32."""
@@ -155,7 +155,7 @@ class CudaOps:
     def _kv_of(self, layers: Sequence[AttentionSpec]) -> CardKvFormat:
         """Latents are kept in bf16."""
         latent = any(isinstance(spec, LatentSpec) for spec in layers)
-        return "bf16" if latent else self._kv_format
+        return "bf16" if latent else self.kv_format
 
     def _kv_shapes(self, layers: Sequence[AttentionSpec]) -> list[tuple[int, int, int]]:
         """Heads, and what a key and a value of each are in memory."""
@@ -235,7 +235,7 @@ class CudaOps:
                 k_norm=weights.k_norm,
                 eps=spec.eps,
                 joint=spec.joint_norms,
-                kv_format=self._kv_format,
+                kv_format=self.kv_format,
             )
         return q
 
@@ -269,7 +269,7 @@ class CudaOps:
                     mask=step.trees[index],
                     longest=step.longest[index],
                     sinks=weights.sinks,
-                    kv_format=self._kv_format,
+                    kv_format=self.kv_format,
                     records=records,
                     row=first,
                 )

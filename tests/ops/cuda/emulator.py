@@ -35,6 +35,9 @@ class Emulator:
         size = (ctypes.c_uint * 3)(*grid)
         _runtime().emulate(_kernel(program), ctypes.byref(args), size, threads, self.seed)
 
+    def prepare(self, program: Program) -> None:
+        """Nothing: what is launched is compiled then."""
+
 
 @cache
 def _runtime() -> ctypes.CDLL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,3 +126,24 @@ def test_a_cards_figures_are_kept_with_what_they_depend_on(
     monkeypatch.setattr(launching, "toolchain", lambda: ("12.8", "other sources"))
     versions.cuDriverGetVersion = lambda: (0, 12080)
     assert launching.card_file(device).read("rates") == {}
+
+
+def test_what_is_prepared_by_any_thread_is_compiled_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept in memory: the disk may have no room."""
+    compiled: list[str] = []
+
+    def compile_(program: Program, capability: int, folder: Path) -> bytes:
+        compiled.append(program.name)
+        return b"code"
+
+    monkeypatch.setattr(launching, "machine_code", compile_)
+    device, programs = torch.device("cuda", 2), [Program.of("norm"), Program.of("gate")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda program: launching.prepare(device, program), programs))
+    launching.prepare(device, programs[1])
+    start(1)
+    start(2)
+    assert sorted(compiled) == ["gate", "norm"]
+    assert driver.calls[0] == "load norm of code"

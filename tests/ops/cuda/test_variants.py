@@ -13,7 +13,9 @@ import torch
 from localrt.errors import LocalrtError
 from localrt.quant.ops.cuda.card_file import CardFile, kept_of
 from localrt.quant.ops.cuda.kernels import products
+from localrt.quant.ops.cuda.kernels.launch import noting
 from localrt.quant.ops.cuda.kernels.products import product, quantize
+from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.kernels.variants import CUTS, Case, Cut, Variants, best_cut, candidates
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.test_products import inputs, matrix
@@ -62,6 +64,20 @@ def test_the_quickest_is_taken_and_not_measured_again() -> None:
     assert count <= 1 + 6
     assert found.cut(CASE, card.launch) == Cut(1, 1, 4)
     assert len(card.launched) == count
+
+
+def test_all_that_will_be_timed_is_noted_and_nothing_is_timed() -> None:
+    """Kernels are compiled before the first pass."""
+    card, programs = Card(), dict[Program, None]()
+    found, matrix_ = card.variants(), matrix("q4_0", 64, 256)
+    with noting(programs):
+        assert found.cut(CASE, card.launch) == best_cut(CASE, PROCESSORS)
+        product(quantize(inputs(1, 256)), matrix_, torch.empty(1, 64), cut=Cut(1, 1))
+    assert card.launched == list(candidates(CASE, PROCESSORS))
+    assert card.now == 0.0
+    assert [program.name for program in programs] == ["quantize", "linear"]
+    found.cut(CASE, card.launch)
+    assert card.now > 0.0
 
 
 def test_another_process_reads_what_was_measured(tmp_path: Path) -> None:

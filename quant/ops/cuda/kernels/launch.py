@@ -1,13 +1,16 @@
 """Launching the kernels of ``quant/cuda`` on torch's current stream.
 
-A card's machine code is loaded once for each program. On ``device="cpu"`` somebody else runs them:
-``emulate`` says who, for tests.
+A card's machine code is loaded once for each program. ``noting`` finds out which programs steps
+would launch; ``prepare`` compiles one before it is needed. On ``device="cpu"`` somebody else runs
+them: ``emulate`` says who, for tests.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -19,7 +22,16 @@ from localrt.quant.ops.cuda.kernels.programs import OLDEST, Program, machine_cod
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["Grid", "Launcher", "card_file", "emulate", "launch"]
+__all__ = [
+    "Grid",
+    "Launcher",
+    "card_file",
+    "emulate",
+    "is_noting",
+    "launch",
+    "noting",
+    "prepare",
+]
 
 Grid = tuple[int, int, int]
 
@@ -30,8 +42,12 @@ class Launcher(Protocol):
     def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
         """Start ``grid`` blocks of ``threads``, with ``args`` as the kernel's one argument."""
 
+    def prepare(self, program: Program) -> None:
+        """Have its machine code, so that launching need not compile. Any thread may call it."""
+
 
 _emulator: Launcher | None = None
+_noted = threading.local()
 
 
 def emulate(launcher: Launcher | None) -> Launcher | None:
@@ -49,13 +65,43 @@ def launch(
     Raises:
         LocalrtError: the card is too old, or refuses.
     """
-    if device.type == "cuda":
-        _card(torch.cuda.current_device() if device.index is None else device.index).launch(
-            program, grid, threads, args
-        )
+    noted: dict[Program, None] | None = getattr(_noted, "programs", None)
+    if noted is not None:
+        noted[program] = None
         return
+    _launcher(device).launch(program, grid, threads, args)
+
+
+@contextmanager
+def noting(programs: dict[Program, None]) -> Iterator[None]:
+    """What this thread would launch is put into ``programs``, in order, and nothing is started."""
+    before = getattr(_noted, "programs", None)
+    _noted.programs = programs
+    try:
+        yield
+    finally:
+        _noted.programs = before
+
+
+def is_noting() -> bool:
+    """Whether what this thread launches is only noted."""
+    return getattr(_noted, "programs", None) is not None
+
+
+def prepare(device: torch.device, program: Program) -> None:
+    """Compile a kernel for ``device``, or find it on the disk. Any thread may call it.
+
+    Raises:
+        LocalrtError: it does not compile.
+    """
+    _launcher(device).prepare(program)
+
+
+def _launcher(device: torch.device) -> Launcher:
+    if device.type == "cuda":
+        return _card(torch.cuda.current_device() if device.index is None else device.index)
     assert _emulator is not None, "kernels run on a card"
-    _emulator.launch(program, grid, threads, args)
+    return _emulator
 
 
 def card_file(device: torch.device) -> CardFile:
@@ -93,6 +139,7 @@ class _Card:
             )
         self._folder = Settings.from_environment().cache_dir / "kernels"
         self._functions: dict[Program, Any] = {}
+        self._prepared: dict[Program, bytes] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -115,9 +162,15 @@ class _Card:
             self._check(self._driver.cuCtxSetCurrent(context))
         self._thread.entered = True
 
+    def prepare(self, program: Program) -> None:
+        if program not in self._functions and program not in self._prepared:
+            self._prepared[program] = machine_code(program, self._capability, self._folder)
+
     def _load(self, program: Program) -> Any:
         with self._lock:
-            code = machine_code(program, self._capability, self._folder)
+            code = self._prepared.pop(program, None)
+            if code is None:
+                code = machine_code(program, self._capability, self._folder)
             module = self._check(self._driver.cuModuleLoadData(code))
             name = program.name.encode()
             function = self._check(self._driver.cuModuleGetFunction(module, name))

@@ -1,0 +1,225 @@
+"""What a card will launch is compiled while weights load: all of it, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from localrt.errors import CancelledError, LocalrtError
+from localrt.loading import native
+from localrt.loading.kernels import compiled_meanwhile, share_of_card
+from localrt.loading.options import LoadOptions
+from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.cards.cuda import CudaAccelerator
+from localrt.offload.placement import Placement, Where
+from localrt.progress import Progress
+from localrt.quant.formats import CODECS, pack, unpack
+from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
+from localrt.quant.ops.cuda.kernels.programs import Program
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.protocol import Batch
+from localrt.settings import Settings
+from tests.models.tiny import save_tiny
+from tests.offload.cards.carded import place_on_card
+from tests.offload.placed import MODE, PLENTY, Model, needs_kernels, open_decoder
+from tests.store.synthetic import SyntheticCheckpoint
+
+FORMATS = {"": "q4_k", "down_proj": "q6_k", "lm_head": "q6_k", "embed_tokens": "q4_k"}
+LENGTHS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300)
+
+
+class Card:
+    """Launches nothing, and counts. ``broken`` kernels do not compile."""
+
+    def __init__(self) -> None:
+        self.prepared: list[Program] = []
+        self.launched: dict[Program, None] = {}
+        self.late: set[Program] = set()  # launched before they were there
+        self.broken = ""
+        self.may_compile = threading.Event()
+        self.may_compile.set()
+
+    def prepare(self, program: Program) -> None:
+        assert self.may_compile.wait(60)
+        if program.name == self.broken:
+            raise LocalrtError(f"the kernel {program.name} does not compile")
+        self.prepared.append(program)
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        self.launched[program] = None
+        if program not in self.prepared:
+            self.late.add(program)
+
+
+class CardOps(CudaOps):
+    """On a card with room for everything."""
+
+    def free_memory(self) -> int:
+        return PLENTY
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    """What kernels would have written is zero: routers then choose, and nothing is not a number."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    card = Card()
+    before = emulate(card)
+    yield card
+    emulate(before)
+
+
+def run_passes(decoder: Decoder) -> None:
+    for rows in LENGTHS:
+        cache = decoder.cache(rows)
+        wanted = [rows - 1] if rows > 64 else None
+        decoder.forward(Batch.extend([(cache, [1] * rows)]), rows=wanted)
+
+
+def check(card: Card) -> None:
+    assert not card.late
+    assert set(card.prepared) == set(card.launched)
+    assert len(card.prepared) == len(set(card.prepared))
+
+
+class Packed:
+    """A checkpoint whose matrices are in ``format_`` where they can be."""
+
+    def __init__(self, inner: Checkpoint, format_: str) -> None:
+        self._inner, self._codec = inner, CODECS[format_]
+        self.tensors = {name: self._info(info) for name, info in inner.tensors.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _info(self, info: TensorInfo) -> TensorInfo:
+        fits = len(info.shape) == 2 and info.shape[1] % 32 == 0
+        return replace(info, format=self._codec.format) if fits else info
+
+    def blocks(self, name: str) -> Iterator[Any]:
+        whole = self._inner.read(name)
+        if self.tensors[name].format != self._codec.format:
+            yield whole
+            return
+        yield replace(pack(unpack(whole), self._codec.format), name=name)
+
+
+def load_whole(source: Checkpoint, **options: Any) -> Decoder:
+    ops, config = CudaOps(device="cpu"), read_config(source)
+    with compiled_meanwhile(source, config, ops, **options):
+        return load_decoder(source, ops, config)
+
+
+def synthetic(folder: Path, formats: Mapping[str, str] = FORMATS) -> Any:
+    return SyntheticCheckpoint(folder, formats=formats, hidden=256, inner=512)
+
+
+@pytest.mark.parametrize(
+    ("formats", "fine"),
+    [(FORMATS, True), ({"": "nvfp4", "o_proj": "bf16", "v_proj": "q8_0"}, False)],
+)
+def test_the_first_passes_compile_nothing(
+    formats: dict[str, str],
+    fine: bool,
+    card: Card,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two formats, of stacked matrices in several, of some that no kernel reads."""
+    monkeypatch.setattr(native, "make_ops", lambda *_, **__: CardOps(device="cpu", fine=fine))
+    source = synthetic(tmp_path, formats)
+    options, settings = LoadOptions(device="cuda"), Settings.from_environment()
+    engine, _ = native.load_native(source, options, settings=settings, notes=[])
+    assert card.prepared
+    assert not card.launched
+    with closing(engine):
+        run_passes(cast(Any, engine)._decoder)
+    check(card)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen2-moe", "deepseek-v2"])
+@pytest.mark.parametrize("format_", ["int4-g32", None])
+def test_mixtures_and_latent_attention(
+    name: str, format_: str | None, card: Card, tmp_path: Path
+) -> None:
+    save_tiny(name, tmp_path, layers=2)
+    with closing(open_checkpoint(tmp_path)) as model:
+        run_passes(load_whole(model if format_ is None else cast(Any, Packed(model, format_))))
+    check(card)
+
+
+@needs_kernels
+def test_a_card_that_computes_a_part_compiles_that_part(card: Card, tmp_path: Path) -> None:
+    """Attention of one layer, MLPs of long passes of the other, the head."""
+    from localrt.offload.store import pack_store
+    from localrt.quant.formats.tiled import tile_tensor
+
+    folder = pack_store(synthetic(tmp_path / "model"), tmp_path / "store", tiler=tile_tensor)
+    with closing(Model(folder)) as model:
+        where = {"layers.0.attention": Where.VRAM}
+        where |= {u.name: Where.LINK for u in model.store.manifest.units if "head" in u.name}
+        plain = place_on_card(model.store, where)
+        placement = Placement(
+            where=plain.where,
+            kv=plain.kv,
+            ram_ring=plain.ram_ring,
+            vram_ring=plain.vram_ring,
+            crossing=frozenset(["layers.1.mlp"]),
+            card_rows=65,
+        )
+        ops, clock = CudaOps(device="cpu"), WallClock()
+        share = share_of_card(model.store, model.config, placement)
+        with compiled_meanwhile(model.store, model.config, ops, share):
+            decoder = open_decoder(
+                model.store,
+                model.ops,
+                model.config,
+                placement,
+                mode=MODE,
+                budget=PLENTY,
+                card=CudaAccelerator(clock, ops, CudaCopies(device="cpu"), capacity=PLENTY),
+                clock=clock,
+            )
+        with closing(decoder):
+            run_passes(decoder)
+    check(card)
+    long = {p for p in card.prepared if p.name == "unpack"}
+    assert {dict(p.macros)["OUT"] for p in long} == {"Bf16"}  # no embedding
+
+
+def test_weights_load_while_kernels_compile(card: Card, tmp_path: Path) -> None:
+    """Steps are told of at the end, and only of what is left to do."""
+    source, steps = synthetic(tmp_path), list[Progress]()
+    card.may_compile.clear()
+
+    def see(progress: Progress) -> None:
+        steps.append(progress)
+        card.may_compile.set()
+
+    load_whole(source, progress=see)
+    assert card.prepared  # weights were there before any
+    assert steps[0].stage == "compile"
+    assert (steps[0].done, steps[0].unit) == (0, "kernels")
+    assert {step.total for step in steps} == {len(card.prepared)}
+
+
+def test_what_does_not_compile_and_who_does_not_wait(card: Card, tmp_path: Path) -> None:
+    source = synthetic(tmp_path)
+    card.broken = "attention"
+    with pytest.raises(LocalrtError, match="the kernel attention does not compile"):
+        load_whole(source)
+    card.broken, cancel = "", threading.Event()
+    cancel.set()
+    with pytest.raises(CancelledError):
+        load_whole(source, cancel=cancel)
