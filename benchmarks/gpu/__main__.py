@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Module and function. They are imported as they are needed.
 CHECKS = {
     "copy": ("kernels", "check_copy"),
+    "rates": ("rates", "check_rates"),
     "logits": ("models", "check_logits"),
     "decode": ("models", "check_decode"),
     "products": ("kernels", "check_products"),

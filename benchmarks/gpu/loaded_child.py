@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -142,10 +142,15 @@ def memory() -> dict[str, Any]:
 
 
 def throttle(link_bytes_s: float) -> None:
-    """Have every copy to the card take as long as over a slower link: more bytes follow it."""
+    """Have every copy to the card take as long as over a slower link: more bytes follow it.
+
+    The card's own rates are measured, and kept, as they are.
+    """
     import torch
 
-    plain = cuda_memory.CudaCopies
+    from localrt.quant.ops.cuda import measuring
+
+    plain, card_rates = cuda_memory.CudaCopies, measuring.card_rates
 
     class Throttled(plain):
         """Sends bytes to nowhere behind each copy."""
@@ -171,7 +176,12 @@ def throttle(link_bytes_s: float) -> None:
                 event.synchronize()
             return event
 
+    def rates(*args: Any, **options: Any) -> Any:
+        found = card_rates(*args, **options)
+        return replace(found, to_card_bytes_s=min(link_bytes_s, found.to_card_bytes_s))
+
     cuda_memory.CudaCopies = Throttled  # type: ignore[misc]
+    measuring.card_rates = rates
 
 
 if __name__ == "__main__":

@@ -80,8 +80,18 @@ def test_all_that_will_be_timed_is_noted_and_nothing_is_timed() -> None:
     assert card.now > 0.0
 
 
+def test_what_is_hardly_quicker_is_not_taken() -> None:
+    rule = best_cut(CASE, PROCESSORS)
+    card = Card(lambda cut: 1.0 if cut == rule else 0.98)
+    assert card.variants().cut(CASE, card.launch) == rule
+    card = Card(lambda cut: 1.0 if cut == rule else 0.9 + 0.01 * cut.parts)
+    found = card.variants()
+    assert found.cut(CASE, card.launch) != rule
+    assert found.measured[CASE].gain == pytest.approx(1 / 0.91)
+
+
 def test_another_process_reads_what_was_measured(tmp_path: Path) -> None:
-    card = Card(lambda cut: -cut.parts)
+    card = Card(lambda cut: 1 / cut.parts)
     first = card.variants(kept(tmp_path))
     cuts = [first.cut(case, card.launch) for case in (CASE, OTHER)]
     card.launched.clear()
@@ -118,7 +128,7 @@ def test_a_file_that_makes_no_sense_is_measured_again(
 
 
 def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
-    card = Card(lambda cut: -cut.parts)
+    card = Card(lambda cut: 1 / cut.parts)
     found = card.variants(kept(tmp_path), budget_s=0.6)
     found.cut(CASE, card.launch)  # takes longer than there was
     card.launched.clear()
@@ -130,7 +140,7 @@ def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
 
 
 def test_while_a_pass_is_recorded_nothing_is_measured() -> None:
-    card = Card(lambda cut: -cut.parts)
+    card = Card(lambda cut: 1 / cut.parts)
     found = card.variants()
     card.recording = True
     assert found.cut(CASE, card.launch) == best_cut(CASE, PROCESSORS)
@@ -143,9 +153,9 @@ def test_what_a_card_refuses_is_left_out_and_without_room_the_rule_holds(tmp_pat
     rule = best_cut(CASE, PROCESSORS)
 
     def refused(cut: Cut) -> float:
-        if cut != Cut(1, 1, 2):
+        if cut not in (rule, Cut(1, 1, 2)):
             raise LocalrtError("too many resources requested for launch")
-        return 1.0
+        return 2.0 if cut == rule else 1.0
 
     def full(cut: Cut) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -179,7 +189,7 @@ def test_products_are_the_same_whatever_was_chosen(
     out = torch.empty(11, 40)
     product(x, weight, out)
     wanted = out.numpy().copy()
-    card = Card(lambda cut: -cut.parts - cut.groups)
+    card = Card(lambda cut: cut.parts)
     found = card.variants()
     seen: list[np.ndarray] = []
     seconds = card.seconds

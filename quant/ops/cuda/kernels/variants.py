@@ -8,7 +8,8 @@ measured once. It knows cases and seconds, not how a product is launched.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -21,12 +22,23 @@ from localrt.quant.ops.cuda.card_file import CardFile
 from localrt.quant.ops.cuda.kernels.launch import card_file, is_noting
 from localrt.quant.ops.cuda.kernels.timing import CudaStopwatch, Stopwatch
 
-__all__ = ["CUTS", "Case", "Cut", "Variants", "best_cut", "groups_of", "variants"]
+__all__ = [
+    "CUTS",
+    "Case",
+    "Choice",
+    "Cut",
+    "Variants",
+    "best_cut",
+    "candidates",
+    "groups_of",
+    "variants",
+]
 
 CUTS = "cuts"
 """The part of a card's file that has the chosen variants."""
 
 _BUDGET_S = 2.0  # of one process
+_WORTH = 1.03  # times as fast as by rule: less is within what clocks say of the same kernel
 _LONG = 1024  # tiles: what is best for so many is best for more
 # Of rows: each has another kernel, or other candidates. The last is for prompts.
 _CLASSES = (1, 4, 8, 16, 32, 64, 128, 512)
@@ -76,6 +88,14 @@ class Case:
         return cls(format_, most, min(tiles, _LONG), columns, gate, fine)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The quickest of a case, and how many times as fast as by rule it is."""
+
+    cut: Cut
+    gain: float
+
+
 class Variants:
     """The cuts of one card with so many ``processors``; by rule where there is no ``stopwatch``.
 
@@ -95,7 +115,12 @@ class Variants:
         self._processors, self._stopwatch, self._file = processors, stopwatch, file
         self._left_s, self._now = budget_s, now
         self._measured = {} if file is None else dict(_read(file, processors))
-        self._cuts = dict(self._measured)
+        self._cuts = {case: choice.cut for case, choice in self._measured.items()}
+
+    @property
+    def measured(self) -> Mapping[Case, Choice]:
+        """What was measured so far, by this process and others."""
+        return self._measured
 
     def cut(self, case: Case, launch: Callable[[Cut], object]) -> Cut:
         """The best for ``case``; ``launch`` starts the product that it came up with."""
@@ -118,24 +143,28 @@ class Variants:
         self, stopwatch: Stopwatch, case: Case, launch: Callable[[Cut], object]
     ) -> Cut | None:
         """Of the candidates; None where the card has no room to measure."""
-        cuts = list(candidates(case, self._processors))
-        launch(cuts[0])  # the rule's is compiled in any case
-        started, seconds = self._now(), dict[Cut, float]()
-        for cut in cuts:
-            try:
-                seconds[cut] = stopwatch.seconds(lambda cut=cut: launch(cut))  # type: ignore[misc]
-            except LocalrtError:  # the card refuses it
-                continue
-            except torch.OutOfMemoryError:
-                return None
-        self._left_s -= self._now() - started
-        if not seconds:
+        rule, *others = candidates(case, self._processors)
+        launch(rule)  # is compiled in any case
+        started = self._now()
+        try:
+            first = stopwatch.seconds(lambda: launch(rule))
+            best, least = rule, first / _WORTH
+            for cut in others:
+                with suppress(LocalrtError):  # the card refuses it
+                    seconds = stopwatch.seconds(lambda cut=cut: launch(cut))  # type: ignore[misc]
+                    if seconds < least:
+                        best, least = cut, seconds
+        except torch.OutOfMemoryError:
             return None
-        self._measured[case] = min(seconds, key=seconds.__getitem__)
+        self._left_s -= self._now() - started
+        self._measured[case] = Choice(best, 1.0 if best == rule else first / least)
         if self._file is not None:
-            rows = [{**asdict(each), **asdict(cut)} for each, cut in self._measured.items()]
+            rows = [
+                {**asdict(each), **asdict(choice.cut), "gain": round(choice.gain, 3)}
+                for each, choice in self._measured.items()
+            ]
             self._file.write(CUTS, {"cases": rows})
-        return self._measured[case]
+        return best
 
 
 def best_cut(case: Case, processors: int) -> Cut:
@@ -184,15 +213,16 @@ def variants(device: torch.device) -> Variants:
     return Variants(processors, stopwatch=CudaStopwatch(device), file=card_file(device))
 
 
-def _read(file: CardFile, processors: int) -> Iterator[tuple[Case, Cut]]:
+def _read(file: CardFile, processors: int) -> Iterator[tuple[Case, Choice]]:
     """What is kept; lines that are no cases are left out."""
     rows: Any = file.read(CUTS).get("cases")
     for row in rows if isinstance(rows, list) else ():
         try:
             case = Case(*(row[name] for name in Case.__slots__))
             cut = Cut(*(row[name] for name in Cut.__slots__))
+            choice = Choice(cut, float(row["gain"]))
             known = cut in candidates(case, processors)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             continue
         if known:
-            yield case, cut
+            yield case, choice
