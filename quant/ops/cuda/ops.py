@@ -30,20 +30,12 @@ from localrt.quant.ops.cuda.kernels.latent import attend_latent_rows, latent_app
 from localrt.quant.ops.cuda.kernels.products import (
     MOST_ROWS,
     Records,
-    TiledMatrix,
     empty_records,
-    product,
-    quantize,
 )
 from localrt.quant.ops.cuda.kernels.routing import combined
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
-from localrt.quant.ops.cuda.kernels.steps import gate, norm, rotate_blocks
-from localrt.quant.ops.cuda.products import (
-    by_kernels,
-    multiply,
-    multiply_heads,
-    reads_records,
-)
+from localrt.quant.ops.cuda.kernels.steps import norm, rotate_blocks
+from localrt.quant.ops.cuda.products import gate_up, linear, multiply_heads, reads_records
 from localrt.quant.ops.cuda.routing import on_card
 from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording, Stream
 from localrt.quant.ops.cuda.weight import CudaWeight, Tile, build_weight, is_packed
@@ -217,7 +209,7 @@ class CudaOps:
     ) -> Tensor:
         """(R, H, E); keys and values are written to the caches."""
         h = self._normed(x, weights.norm, spec.eps, weights.qkv)
-        qkv = self.linear(h, weights.qkv, weights.qkv_bias)
+        qkv = linear(h, weights.qkv, weights.qkv_bias)
         shape = (qkv.shape[0], spec.heads, spec.head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         cos, sin = self._rope_tables(spec.rope, step)
@@ -275,7 +267,7 @@ class CudaOps:
                 )
             )
         seen = records or (outputs[0] if len(outputs) == 1 else torch.cat(outputs))
-        y = self.linear(seen, weights.out, weights.out_bias, dtype=torch.float32)
+        y = linear(seen, weights.out, weights.out_bias, dtype=torch.float32)
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
@@ -286,11 +278,11 @@ class CudaOps:
         """(R, H, P + L); the latents are written to the caches."""
         kind = torch.bfloat16 if weights.query_up is None else torch.float32
         h = self._normed(x, weights.norm, spec.eps, weights.down)
-        wide = self.linear(h, weights.down, dtype=kind)
+        wide = linear(h, weights.down, dtype=kind)
         q, latents = wide[:, : -spec.head_dim], wide[:, -spec.head_dim :]
         if weights.query_up is not None:
             ranked = norm(q, weights.query_norm, spec.latent_eps, out=torch.bfloat16)
-            q = self.linear(ranked, weights.query_up)
+            q = linear(ranked, weights.query_up)
         q = q.view(len(q), spec.heads, -1)  # (R, H, N + P)
         shape = (len(q), spec.heads, spec.head_dim)
         queries = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
@@ -323,7 +315,7 @@ class CudaOps:
         for index, (first, stop, span) in enumerate(_ranges(step.spans)):
             rows = q[first:stop]
             if span.rows > MOST_ROWS:
-                mask = self._mask(index, span, None, step)
+                mask = self._mask(index, span, step)
                 parts.append(attend_latents(rows, _cache(span), layer, mask, spec))
                 continue
             parts.append(
@@ -342,14 +334,14 @@ class CudaOps:
         shape = (len(seen), spec.heads, spec.value)
         values = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         multiply_heads(seen.transpose(0, 1), weights.value_up, values.transpose(0, 1))
-        return self.linear(values.flatten(1), weights.out, dtype=torch.float32)
+        return linear(values.flatten(1), weights.out, dtype=torch.float32)
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""
         assert weights.norm is not None, "experts that all rows see have a step of their own"
         h = self._normed(x, weights.norm, spec.eps, weights.gate_up)
-        inner = self._gated(h, weights.gate_up, spec.activation)
-        y = self.linear(inner, weights.down, dtype=torch.float32)
+        inner = gate_up(h, weights.gate_up, spec.activation)
+        y = linear(inner, weights.down, dtype=torch.float32)
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
@@ -366,7 +358,7 @@ class CudaOps:
         """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
         normed = x.normed(weights.norm, spec.eps, torch.float32)
         rows = normed.bfloat16()
-        return rows, route_rows(normed, rows, weights, spec, self.linear)
+        return rows, route_rows(normed, rows, weights, spec, linear)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
         """(R * K, D), float32."""
@@ -393,11 +385,11 @@ class CudaOps:
     def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
         """One expert's results of its rows, (n, D), by products of its own."""
         if weights.gate_up_bias is None and spec.activation != "swiglu_oai":
-            inner = self._gated(rows, weights.gate_up, spec.activation)
+            inner = gate_up(rows, weights.gate_up, spec.activation)
         else:
-            both = self.linear(rows, weights.gate_up, weights.gate_up_bias, dtype=torch.float32)
+            both = linear(rows, weights.gate_up, weights.gate_up_bias, dtype=torch.float32)
             inner = gated(both, spec).bfloat16()
-        return self.linear(inner, weights.down, weights.down_bias, dtype=torch.float32)
+        return linear(inner, weights.down, weights.down_bias, dtype=torch.float32)
 
     def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
         """In place. Rows of the CPU may come as a residual stream."""
@@ -413,11 +405,11 @@ class CudaOps:
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
     ) -> Tensor:
         """(R, D), float32."""
-        inner = self._gated(normed, weights.gate_up, spec.activation)
-        y = self.linear(inner, weights.down, dtype=torch.float32)
+        inner = gate_up(normed, weights.gate_up, spec.activation)
+        y = linear(inner, weights.down, dtype=torch.float32)
         if gate is None:
             return y
-        return y * self.linear(normed, gate, dtype=torch.float32).sigmoid()
+        return y * linear(normed, gate, dtype=torch.float32).sigmoid()
 
     # -- sums and logits -------------------------------------------------------------------------
 
@@ -448,7 +440,7 @@ class CudaOps:
         if not len(rows):
             return np.zeros((0, weight.shape[0]), np.float32)
         h = self._normed(chosen, norm, eps, weight)
-        logits = self.linear(h, weight, dtype=torch.float32)
+        logits = linear(h, weight, dtype=torch.float32)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         if self.recording is not None:
@@ -456,22 +448,6 @@ class CudaOps:
             return np.zeros((len(rows), weight.shape[0]), np.float32)
         host: Logits = logits.cpu().numpy()
         return host
-
-    def linear(
-        self,
-        x: Tensor | Records,
-        weight: CudaWeight,
-        bias: Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> Tensor:
-        """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``."""
-        if weight.hadamard and isinstance(x, Tensor):
-            x = rotate_blocks(x, weight.hadamard)
-        rows = x.rows if isinstance(x, Records) else len(x)
-        out = torch.empty(rows, weight.shape[0], dtype=dtype, device=self._device)
-        multiply(x, weight, out, bias)
-        return out
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -482,24 +458,6 @@ class CudaOps:
         if reads_records(reader, len(x.values)):
             return x.normed_records(weight, eps, fine=reader.fine)
         return x.normed(weight, eps)
-
-    def _gated(self, h: Tensor | Records, weight: CudaWeight, activation: str) -> Tensor:
-        """activation(gate) * up, in one kernel where the stacked halves are whole tiles."""
-        part, inner = weight.parts[0], weight.shape[0] // 2
-        rows = h.rows if isinstance(h, Records) else len(h)
-        if (
-            len(weight.parts) == 1
-            and isinstance(part, TiledMatrix)
-            and inner % 16 == 0
-            and by_kernels(rows, part)
-        ):
-            if isinstance(h, Tensor):
-                h = rotate_blocks(h, weight.hadamard) if weight.hadamard else h
-                h = quantize(h, fine=weight.fine)
-            out = torch.empty(rows, inner, dtype=torch.bfloat16, device=self._device)
-            product(h, part, out, gate=activation)
-            return out
-        return gate(self.linear(h, weight), activation)
 
     def _rope_tables(
         self, rope: Rope | None, step: CudaPass
@@ -515,12 +473,11 @@ class CudaOps:
             step.tables[rope] = angles.cos() * rope.scale, angles.sin() * rope.scale
         return step.tables[rope]
 
-    def _mask(self, index: int, span: Span, window: int | None, step: CudaPass) -> Tensor | None:
-        key = (index, window)
-        if key not in step.masks:
+    def _mask(self, index: int, span: Span, step: CudaPass) -> Tensor | None:
+        if index not in step.masks:
             held = span.cache.length
-            step.masks[key] = visible_keys(held, span, window, step.positions, index, step.spans)
-        return step.masks[key]
+            step.masks[index] = visible_keys(held, span, None, step.positions, index, step.spans)
+        return step.masks[index]
 
 
 def _ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:

@@ -1,7 +1,8 @@
 """Products of rows with a part of a matrix, or with a matrix for each head, of any number of rows.
 
 Up to 64 rows go to the kernels on packed tiles; more unpack the weights, a piece at a time, and use
-torch's products. It knows which kernel takes what, and no steps of a model.
+torch's products. It knows which kernel takes what, which rotation the inputs need, and no steps of
+a model.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from localrt.quant.ops.cuda.kernels.products import (
     quantize,
 )
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
-from localrt.quant.ops.cuda.kernels.steps import rotate_blocks
+from localrt.quant.ops.cuda.kernels.steps import gate, rotate_blocks
 from localrt.quant.ops.cuda.weight import CudaWeight
 
-__all__ = ["by_kernels", "multiply", "multiply_heads", "reads_records"]
+__all__ = ["gate_up", "linear", "multiply_heads", "reads_records"]
 
 # Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
 _UNPACKED = 32 << 20
@@ -32,10 +33,10 @@ _UNPACKED = 32 << 20
 def reads_records(weight: CudaWeight, rows: int) -> bool:
     """Whether ``rows`` rows are multiplied with it in 8 bits, and in no other form."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
-    return packed and by_kernels(rows, weight.parts[0]) and not weight.hadamard
+    return packed and _by_kernels(rows, weight.parts[0]) and not weight.hadamard
 
 
-def by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
+def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
     """Whether our kernels multiply ``rows`` rows, and not torch: few, or all on a card that does
     not multiply bf16 (Turing).
     """
@@ -43,10 +44,19 @@ def by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
     return part.shape[1] % 32 == 0 and (rows <= MOST_ROWS or not multiplies_bf16(device))
 
 
-def multiply(x: Tensor | Records, weight: CudaWeight, out: Tensor, bias: Tensor | None) -> None:
-    """out (R, rows) = x (R, columns), bf16 or records, times the weight's rows."""
-    if isinstance(x, Tensor) and reads_records(weight, len(x)):
-        x = quantize(x, fine=weight.fine)
+def linear(
+    x: Tensor | Records,
+    weight: CudaWeight,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``."""
+    if isinstance(x, Tensor):
+        x = _rotated(x, weight)
+        if reads_records(weight, len(x)):
+            x = quantize(x, fine=weight.fine)
+    out = torch.empty(_rows(x), weight.shape[0], dtype=dtype, device=_device(x))
     first = 0
     for part in weight.parts:
         rows = part.shape[0]
@@ -55,12 +65,44 @@ def multiply(x: Tensor | Records, weight: CudaWeight, out: Tensor, bias: Tensor 
         if isinstance(x, Records):
             assert isinstance(part, TiledMatrix), "records are for packed weights"
             product(x, part, y, bias=own)
-        elif not by_kernels(len(x), part):
+        elif not _by_kernels(len(x), part):
             _multiply_unpacked(x, part, y, own)
         elif isinstance(part, Tensor):
             dense_product(x, part, y, bias=own)
         else:
             product(quantize(x, fine=weight.fine), part, y, bias=own)
+    return out
+
+
+def gate_up(x: Tensor | Records, weight: CudaWeight, activation: str) -> Tensor:
+    """activation(gate) * up of stacked halves, (R, rows / 2) in bf16: in one kernel where they are
+    whole tiles.
+    """
+    part, inner, rows = weight.parts[0], weight.shape[0] // 2, _rows(x)
+    if (
+        len(weight.parts) > 1
+        or not isinstance(part, TiledMatrix)
+        or inner % 16
+        or not _by_kernels(rows, part)
+    ):
+        return gate(linear(x, weight), activation)
+    if isinstance(x, Tensor):
+        x = quantize(_rotated(x, weight), fine=weight.fine)
+    out = torch.empty(rows, inner, dtype=torch.bfloat16, device=_device(x))
+    product(x, part, out, gate=activation)
+    return out
+
+
+def _rotated(x: Tensor, weight: CudaWeight) -> Tensor:
+    return rotate_blocks(x, weight.hadamard) if weight.hadamard else x
+
+
+def _rows(x: Tensor | Records) -> int:
+    return x.rows if isinstance(x, Records) else len(x)
+
+
+def _device(x: Tensor | Records) -> torch.device:
+    return x.data.device if isinstance(x, Records) else x.device
 
 
 def _multiply_unpacked(
@@ -81,9 +123,9 @@ def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
     """
     heads, count, columns = x.shape
     if weight.hadamard:
-        x = rotate_blocks(x.reshape(-1, columns), weight.hadamard).view(heads, count, columns)
+        x = _rotated(x.reshape(-1, columns), weight).view(x.shape)
     part, rows = weight.parts[0], weight.shape[0] // heads
-    if by_kernels(count, part) and len(weight.parts) == 1:
+    if _by_kernels(count, part) and len(weight.parts) == 1:
         if isinstance(part, Tensor):
             dense_product(x, part, out)
             return

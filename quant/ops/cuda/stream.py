@@ -92,7 +92,7 @@ class CudaPass:
     trees: tuple[Tensor | None, ...]  # (rows, rows) int8
     longest: tuple[int, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    masks: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from tests.ops.packed import random_tensor
 from localrt.quant.ops.cuda.kernels.formats import TYPES  # isort: skip
 from localrt.quant.ops.cuda.kernels.products import dense_product, quantize  # isort: skip
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows  # isort: skip
-from localrt.quant.ops.cuda.products import multiply  # isort: skip
+from localrt.quant.ops.cuda.products import linear  # isort: skip
 from localrt.quant.ops.cuda.weight import build_weight  # isort: skip
 
 KNOWN = sorted(TYPES)
@@ -95,7 +95,7 @@ def test_matrices_that_follow_one_another_are_one_product() -> None:
         at += size
     weight = build_weight((112, 256), iter(blocks), torch.device(DEVICE))
     assert [part.shape[0] for part in weight.parts] == [96, 16]
-    x, out = inputs(2, 256), torch.empty(2, 112, device=DEVICE)
-    multiply(x, weight, out, None)
+    x = inputs(2, 256)
+    out = linear(x, weight, dtype=torch.float32)
     values = np.concatenate([unpack(tensor) for tensor in tensors]).astype(np.float64)
     assert error(out.cpu().numpy(), quantize(x).values()[0].numpy() @ values.T) < 1e-6
