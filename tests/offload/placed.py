@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.errors import CancelledError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
@@ -157,3 +158,14 @@ def extend(
 ) -> np.ndarray:
     """One pass of one sequence."""
     return decoder.forward(Batch.extend([(cache, tokens)]), rows=rows)
+
+
+def cancel_after(calls: int) -> Callable[[], None]:
+    """A pass's ``check`` that lets ``calls`` calls go by, and cancels at the next."""
+    left = iter(range(calls))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise CancelledError("stop")
+
+    return check

@@ -19,6 +19,7 @@ from localrt.quant.ops.native.kv import KVFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.placed import (
     Model,
+    cancel_after,
     extend,
     needs_kernels,
     pack_synthetic,
@@ -290,19 +291,13 @@ def test_a_cancelled_pass_leaves_no_trace(
     with model.placed(streamed) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for part, (layers, with_logits) in enumerate([*ends, (99, True)]):
-            left = layers
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise CancelledError("stop")
-
             chunk = text[part * 5 : part * 5 + 5]
             length = cache.length
             try:
                 batch = Batch.extend([(cache, chunk)])
-                ours = decoder.forward(batch, rows=None if with_logits else [], check=check)
+                ours = decoder.forward(
+                    batch, rows=None if with_logits else [], check=cancel_after(layers)
+                )
             except CancelledError:
                 assert cache.length == length
                 continue

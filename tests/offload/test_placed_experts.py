@@ -12,7 +12,15 @@ from localrt.errors import CancelledError, CheckpointError, MemoryBudgetError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.reading.files import StoreFiles
-from tests.offload.placed import PLENTY, Model, extend, needs_kernels, pack_tiny, tokens
+from tests.offload.placed import (
+    PLENTY,
+    Model,
+    cancel_after,
+    extend,
+    needs_kernels,
+    pack_tiny,
+    tokens,
+)
 
 pytestmark = needs_kernels
 
@@ -92,17 +100,9 @@ def test_a_pass_can_be_cancelled_in_any_layer(model: Model) -> None:
     with model.placed(experts(model.store)) as placed, model.placed([]) as whole:
         want = answers(whole)
         for layer in range(3):
-            left = layer + 1
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise CancelledError("stopped")
-
             cache = placed.cache(64)
             with pytest.raises(CancelledError):
-                placed.forward(_batch(placed, cache), check=check)
+                placed.forward(_batch(placed, cache), check=cancel_after(layer + 1))
             assert cache.length == 0
         for ours, expected in zip(answers(placed), want, strict=True):
             np.testing.assert_array_equal(ours, expected)

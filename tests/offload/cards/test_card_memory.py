@@ -33,19 +33,11 @@ from tests.offload.placed import (
     Model,
     extend,
     needs_kernels,
-    pack_synthetic,
     passing,
     wide_mixture,
 )
 
 pytestmark = needs_kernels
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=600, layers=3, hidden=128)
-    with closing(Model(folder)) as model:
-        yield model
 
 
 def card_of(decoder: Decoder) -> Accelerator:

@@ -33,6 +33,7 @@ from tests.offload.placed import (
     MODE,
     PLENTY,
     Model,
+    cancel_after,
     extend,
     needs_kernels,
     open_decoder,
@@ -145,16 +146,8 @@ def test_all_on_the_card_is_the_same_wherever_it_lives(model: Model, where: Wher
 def test_a_batch_and_a_cancelled_pass(model: Model) -> None:
     with on_cuda(model, all_in_turn(model)) as decoder:
         caches = [decoder.cache(10), decoder.cache(10)]
-        left = 4
-
-        def check() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                raise CancelledError("stop")
-
         with pytest.raises(CancelledError):
-            decoder.forward(Batch.extend([(caches[0], [1])]), check=check)
+            decoder.forward(Batch.extend([(caches[0], [1])]), check=cancel_after(3))
         together = decoder.forward(Batch.extend([(cache, [3, 4]) for cache in caches]), rows=[1, 3])
         assert np.array_equal(together[0], together[1])
         twin = model.resident.cache(10)

@@ -21,7 +21,7 @@ from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import assert_same, conversation, on_card
 from tests.offload.experts.rates import Rate
-from tests.offload.placed import Model, extend, needs_kernels, pack_tiny
+from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny
 
 pytestmark = needs_kernels
 
@@ -154,17 +154,11 @@ def test_a_cancelled_pass_leaves_nothing_behind(model: Model) -> None:
     want = conversation(model.resident)
     with on_card(model, places(model, 0.3, ssd=0.5), expert_costs=COSTS) as placed:
         for layer in range(3):
-            left = 2 * layer + 1
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise CancelledError("stopped")
-
             cache = placed.cache(64)
             with pytest.raises(CancelledError):
-                placed.forward(Batch.extend([(cache, tokens(20))]), check=check)
+                placed.forward(
+                    Batch.extend([(cache, tokens(20))]), check=cancel_after(2 * layer + 1)
+                )
         assert_same(conversation(placed), want)
 
 

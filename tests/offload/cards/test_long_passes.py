@@ -23,9 +23,9 @@ from tests.offload.cards.test_hybrid_experts import places, stages
 from tests.offload.experts.rates import Rate
 from tests.offload.placed import (
     Model,
+    cancel_after,
     extend,
     needs_kernels,
-    pack_synthetic,
     passing,
     wide_mixture,
 )
@@ -34,13 +34,6 @@ pytestmark = needs_kernels
 
 LONG = 70
 SHORT = LEAST_CARD_ROWS - 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=600, layers=3, hidden=128)
-    with closing(Model(folder)) as model:
-        yield model
 
 
 def crossing(
@@ -109,18 +102,10 @@ def test_a_cancelled_long_pass_leaves_the_next_one_whole(
     )
     with crossing(model, where, slack=slack) as decoder:
         for seed, (stop, size) in enumerate(stops):
-            left = stop
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    raise CancelledError("stop")
-
             cache, twin = decoder.cache(100), model.resident.cache(100)
             batch = Batch.extend([(cache, tokens(LONG, seed=seed))])
             with pytest.raises(CancelledError):
-                decoder.forward(batch, rows=[0], check=check)
+                decoder.forward(batch, rows=[0], check=cancel_after(stop - 1))
             assert cache.length == 0
             text = tokens(size, seed=seed)
             assert_same(
@@ -206,14 +191,8 @@ def test_a_cancelled_batch_leaves_the_next_pass_whole(mixture: Model) -> None:
     want = passes(mixture.resident, [LONG, 1, LONG])
     with batching(mixture, 0.2) as decoder:
         for stop in range(1, 7):
-            left = stop
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    raise CancelledError("stop")
-
             with pytest.raises(CancelledError):
-                decoder.forward(Batch.extend([(decoder.cache(100), tokens(LONG))]), check=check)
+                decoder.forward(
+                    Batch.extend([(decoder.cache(100), tokens(LONG))]), check=cancel_after(stop - 1)
+                )
         assert_same(passes(decoder, [LONG, 1, LONG]), want)

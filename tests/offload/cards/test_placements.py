@@ -28,7 +28,7 @@ from tests.offload.cards.carded import (
     pipeline_threads,
     placements,
 )
-from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing
+from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_synthetic, passing
 from tests.waits import naps
 
 pytestmark = needs_kernels
@@ -140,17 +140,9 @@ def test_cancelled_passes_leave_the_next_one_whole(
     with on_card(model, where, slack=slack) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for seed, stop in enumerate(stops):
-            left = stop
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    raise CancelledError("stop")
-
             if stop <= len(passing(model.store)):
                 with pytest.raises(CancelledError):
-                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=check)
+                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=cancel_after(stop - 1))
             assert_same(
                 [extend(decoder, cache, tokens(2, seed=seed))],
                 [extend(model.resident, twin, tokens(2, seed=seed))],

@@ -46,6 +46,7 @@ from tests.offload.experts.rates import Rate
 from tests.offload.placed import (
     PLENTY,
     Model,
+    cancel_after,
     extend,
     needs_kernels,
     pack_synthetic,
@@ -155,17 +156,9 @@ def test_cancelled_passes_and_memory_given_back(
     with on_card(model, where, slack=slack, late=True, shortage=lambda: next(pending)) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for seed, stop in enumerate(stops):
-            left = stop
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    raise CancelledError("stop")
-
             if 0 < stop <= len(passing(model.store)):
                 with pytest.raises(CancelledError):
-                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=check)
+                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=cancel_after(stop - 1))
             assert_same(
                 [extend(decoder, cache, tokens(2, seed=seed))],
                 [extend(model.resident, twin, tokens(2, seed=seed))],
@@ -360,13 +353,7 @@ def test_any_placement_of_a_mixture_computes_the_same(
         assert_same(conversation(decoder), mixture.expected)
         sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=5))
         assert_same(passes(decoder, sizes), passes(mixture.resident, sizes))
-        left = data.draw(st.integers(1, 8))
-
-        def check() -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise CancelledError("stop")
+        check = cancel_after(data.draw(st.integers(1, 8)))
 
         def use_up_what_is_there() -> None:
             for _ in range(20):

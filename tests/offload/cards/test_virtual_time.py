@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from itertools import pairwise
 
 import numpy as np
@@ -35,19 +33,11 @@ from tests.offload.placed import (
     extend,
     needs_kernels,
     open_decoder,
-    pack_synthetic,
     passing,
 )
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=600, layers=3, hidden=128)
-    with closing(Model(folder)) as model:
-        yield model
 
 
 # -- memory ----------------------------------------------------------------------------------------
