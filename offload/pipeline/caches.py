@@ -134,7 +134,7 @@ class Caches:
     def make(self, capacity: int) -> KVCache:
         """An empty cache for one sequence."""
         cache: KVCache
-        if self._card is None or self._card is self._host:
+        if self._card is None or self._card is self._host or not self._on_card:
             cache = self._host.kv_cache(self._specs, capacity)
         else:
             cache = SplitCache(self._host, self._card, self._specs, self._on_card, capacity)
