@@ -7,7 +7,7 @@ here; who changes it is ``balance.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,32 @@ from localrt.offload.placement import Where
 from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.protocol import Vector
 
-__all__ = ["CrossingStage", "MixtureStage", "Stage"]
+__all__ = ["CrossingStage", "MixtureStage", "PassingParts", "Stage"]
 
-_KEPT_PLACES = 32  # of a streamed unit in the ring, for which its part is kept
+_KEPT_PLACES = 32
+
+
+class PassingParts:
+    """Parts of what passes through a ring, by where in it the bytes lie that they are made of."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, ...], Part] = {}
+
+    def at(self, memories: Sequence[Any], make: Callable[[], Part]) -> Part:
+        """The part of these bytes; made once for each place, as far as they are kept."""
+        places = tuple(
+            int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
+            for memory in memories
+        )
+        if places not in self._parts:
+            while len(self._parts) >= _KEPT_PLACES:
+                del self._parts[next(iter(self._parts))]
+            self._parts[places] = make()
+        return self._parts[places]
+
+    def clear(self) -> None:
+        """The ring is another one from now on."""
+        self._parts.clear()
 
 
 class Stage:
@@ -56,7 +79,7 @@ class Stage:
         # Multiply-accumulates of its matrices with one row.
         self.macs = sum(t.shape[0] * t.shape[1] for t in unit.tensors if len(t.shape) == 2)
         self._load, self._moved = load, moved
-        self._passing: dict[int, Part] = {}  # by where in the ring the unit lies
+        self._passing = PassingParts()
         self._vectors: dict[VectorKey, Vector] = {}  # copies that all of these share
 
     @property
@@ -138,13 +161,10 @@ class Stage:
 
         Only the first copies norms and biases to a card, which waits for all of its kernels.
         """
-        places = self._passing
-        address = int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
-        if address not in places:
-            while len(places) >= _KEPT_PLACES:
-                del places[next(iter(places))]
-            places[address] = self._load(self.lane.weights(self.unit, memory, self._vectors))
-        return places[address]
+        lane, unit = self.lane, self.unit
+        return self._passing.at(
+            [memory], lambda: self._load(lane.weights(unit, memory, self._vectors))
+        )
 
 
 class CrossingStage(Stage):

@@ -133,8 +133,11 @@ def _slabs(setup: Setup, card: Accelerator) -> dict[str, Slab]:
     """The card's memory for its resident units, by unit."""
     stages = setup.stages.values()
     sizes = {stage.name: stage.unit.nbytes for stage in stages if stage.where is Where.VRAM}
+    head = [unit.name for unit in setup.head() if unit.name in sizes]
+    layers = {name: size for name, size in sizes.items() if name not in head}
     slabs: dict[str, Slab] = {}
-    for names in share_slabs(sizes):
+    # The head's slices lie next to one another: they are one matrix.
+    for names in (*share_slabs(layers), *([head] if head else [])):
         slab = Slab(card, sum(sizes[name] for name in names), len(names))
         setup.held.callback(slab.free)
         slabs |= dict.fromkeys(names, slab)

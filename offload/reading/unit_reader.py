@@ -59,6 +59,11 @@ class UnitReader(reader.Reader):
         super().__init__(source, threads=threads, stall_s=stall_s, name="reader")
 
     @property
+    def room(self) -> int:
+        """Bytes of the ring."""
+        return self._ring.nbytes
+
+    @property
     def failed(self) -> bool:
         """Whether a unit that nobody has asked for yet could not be fetched."""
         with self._changed:

@@ -8,38 +8,28 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from localrt.errors import CancelledError
 from localrt.models.decoder import Decoder
-from localrt.models.timing import Mark
-from localrt.offload.cards.accelerator import Bytes
-from localrt.offload.cards.clock import WallClock
 from localrt.offload.pipeline.spans import Span
 from localrt.offload.placement import Where
-from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.cuda import graph
-from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 from localrt.quant.ops.cuda.kernels.launch import emulate
-from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, KVCache
 from localrt.quant.ops.protocol import Span as Rows
-from tests.offload.cards.carded import place_on_card
-from tests.offload.cards.late import LateAccelerator
+from tests.offload.cards.late_cuda import on_late_card
 from tests.offload.placed import (
-    MODE,
-    PLENTY,
     Model,
+    cancel_after,
     extend,
     needs_kernels,
-    open_decoder,
     pack_synthetic,
     passing,
     tokens,
@@ -48,39 +38,6 @@ from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.tape import Steps, Tape
 
 pytestmark = needs_kernels
-
-
-class StepByStep(CudaOps):
-    """Records nothing."""
-
-    def recorder(self) -> None:  # type: ignore[override]
-        return None
-
-
-class LateCudaCard(LateAccelerator):
-    """With the card's own ``Ops``, whose kernels run on the CPU."""
-
-    def __init__(self, clock: WallClock, ops: CudaOps) -> None:
-        super().__init__(clock, ops, capacity=PLENTY)
-        self._cuda = CudaCopies(device="cpu")
-
-    def to_card(self, x: Array, after: Mark) -> tuple[Array, Mark]:
-        return self._cuda.to_card(x), after
-
-    def to_host(self, x: Array, after: Mark) -> tuple[Array, Mark]:
-        return self._cuda.to_host(x), after
-
-    def mark(self, ended: Mark, *read: Any, last: bool = False) -> Mark:
-        return super().mark(ended, *(memory.numpy() for memory in read), last=last)
-
-    def free(self, memory: Any) -> None:
-        super().free(memory.numpy())
-
-    def _alloc(self, nbytes: int) -> Any:
-        return torch.from_numpy(super()._alloc(nbytes))
-
-    def _copy(self, source: Bytes, out: Any, after: Mark, there: Mark, wait: bool) -> Mark:
-        return super()._copy(source, out.numpy(), after, there, wait)
 
 
 @pytest.fixture(scope="module")
@@ -105,31 +62,6 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
     monkeypatch.setattr(graph, "record", tape.record)
     yield tape
     emulate(before)
-
-
-@contextmanager
-def on_late_card(
-    model: Model, where: Mapping[str, Where], *, recorded: bool = True
-) -> Iterator[Decoder]:
-    clock = WallClock()
-    card = LateCudaCard(clock, (CudaOps if recorded else StepByStep)(device="cpu"))
-    placement = place_on_card(model.store, where, slack=(2, 2))
-    decoder = open_decoder(
-        model.store,
-        model.ops,
-        model.config,
-        placement,
-        mode=MODE,
-        budget=PLENTY,
-        card=card,
-        clock=clock,
-    )
-    try:
-        yield decoder
-    finally:
-        decoder.close()
-        assert card.used == 0
-        assert not card.faults, card.faults[:3]
 
 
 def mixed(model: Model) -> dict[str, Where]:
@@ -221,17 +153,9 @@ def test_cancelled_passes(model: Model, tape: Tape) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache, seen = decoder.cache(40), list[np.ndarray]()
         for stop in (0, 0, 3, 4, 1, 5):
-            left = stop
-
-            def check() -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    raise CancelledError("stop")
-
             if stop:
                 with pytest.raises(CancelledError):
-                    decoder.forward(Batch.extend([(cache, [11])]), check=check)
+                    decoder.forward(Batch.extend([(cache, [11])]), check=cancel_after(stop - 1))
             seen += decode(decoder, cache, 1, stop)
         return seen
 
