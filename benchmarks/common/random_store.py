@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,7 @@ class RandomStore:
         self.decoder = read_config(checkpoint)
         self._pools: dict[int, np.ndarray] = {}
         self._read = lru_cache(_KEPT)(self._content)
+        self._lock = threading.Lock()
         self._disk: StoreFiles | None = None
         units = []
         for unit in list_units(checkpoint.tensors, self.decoder):
@@ -115,7 +117,9 @@ class RandomStore:
         if name == _ON_DISK and self._disk is not None:
             self._disk.read_into(name, offset, out)
             return
-        np.copyto(out, self._read(self._units[name])[offset : offset + len(out)])
+        with self._lock:  # else each of several threads would make the unit
+            data = self._read(self._units[name])
+        np.copyto(out, data[offset : offset + len(out)])
 
     def check_unchanged(self) -> None:
         """Nothing changes."""

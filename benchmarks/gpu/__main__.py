@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +27,7 @@ import torch
 from benchmarks.gpu.timing import Result, guarded
 from localrt.files import write_text
 from localrt.quant.ops.cuda.kernels.launch import emulate
+from localrt.quant.ops.native.abi import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +40,7 @@ CHECKS = {
     "products": ("kernels", "check_products"),
     "one-row": ("kernels", "check_one_row"),
     "batches": ("kernels", "check_batches"),
+    "peers": ("peers", "check_peers"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
     "packed-logits": ("models", "check_packed_logits"),
@@ -44,6 +49,23 @@ CHECKS = {
     "offload": ("offload", "check_offload"),
     "experts": ("experts", "check_experts"),
 }
+# These have the CPU compute beside the card.
+_BESIDE = frozenset({"loaded", "offload", "experts"})
+_BUILD_S = 240
+
+
+def build_kernels() -> Result:
+    """The CPU's kernels, compiled if they are not there."""
+    if find_library() is not None:
+        return Result("CPU kernels", True, values={"built": False})
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=_BUILD_S, check=False
+    )
+    if find_library() is None:
+        words = (done.stderr or done.stdout).strip().splitlines()[-3:]
+        raise RuntimeError(f"{' '.join(command[1:])} made none: {' '.join(words)}")
+    return Result("CPU kernels", True, values={"built": True})
 
 
 def check(name: str, device: str) -> list[Result]:
@@ -77,21 +99,31 @@ def main() -> int:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": version_of("triton"),
+        "driver": driver_version() if cuda else None,
+        "cuda-bindings": version_of("cuda-bindings"),
         "bitsandbytes": version_of("bitsandbytes"),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     started = time.perf_counter()
+    # Beside the first checks: it takes a minute.
+    kernels = ThreadPoolExecutor(1).submit(build_kernels) if _BESIDE & {*names} else None
     for name in names:
         start = time.perf_counter()
-        found = guarded(name, lambda name=name: check(name, args.device))
+        found = []
+        if name in _BESIDE and kernels is not None:
+            found += guarded("CPU kernels", lambda built=kernels: [built.result()])
+            kernels = None
+        torch.manual_seed(0)
+        found += guarded(name, lambda name=name: check(name, args.device))
         for result in found:
             result.seconds = (time.perf_counter() - start) / len(found)
             print(result.line(), flush=True)
         results += found
         record = {
+            "date": datetime.now(UTC).date().isoformat(),
             "machine": machine,
+            "asked": names,
             "command": "scripts/gpu_check",
             "seconds": time.perf_counter() - started,
             "results": [asdict(result) for result in results],
@@ -100,6 +132,16 @@ def main() -> int:
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
+
+
+def driver_version() -> str | None:
+    """Of the card's driver, if anybody tells."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
 
 
 def version_of(package: str) -> str | None:

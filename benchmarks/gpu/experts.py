@@ -185,8 +185,7 @@ def check_experts(device: str) -> list[Result]:
 def mixture(device: str, name: str, size: Size) -> Result:
     """Decode under each scheduler, in turns, the slots of the card as they come to be."""
     if find_library() is None:
-        skipped = "the CPU's kernels are not compiled: python3 setup.py build_ext --inplace"
-        return Result(f"experts {name}", True, values={"skipped": skipped})
+        raise RuntimeError("the CPU's kernels are missing: python3 setup.py build_ext --inplace")
     layers = size.config["num_hidden_layers"]
     turns = 2 + size.turns * len(WAYS)
     logits = skewed_logits(layers, size.config["num_experts"], turns * size.tokens)

@@ -1,19 +1,31 @@
 """The kernels one at a time: right, batch-invariant, and how fast.
 
-Speeds stand beside the ceiling (a device copy, read and written counted), cuBLAS in bf16 and, where
-it is installed, bitsandbytes' 4-bit product. Weights are random bytes with sane scales.
+Speeds stand beside the ceiling (a device copy, read and written counted) and cuBLAS in bf16, and as
+bytes per clock and processor, on all of a card's and on as many as a small card has. Weights are
+random bytes with sane scales.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from benchmarks.common.random_weights import random_packed
+from benchmarks.gpu.peers import cublas
+from benchmarks.gpu.small_card import (
+    PROCESSORS,
+    processors_of,
+    sm_clock_hz,
+    small_card,
+    stream_seconds,
+)
 from benchmarks.gpu.timing import (
     Result,
     copies_beyond_cache,
@@ -24,14 +36,18 @@ from benchmarks.gpu.timing import (
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile
 from localrt.quant.ops.cuda.kernels import products
-from localrt.quant.ops.cuda.kernels.products import Cut, TiledMatrix, quantize
+from localrt.quant.ops.cuda.kernels.products import TiledMatrix, linear_program, quantize
+from localrt.quant.ops.cuda.kernels.programs import machine_code
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
+from localrt.quant.ops.cuda.kernels.variants import Case, Cut, best_cut
+from localrt.settings import Settings
 
 FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
 OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g32m", "int8-g128m")
 SHAPES = ((4096, 4096), (14336, 4096))
 PARTS = Cut(pairs=1, groups=1, parts=4)  # what short matrices get
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (1, 8, 16, 32, 64)
+_REPEATED = 8  # times that the same tiles follow one another where only speed matters
 
 
 def put(name: str, rows: int, columns: int, device: str) -> tuple[TiledMatrix, np.ndarray]:
@@ -108,39 +124,81 @@ def check_one_row(device: str) -> list[Result]:
     ceiling = copy_bandwidth(device)
     results = []
     for rows, columns in SHAPES if cuda else ((32, 64),):
-        x = torch.randn(1, columns, device=device).bfloat16()
-        y = torch.empty(1, rows, device=device, dtype=torch.bfloat16)
-        plain = cublas_seconds(x, rows, device)
-        theirs = bitsandbytes_seconds(x, rows, device) if cuda else None
+        plain = cublas_seconds(1, (rows, columns), device)
         for name in FOUR_BIT if cuda else FOUR_BIT[:1]:
-            seconds, nbytes = product_seconds(name, x, y, device)
+            launches, nbytes = product_launches(name, 1, (rows, columns), device)
+            seconds = launch_seconds(launches, device)
             values = {
                 "us": seconds * 1e6,
                 "gb_s": nbytes / seconds / 1e9,
                 "share_of_copy": nbytes / seconds / ceiling,
                 "against_cublas_bf16": plain / seconds,
             }
-            if theirs is not None:
-                values["against_bitsandbytes_nf4"] = theirs / seconds
             results.append(Result(f"one row {name} {rows}x{columns}", True, values=values))
     return results
 
 
 def check_batches(device: str) -> list[Result]:
-    """2 to 64 rows: microseconds, and against cuBLAS."""
+    """Every format, 1 to 64 rows: microseconds, against cuBLAS, and per clock and processor."""
     cuda = device.startswith("cuda")
+    shape = SHAPES[1] if cuda else (32, 64)
+    names = (*FOUR_BIT, *OTHERS) if cuda else FOUR_BIT[:1]
+    counts = BATCHES if cuda else BATCHES[:1]
     results = []
-    for rows, columns in SHAPES if cuda else ((32, 64),):
-        for name in ("int4-g32", "nvfp4") if cuda else ("int4-g32",):
+    if cuda:
+        results += guarded("compiling", lambda: [compiled(names, shape)])
+        stream, processors, why = small_card()
+        values = {"clock_hz": sm_clock_hz(), "processors": processors_of(device)}
+        values |= {"not run": why} if stream is None else {"of_small_card": processors}
+        results.append(Result("small card", True, values=values))
+    plain = {rows: cublas_seconds(rows, shape, device) for rows in counts}
+    for name in names:
+
+        def batches(name: str = name) -> list[Result]:
             values: dict[str, Any] = {}
-            for batch in BATCHES if cuda else (2,):
-                x = torch.randn(batch, columns, device=device).bfloat16()
-                y = torch.empty(batch, rows, device=device, dtype=torch.bfloat16)
-                seconds, _ = product_seconds(name, x, y, device)
-                values[f"us_{batch}"] = seconds * 1e6
-                values[f"against_cublas_{batch}"] = cublas_seconds(x, rows, device) / seconds
-            results.append(Result(f"batches {name} {rows}x{columns}", True, values=values))
+            for rows in counts:
+                values |= product_speed(name, rows, shape, device, plain[rows])
+            return [Result(f"batches {name} {shape[0]}x{shape[1]}", True, values=values)]
+
+        results += guarded(f"batches {name}", batches)
     return results
+
+
+def product_speed(
+    name: str, rows: int, shape: tuple[int, int], device: str, plain: float
+) -> dict[str, float]:
+    """Of one product, by the names of the results."""
+    launches, nbytes = product_launches(name, rows, shape, device)
+    seconds = launch_seconds(launches, device)
+    values = {f"us_{rows}": seconds * 1e6, f"against_cublas_{rows}": plain / seconds}
+    if not device.startswith("cuda"):
+        return values
+    clocks = seconds * sm_clock_hz()
+    values[f"per_clock_{rows}"] = nbytes / clocks / processors_of(device)
+    stream, processors, _ = small_card()
+    if stream is not None:
+        cut = best_cut(Case.of(name, rows, -(-shape[0] // 16), shape[1]), processors)
+        launches, _ = product_launches(name, rows, shape, device, cut=cut)
+        seconds = stream_seconds(launches, stream)
+        values[f"small_us_{rows}"] = seconds * 1e6
+        values[f"small_per_clock_{rows}"] = nbytes / (seconds * sm_clock_hz()) / processors
+    return values
+
+
+def compiled(names: tuple[str, ...], shape: tuple[int, int]) -> Result:
+    """Compile the variants that come next beside one another: in turn they take a minute."""
+    major, minor = torch.cuda.get_device_capability()
+    folder = Settings.from_environment().cache_dir / "kernels"
+    cards = (processors_of("cuda"), PROCESSORS)
+    programs = set()
+    for name, rows, card in itertools.product(names, BATCHES, cards):
+        cut = best_cut(Case.of(name, rows, shape[0] // 16, shape[1]), card)
+        programs.add(linear_program(name, rows, cut, None, torch.bfloat16))
+    started = time.perf_counter()
+    with ThreadPoolExecutor() as threads:
+        codes = list(threads.map(lambda p: machine_code(p, 10 * major + minor, folder), programs))
+    values = {"programs": len(codes), "bytes": sum(map(len, codes))}
+    return Result("compiling", True, values={**values, "s": time.perf_counter() - started})
 
 
 def check_unpacking(device: str) -> list[Result]:
@@ -164,8 +222,14 @@ def check_unpacking(device: str) -> list[Result]:
 
 
 def rotating(name: str, rows: int, columns: int, device: str) -> list[TiledMatrix]:
-    """Copies of a matrix that together exceed the cache."""
-    weight, _ = put(name, rows, columns, device)
+    """Copies of a matrix that together exceed the cache; its tiles repeat themselves."""
+    times = _REPEATED if rows % (16 * _REPEATED) == 0 else 1
+    tensor = random_packed(name, rows // times, columns)
+    data = torch.from_numpy(np.tile(tile(tensor).reshape(-1), times)).to(device)
+    factor = None
+    if tensor.scale != 1.0:
+        factor = torch.full((-(-rows // 16),), tensor.scale, device=device)
+    weight = TiledMatrix(name, (rows, columns), data, factor)
     count = copies_beyond_cache(weight.data.nbytes, device)
     return [weight, *(copy_of(weight) for _ in range(count - 1))]
 
@@ -173,38 +237,23 @@ def rotating(name: str, rows: int, columns: int, device: str) -> list[TiledMatri
 _kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}
 
 
-def product_seconds(name: str, x: torch.Tensor, y: torch.Tensor, device: str) -> tuple[float, int]:
-    """Seconds of one product, and bytes of its weight."""
-    key = (name, y.shape[1], x.shape[1])
+def product_launches(
+    name: str, rows: int, shape: tuple[int, int], device: str, *, cut: Cut | None = None
+) -> tuple[list[Callable[[], None]], int]:
+    """Products of so many rows with copies of a matrix, and the bytes of one."""
+    key = (name, *shape)
     if key not in _kept:
         _kept.clear()
         _kept[key] = rotating(*key, device)
     copies = _kept[key]
+    x = torch.randn(rows, shape[1], device=device).bfloat16()
+    y = torch.empty(rows, shape[0], device=device, dtype=torch.bfloat16)
     records = quantize(x)  # once for all matrices that share its rows
-    launches = [lambda w=w: products.product(records, w, y) for w in copies]
-    return launch_seconds(launches, device), copies[0].data.nbytes
+    launches = [lambda w=w: products.product(records, w, y, cut=cut) for w in copies]
+    return launches, copies[0].data.nbytes
 
 
-def cublas_seconds(x: torch.Tensor, rows: int, device: str) -> float:
-    count = copies_beyond_cache(2 * rows * x.shape[1], device)
-    weights = [torch.randn(rows, x.shape[1], device=device).bfloat16() for _ in range(count)]
-    return launch_seconds([lambda w=w: F.linear(x, w) for w in weights], device)
-
-
-def bitsandbytes_seconds(x: torch.Tensor, rows: int, device: str) -> float | None:
-    """Its NF4 product; None where it is not installed or does not run."""
-    try:
-        from bitsandbytes import functional, matmul_4bit
-    except Exception:  # noqa: BLE001  a broken install is none
-        return None
-    count = copies_beyond_cache(rows * x.shape[1] // 2, device)
-    try:
-        w = torch.randn(rows, x.shape[1], device=device).bfloat16()
-        packed, state = functional.quantize_4bit(w, quant_type="nf4", blocksize=64)
-        copies = [packed.clone() for _ in range(count)]
-        with torch.inference_mode():
-            launches = [lambda p=p: matmul_4bit(x, p.t(), quant_state=state) for p in copies]
-            return launch_seconds(launches, device)
-    except Exception as error:  # noqa: BLE001  a peer's trouble is not ours
-        print(f"bitsandbytes: {error}")
-        return None
+def cublas_seconds(rows: int, shape: tuple[int, int], device: str) -> float:
+    """Of ``F.linear`` in bf16."""
+    x = torch.randn(rows, shape[1], device=device).bfloat16()
+    return launch_seconds(cublas(shape, device)(x), device)

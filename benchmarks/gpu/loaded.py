@@ -119,7 +119,8 @@ SMALL = {
 def check_loaded(device: str) -> list[Result]:
     """Each model in turn: its files are gone before those of the next are written."""
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as cache:  # what the machine does is measured once
+    with tempfile.TemporaryDirectory() as above:  # what the machine does is measured once
+        cache = str(Path(above) / "cache")
         for name, size in (LARGE if device.startswith("cuda") else SMALL).items():
             with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
 

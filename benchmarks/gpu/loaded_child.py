@@ -19,7 +19,6 @@ import localrt
 from benchmarks.gpu.configs import random_ids
 from localrt.api import Model
 from localrt.engine.types import Chunk
-from localrt.quant.ops.cuda import cuda_memory
 
 __all__ = ["main"]
 
@@ -109,10 +108,10 @@ def save_logits(model: Model, path: str) -> None:
 
 def counted(model: Model) -> dict[str, Any]:
     """Kernels, launches and waits of a token, and the card's idle share, once all is recorded."""
-    try:
-        from localrt.quant.ops.cuda.counting import count_card_use
-    except ImportError:
+    if not model.info.device.startswith("cuda"):
         return {}
+    from localrt.quant.ops.cuda.counting import count_card_use
+
     ids = random_ids({"vocab_size": model.info.vocab_size}, 4, seed=4)
     answer = model.stream(token_ids=ids, max_tokens=3 * _COUNTED, ignore_eos=True, temperature=0)
     for _ in range(_COUNTED):
@@ -132,6 +131,8 @@ def counted(model: Model) -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """The most of the card's memory that torch has taken, and CUDA's own."""
+    if "torch" not in sys.modules:
+        return {}
     import torch
 
     if not torch.cuda.is_available():
@@ -148,7 +149,7 @@ def throttle(link_bytes_s: float) -> None:
     """
     import torch
 
-    from localrt.quant.ops.cuda import measuring
+    from localrt.quant.ops.cuda import cuda_memory, measuring
 
     plain, card_rates = cuda_memory.CudaCopies, measuring.card_rates
 

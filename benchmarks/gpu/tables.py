@@ -11,23 +11,51 @@ __all__ = ["gpu_tables"]
 
 Record = Mapping[str, Any]
 
-_BATCHES = (1, 4, 8, 16, 32, 64)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+# What the page has figures of: how the results' names begin, and one of their values.
+_PARTS = {
+    "products by rows, in bytes per clock and processor": ("batches ", "per_clock_1"),
+    "products on 24 processors of the card": ("batches ", "small_per_clock_1"),
+    "peers in the same run": ("peer ", "us_1"),
+    "models larger than 8 GB through `localrt.load`": ("loaded ", "decode_tok_s"),
+    "a pipeline, bit for bit as with all weights on the card": (
+        "offload ",
+        "as_resident_bit_for_bit",
+    ),
+    "mixtures whose experts are in RAM": ("experts ", "hybrid_tok_s"),
+}
+_VERSIONS = ("torch", "cuda", "driver", "triton", "cuda-bindings", "bitsandbytes")
 
 
 def gpu_tables(record: Record) -> str:
-    """What ran, what failed, and the kernels' speeds."""
+    """When and where it ran, what failed, what did not run, and speeds."""
     results = record["results"]
     machine = record["machine"]
     passed = sum(result["ok"] for result in results)
+    versions = ", ".join(f"{name} {machine[name]}" for name in _VERSIONS if machine.get(name))
     head = (
-        f"`{record['command']}` on one {machine['device']}, torch {machine['torch']}, Triton "
-        f"{machine['triton']}: {passed} of {len(results)} checks passed in "
+        f"`{record['command']}` on {record.get('date', 'a day that was not kept')}, one "
+        f"{machine['device']}, {versions}: {passed} of {len(results)} checks passed in "
         f"{record['seconds']:.0f} seconds."
     )
     failed = [f"- {result['name']}: {_why(result)}" for result in results if not result["ok"]]
     parts = [head, *(["Failed:", "\n".join(failed)] if failed else [])]
-    parts += [_one_row(results), _batches(results), _whole(results)]
-    return "\n\n".join(parts)
+    if missing := list(_not_run(record)):
+        parts += ["Not run:", "\n".join(f"- {line}" for line in missing)]
+    parts += [_one_row(results), _against_cublas(results), _per_clock(results), _peers(results)]
+    parts += [_whole(results), _loaded(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _not_run(record: Record) -> Iterator[str]:
+    """What this run has no figures of, and why as far as it says."""
+    results = record["results"]
+    for what, (start, key) in _PARTS.items():
+        if not any(key in values for _, values in _named(results, start)):
+            yield what
+    for result in results:
+        if "not run" in result["values"]:
+            yield f"{result['name']}: {result['values']['not run']}"
 
 
 def _why(result: Record) -> str:
@@ -47,6 +75,11 @@ def _named(results: Sequence[Record], start: str) -> Iterator[tuple[str, Record]
             yield result["name"].removeprefix(start), result["values"]
 
 
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Nothing where there is nothing to show."""
+    return markdown_table(list(headers), [list(row) for row in rows]) if rows else ""
+
+
 def _one_row(results: Sequence[Record]) -> str:
     rows = [
         [
@@ -58,16 +91,77 @@ def _one_row(results: Sequence[Record]) -> str:
         ]
         for name, values in _named(results, "one row ")
     ]
-    headers = ["one row", "µs", "GB/s", "of a copy's", "times cuBLAS in bf16"]
-    return markdown_table(headers, rows)
+    return _table(["one row", "µs", "GB/s", "of a copy's", "times cuBLAS in bf16"], rows)
 
 
-def _batches(results: Sequence[Record]) -> str:
+def _by_rows(results: Sequence[Record], title: str, start: str, key: str, show: str) -> str:
+    """A table of the results that have ``key`` for some numbers of rows."""
+    found = list(_named(results, start))
+    counts = [n for n in _BATCHES if any(f"{key}_{n}" in values for _, values in found)]
     rows = [
-        [name, *(f"{values[f'against_cublas_{rows}']:.2f}x" for rows in _BATCHES)]
-        for name, values in _named(results, "batches ")
+        [
+            name,
+            *(show.format(values[f"{key}_{n}"]) if f"{key}_{n}" in values else "" for n in counts),
+        ]
+        for name, values in found
+        if any(f"{key}_{n}" in values for n in counts)
     ]
-    return markdown_table(["times cuBLAS in bf16, rows", *map(str, _BATCHES)], rows)
+    return _table([title, *map(str, counts)], rows)
+
+
+def _against_cublas(results: Sequence[Record]) -> str:
+    title = "times cuBLAS in bf16, rows"
+    return _by_rows(results, title, "batches ", "against_cublas", "{:.2f}x")
+
+
+def _per_clock(results: Sequence[Record]) -> str:
+    """On the whole card, and on some processors of it."""
+    cards = {result["name"]: result["values"] for result in results}.get("small card", {})
+    some = cards.get("of_small_card", "few")
+    tables = (
+        _by_rows(results, "µs, rows", "batches ", "us", "{:.1f}"),
+        _by_rows(results, "bytes per clock and processor, rows", "batches ", "per_clock", "{:.2f}"),
+        _by_rows(results, f"µs on {some} processors, rows", "batches ", "small_us", "{:.1f}"),
+        _by_rows(
+            results,
+            f"bytes per clock and processor on {some}, rows",
+            "batches ",
+            "small_per_clock",
+            "{:.2f}",
+        ),
+    )
+    return "\n\n".join(table for table in tables if table)
+
+
+def _peers(results: Sequence[Record]) -> str:
+    table = _by_rows(results, "peers, µs, rows", "peer ", "us", "{:.1f}")
+    theirs = next((values for name, values in _named(results, "peer ") if name == "llama.cpp"), {})
+    rows = [[name, f"{us:.1f}"] for name, us in theirs.items() if name != "not run"]
+    return "\n\n".join(
+        part for part in (table, _table(["llama.cpp's products", "µs"], rows)) if part
+    )
+
+
+def _loaded(results: Sequence[Record]) -> str:
+    """Models larger than 8 GB, a way of loading each a row."""
+    found = [(name, values) for name, values in _named(results, "loaded ") if "load_s" in values]
+    keys = {
+        "decode tok/s": ("decode_tok_s", "{:.1f}"),
+        "forecast": ("predicted_tok_s", "{:.1f}"),
+        "first token of 512, s": ("first_token_512_s", "{:.2f}"),
+        "uncompiled, s": ("first_token_512_uncompiled_s", "{:.2f}"),
+        "of 2048, s": ("first_token_2048_s", "{:.2f}"),
+        "kernels a token": ("kernels_per_token", "{:.0f}"),
+        "launches": ("launches_per_token", "{:.0f}"),
+        "waits": ("waits_per_token", "{:.1f}"),
+        "card idle": ("card_idle", "{:.0%}"),
+        "loading, s": ("load_s", "{:.0f}"),
+    }
+    rows = [
+        [name, *(show.format(values[key]) if key in values else "" for key, show in keys.values())]
+        for name, values in found
+    ]
+    return _table(["within 8 GB", *keys], rows)
 
 
 def _whole(results: Sequence[Record]) -> str:
@@ -83,4 +177,4 @@ def _whole(results: Sequence[Record]) -> str:
             ]
         )
     headers = ["resident, shape of Qwen2.5 1.5B", "decode tok/s", "without CUDA graphs"]
-    return markdown_table([*headers, "prefill tok/s"], rows)
+    return _table([*headers, "prefill tok/s"], rows)

@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.peers import parse_perf
+from benchmarks.gpu.tables import gpu_tables
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
 
-# What a machine with nothing but torch has: other imports fail.
+# What a machine with nothing but torch has: other imports fail, in every process.
 BARE = """
-import runpy, sys
-for name in ("safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf", "textual", "psutil"):
+import sys
+for name in ("safetensors", "tokenizers", "huggingface_hub", "jinja2", "gguf", "textual", "psutil",
+             "scipy", "transformers", "httpx2", "rich", "tomlkit"):
     sys.modules[name] = None
 sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
-runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 """
 
 
@@ -33,8 +36,11 @@ def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
-    command = [sys.executable, "-c", BARE, "--device", "cpu", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
+    bare = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'bare'}:{ROOT}"}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=bare)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())
     names = [result["name"] for result in record["results"]]
@@ -46,5 +52,26 @@ def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
         "resident int4-g32",
         "offload 24B int4 in 8 GB",
         "offload peer in bf16",
+        "loaded small, compiled as resident",
+        "loaded small mixture, compiled as resident",
+        "peer cuBLAS bf16 32x64",
     } <= set(names)
+    found = {result["name"]: result["values"] for result in record["results"]}
+    assert found["loaded small, compiled as resident"]["bitwise_equal"]
+    assert found["offload 24B int4 in 8 GB"]["as_resident_bit_for_bit"]
+    assert "not on the path" in found["peer llama.cpp"]["not run"]
+    page = gpu_tables(record)
+    assert f"on {record['date']}" in page
+    assert "- products on 24 processors of the card" in page
+    assert "| small, compiled |" in page
     assert all(result["ok"] for result in record["results"])
+
+
+def test_what_llamacpp_prints_is_read() -> None:
+    text = """
+  MUL_MAT(type_a=q4_0,type_b=f32,m=4096,n=1,k=14336,bs=[1,1],nr=[1,1],per=[0,1,2,3],v=0): \
+ 8520 runs -   117.94 us/run - 117.44 MFLOP/run - 995.75 GFLOPS
+  MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=2,k=14336,bs=[1,1]): 8000 runs - 130.00 us/run - x
+  MUL_MAT(type_a=mxfp4,type_b=f32,m=4096,n=8,k=14336,bs=[1,1],nr=[1,1]): 900 runs - 99.5 us/run
+"""
+    assert parse_perf(text) == {"q4_0 4096x14336 of 1": 117.94, "mxfp4 4096x14336 of 8": 99.5}
