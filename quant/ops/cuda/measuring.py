@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,13 @@ from localrt.quant.ops.cuda.card_file import CardFile
 from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 from localrt.quant.ops.cuda.graph import record
 from localrt.quant.ops.cuda.kernels.formats import TYPES
-from localrt.quant.ops.cuda.kernels.launch import card_file
+from localrt.quant.ops.cuda.kernels.launch import card_file, noting, prepare
 from localrt.quant.ops.cuda.kernels.products import TiledMatrix, quantize
+from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.kernels.timing import CudaStopwatch, Stopwatch
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.cuda.products import linear
-from localrt.quant.ops.cuda.rates import RATES, ROWS, CardRates
+from localrt.quant.ops.cuda.rates import FINE_RATES, RATES, ROWS, CardRates
 from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
@@ -36,6 +39,7 @@ __all__ = ["Size", "card_rates", "measure_card"]
 
 _FORMATS = ("int4-g32", "q4_k")
 _RUNS = 5
+_THREADS = 4  # that compile
 
 Step = Callable[[int, int], None]
 """Is told how many steps are done, and of how many."""
@@ -67,13 +71,14 @@ def card_rates(
         LocalrtError: the card cannot be measured.
     """
     file = file or card_file(torch.device(ops.device))
-    known = CardRates.from_dict(file.read(RATES))
-    wanted = _packed(formats) or _FORMATS[:1]
+    part = FINE_RATES if ops.fine else RATES
+    known = CardRates.from_dict(file.read(part))
+    wanted = _packed(formats) or (_FORMATS[:1] if known is None else ())
     missing = [name for name in wanted if known is None or name not in known.products]
     if known is not None and not missing:
         return known
     rates = measure_card(ops, missing, host=host, known=known, on_step=on_step)
-    file.write(RATES, rates.to_dict())
+    file.write(part, rates.to_dict())
     if torch.device(ops.device).type == "cuda":
         torch.cuda.empty_cache()  # so that what was used to measure counts as free
     return rates
@@ -110,8 +115,10 @@ def measure_card(
 
     products: dict[str, tuple[float, ...]] = {}
     with ops.scope():
-        for name in names:
-            products[name] = _product_seconds(ops, name, stopwatch, size)
+        weights = {name: _weight(ops, name, size) for name in names}
+        _compile(ops, weights.values())
+        for name, weight in weights.items():
+            products[name] = _product_seconds(ops, weight, stopwatch)
             step()
         if known is not None:
             return replace(known, products={**known.products, **products})
@@ -150,22 +157,36 @@ def _packed(formats: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _product_seconds(
-    ops: CudaOps, name: str, stopwatch: Stopwatch, size: type[Size]
-) -> tuple[float, ...]:
-    """Seconds per weight at each of ``ROWS``, with what brings rows to 8 bits."""
+def _weight(ops: CudaOps, name: str, size: type[Size]) -> CudaWeight:
     rows, columns = size.shape
-    device = torch.device(ops.device)
-    # Any two of these bytes are a sane float16.
     nbytes = rows * FORMATS[name].row_bytes(columns)
-    data = torch.randint(0x20, 0x40, (nbytes,), dtype=torch.uint8, device=device)
-    weight = CudaWeight(size.shape, (TiledMatrix(name, size.shape, data),))
-    seconds = []
+    # Any two of these bytes are a sane float16.
+    data = torch.randint(0x20, 0x40, (nbytes,), dtype=torch.uint8, device=ops.device)
+    return CudaWeight(size.shape, (TiledMatrix(name, size.shape, data),), fine=ops.fine)
+
+
+def _products(ops: CudaOps, weight: CudaWeight) -> Iterator[Callable[[], object]]:
+    """What starts a product at each of ``ROWS``, with what brings rows to 8 bits."""
     for count in ROWS:
-        x = torch.randn(count, columns, device=device).bfloat16()
-        took = stopwatch.seconds(lambda x=x: linear(x, weight, dtype=torch.float32))  # type: ignore[misc]
-        seconds.append(took / (rows * columns))
-    return tuple(seconds)
+        x = torch.randn(count, weight.shape[1], device=ops.device).bfloat16()
+        yield partial(linear, x, weight, dtype=torch.float32)
+
+
+def _compile(ops: CudaOps, weights: Iterable[CudaWeight]) -> None:
+    """What will be timed, side by side."""
+    programs: dict[Program, None] = {}
+    with noting(programs):
+        for weight in weights:
+            for start in _products(ops, weight):
+                start()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(partial(prepare, torch.device(ops.device)), programs))
+
+
+def _product_seconds(ops: CudaOps, weight: CudaWeight, stopwatch: Stopwatch) -> tuple[float, ...]:
+    """Seconds per weight at each of ``ROWS``."""
+    rows, columns = weight.shape
+    return tuple(stopwatch.seconds(start) / (rows * columns) for start in _products(ops, weight))
 
 
 def _memory_bytes_s(device: torch.device, stopwatch: Stopwatch, size: type[Size]) -> float:

@@ -14,10 +14,10 @@ from typing import Any
 
 from localrt.quant.ops.cuda.card_file import kept_of
 
-__all__ = ["RATES", "ROWS", "CardRates", "known_rates"]
+__all__ = ["FINE_RATES", "RATES", "ROWS", "CardRates", "known_rates"]
 
-RATES = "rates"
-"""The part of a card's file that has them."""
+RATES, FINE_RATES = "rates", "rates of 15 bits"
+"""The parts of a card's file that have them, for rows in 8 bits and in 15."""
 
 ROWS = (1, 8, 64, 128, 512, 2048)
 """Rows of the products that are timed. From 65 on weights are unpacked first."""

@@ -11,6 +11,7 @@ import pytest
 
 from localrt.quant.ops.cuda import measuring
 from localrt.quant.ops.cuda.card_file import CardFile
+from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.measuring import card_rates, measure_card
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.cuda.rates import RATES, ROWS, CardRates
@@ -38,7 +39,9 @@ class Watch:
         return 1.0
 
 
-def test_a_card_is_measured(emulator: Emulator) -> None:
+def test_a_card_is_measured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: set[Program] = set()
+    monkeypatch.setattr(measuring, "prepare", lambda device, program: compiled.add(program))
     ops, steps = CudaOps(device="cpu"), list[tuple[int, int]]()
     rates = measure_card(
         ops, ["q4_0", "bf16"], stopwatch=Watch(), size=Small, on_step=lambda *s: steps.append(s)
@@ -50,6 +53,7 @@ def test_a_card_is_measured(emulator: Emulator) -> None:
     assert 0 < rates.busy_cpu <= 1
     assert (rates.busy_cpu < 1 or rates.busy_link < 1) or find_library() is None
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert {program for program in emulator.launches if program.name == "linear"} <= compiled
     # Of a card that is known, nothing but a new format.
     emulator.launches.clear()
     more = measure_card(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
@@ -74,8 +78,12 @@ def test_rates_are_kept_and_only_what_is_missing_is_measured(
     first = card_rates(ops, ["int4-g32", "f32"], file=file)
     assert card_rates(ops, ["int4-g32"], file=file) == first
     assert asked == [(["int4-g32"], False)]
+    assert card_rates(ops, ["bf16"], file=file) == first  # nothing to measure
     card_rates(ops, ["q4_k"], file=file)
     assert asked[1:] == [(["q4_k"], True)]
+    # Rows in 15 bits take longer.
+    card_rates(CudaOps(device="cpu", fine=True), ["q4_k"], file=file)
+    assert asked.pop() == (["q4_k"], False)
     # Another driver's figures, or damaged ones, are as good as none.
     card_rates(ops, ["q4_k"], file=CardFile(tmp_path, "card", ["another"]))
     damaged = CardFile(tmp_path, "card", ["key"])
