@@ -22,6 +22,7 @@ from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, resolve
 from localrt.machine import hardware
 from localrt.quant.ops.cuda.card_file import kept_of
+from localrt.quant.ops.cuda.kernels.programs import NO_COMPILER, has_compiler
 from localrt.quant.ops.cuda.rates import known_rates
 from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
@@ -153,6 +154,8 @@ def _advice(
         yield "there is a GPU: to use it, pip install 'localrt[gpu]'"
     elif torch is not None and gpu and "+cpu" in torch:
         yield f"there is a GPU, but torch {torch} cannot use it: install a CUDA build of torch"
+    if gpu and torch is not None and not has_compiler():
+        yield NO_COMPILER
     missing = {extra for name, extra, _ in _PACKAGES if versions[name] is None}
     uses = {
         "gpu": "the GPU" if gpu else None,

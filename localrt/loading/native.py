@@ -28,7 +28,7 @@ from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
 from localrt.offload.ram_forecast import resident_forecast
 from localrt.progress import ProgressCallback
-from localrt.quant.ops.choose import make_ops
+from localrt.quant.ops.choose import make_ops, why_not_our_kernels
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Ops
 from localrt.settings import Settings
@@ -63,6 +63,9 @@ def load_native(
         activations=options.activations,
         threads=options.threads,
     )
+    if options.format is None and not virtual:
+        why = why_not_our_kernels(ops, config.attention, options.device)
+        notes += [why] if why else []
     infos = checkpoint.tensors.values()
 
     def describe(config: DecoderConfig, streamed: bool) -> EngineInfo:

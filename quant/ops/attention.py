@@ -19,7 +19,6 @@ from localrt.quant.ops.arrays import Vector, Weight
 
 __all__ = [
     "LATENT_SCRATCH_NBYTES",
-    "NO_LATENTS",
     "AttentionSpec",
     "AttentionWeights",
     "LatentSpec",
@@ -29,11 +28,6 @@ __all__ = [
 
 LATENT_SCRATCH_NBYTES = 64 << 20
 """What the compiled kernels take at most for queries against latents: they go a few at a time."""
-
-NO_LATENTS = (
-    "latent attention (DeepSeek) on a GPU needs CUDA's compiler: install "
-    "'localrt[gpu]', use device 'cpu', or format 'bf16' for a GPU that holds the model unpacked"
-)
 
 
 @dataclass(frozen=True, slots=True)

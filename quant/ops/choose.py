@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
-from localrt.quant.ops.attention import NO_LATENTS, AttentionSpec, LatentSpec
+from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 from localrt.quant.ops.cuda.kernels.kv import FORMATS
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["kernels_take_heads", "make_ops"]
+__all__ = ["kernels_take_heads", "make_ops", "why_not_our_kernels"]
 
 _WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/csrc/kv.h
 
@@ -40,7 +40,7 @@ def make_ops(
     if device == "auto":
         device = _default_device()
         # Latent attention on packed weights needs our kernels: without them, it is the CPU's.
-        if latent and compute_format is None and device != "cpu" and not _kernels_run(0):
+        if latent and compute_format is None and device != "cpu" and _limit(attention, 0):
             device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.ops.native.kv import cache_format, parse_kv_format
@@ -70,7 +70,8 @@ def make_ops(
         index = device.removeprefix("cuda").removeprefix(":") or "0"
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
-        if compute_format is None and _kernels_run(int(index)) and _card_takes(attention):
+        limit = _limit(attention, int(index)) if compute_format is None else ""
+        if compute_format is None and not limit:
             from localrt.quant.ops.cuda.ops import CudaOps
 
             fine = activations == "bf16"
@@ -78,7 +79,10 @@ def make_ops(
         if kept != "bf16":
             raise OptionError(_no_kv_format(kept))
         if latent and compute_format is None:
-            raise OptionError(NO_LATENTS)
+            raise OptionError(
+                f"latent attention (DeepSeek) on a GPU needs localrt's kernels, and {limit}; or "
+                "use device 'cpu', or format 'bf16' for a GPU that holds the model unpacked"
+            )
         if compute_format is None and find_spec("bitsandbytes") is not None:
             from localrt.quant.ops.torch.bitsandbytes_ops import BnbOps
 
@@ -105,32 +109,45 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _kernels_run(index: int) -> bool:
-    """Whether our GPU kernels do: with their compiler, on a GPU of Turing and later.
+def why_not_our_kernels(ops: Ops, attention: Sequence[AttentionSpec], device: str) -> str:
+    """What to tell of ``ops``, made for ``device`` without a format: in a line, why they are not
+    our kernels on the GPU that is there; empty where they are, or where there is none.
+    """
+    if ops.name == "cuda" or (device if device != "auto" else _default_device()) == "cpu":
+        return ""
+    index = ops.device.removeprefix("cuda").removeprefix(":")
+    limit = _limit(attention, int(index) if index.isdecimal() else 0)
+    if not limit:
+        return ""
+    if ops.device == "cpu":
+        return f"the GPU is not used, for latent attention needs localrt's kernels, and {limit}"
+    return f"the GPU computes without localrt's kernels, on weights in bf16 or NF4: {limit}"
+
+
+def _limit(attention: Sequence[AttentionSpec], index: int) -> str:
+    """Why our kernels do not compute on a GPU, and what to do; empty where they do.
 
     A broken install counts as none: torch computes as well, on unpacked weights.
     """
     import torch
 
-    from localrt.quant.ops.cuda.kernels.programs import OLDEST, has_compiler
-
-    if torch.version.hip is not None:
-        return False
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor >= OLDEST and has_compiler()
-
-
-def _card_takes(attention: Sequence[AttentionSpec]) -> bool:
-    """Whether our GPU kernels attend with these heads."""
     from localrt.quant.ops.cuda.kernels.attention import takes_heads
     from localrt.quant.ops.cuda.kernels.latent import takes_latents
+    from localrt.quant.ops.cuda.kernels.programs import NO_COMPILER, OLDEST, has_compiler
 
-    return all(
-        takes_latents(spec.rope_dim, spec.latent)
-        if isinstance(spec, LatentSpec)
-        else takes_heads(spec.head_dim)
-        for spec in attention
-    )
+    if torch.version.hip is not None:
+        return "they are for NVIDIA cards"
+    major, minor = torch.cuda.get_device_capability(index)
+    if 10 * major + minor < OLDEST:
+        return f"they need a card of compute capability {OLDEST / 10}, and this has {major}.{minor}"
+    for spec in attention:
+        if isinstance(spec, LatentSpec):
+            if not takes_latents(spec.rope_dim, spec.latent):
+                sizes = f"{spec.latent} numbers and {spec.rope_dim} rotary ones"
+                return f"they do not take latents of {sizes}"
+        elif not takes_heads(spec.head_dim):
+            return f"they do not take heads of {spec.head_dim} numbers"
+    return "" if has_compiler() else NO_COMPILER
 
 
 def kernels_take_heads(size: int) -> bool:

@@ -80,6 +80,17 @@ def test_a_cpu_build_of_torch_beside_a_gpu_is_pointed_out(
     assert any("CUDA build of torch" in line for line in _doctor(capsys)["advice"])
 
 
+def test_a_gpu_without_cudas_compiler_is_pointed_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: "2.13.0")
+    monkeypatch.setattr(doctor, "has_compiler", lambda: False)
+    wanted = "CUDA's compiler is missing: pip install 'localrt[gpu]' nvidia-cuda-nvrtc"
+    assert wanted not in _doctor(capsys)["advice"]
+    monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("X"),))
+    assert wanted in _doctor(capsys)["advice"]
+
+
 def test_a_folder_that_is_a_file_is_not_writable_and_not_fatal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.torch.ops import TorchOps
 from localrt.settings import Settings
 from tests.models.tiny import save_tiny
 from tests.offload.cards.carded import place_on_card
@@ -223,3 +224,16 @@ def test_what_does_not_compile_and_who_does_not_wait(card: Card, tmp_path: Path)
     cancel.set()
     with pytest.raises(CancelledError):
         load_whole(source, cancel=cancel)
+
+
+def test_a_model_says_why_our_kernels_do_not_compute_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "make_ops", lambda *_, **__: TorchOps())
+    monkeypatch.setattr(native, "why_not_our_kernels", lambda ops, attention, device: "no compiler")
+    settings, notes = Settings.from_environment(), list[str]()
+    for format_ in (None, "bf16"):  # which is torch's anyway
+        options = LoadOptions(device="cuda", format=format_, ctx=64)
+        source = synthetic(tmp_path)
+        native.load_native(source, options, settings=settings, notes=notes)[0].close()
+    assert notes == ["no compiler"]

@@ -55,6 +55,11 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch, bitsandbytes: boo
     monkeypatch.setattr(choose, "find_spec", lambda name: bitsandbytes or None)
     ops = choose.make_ops([], device="cuda")
     assert ops.name == ("bitsandbytes" if bitsandbytes else "torch")
+    why = choose.why_not_our_kernels(ops, [], "cuda")
+    assert why.startswith("the GPU computes without localrt's kernels")
+    assert why.endswith("pip install 'localrt[gpu]' nvidia-cuda-nvrtc")
+    monkeypatch.undo()
+    assert choose.why_not_our_kernels(choose.make_ops([]), [], "auto") == ""
 
 
 def test_latent_attention_is_our_kernels_or_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +69,17 @@ def test_latent_attention_is_our_kernels_or_the_cpus(monkeypatch: pytest.MonkeyP
         value=32,
     )  # fmt: skip
     assert choose.make_ops([spec], device="cuda").name == "cuda"
-    monkeypatch.setattr(choose, "_kernels_run", lambda index: False)
+    with pytest.raises(OptionError, match="do not take latents of 2048 numbers and 16 rotary ones"):
+        choose.make_ops([replace(spec, head_dim=2064, latent=2048)], device="cuda")
+    monkeypatch.setattr(programs, "has_compiler", lambda: False)
     monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
-    assert choose.make_ops([spec]).device == "cpu"
-    with pytest.raises(OptionError, match="needs CUDA's compiler"):
+    ops = choose.make_ops([spec])
+    assert ops.device == "cpu"
+    assert "the GPU is not used" in choose.why_not_our_kernels(ops, [spec], "auto")
+    with pytest.raises(OptionError, match="and CUDA's compiler is missing: pip install"):
+        choose.make_ops([spec], device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    with pytest.raises(OptionError, match=r"compute capability 7\.5, and this has 7\.0"):
         choose.make_ops([spec], device="cuda")
 
 
@@ -78,7 +90,7 @@ def test_quantized_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPat
         for kept in ("bf16", "int8", "int4")
     ]
     assert sizes == [256 * 2 * 256, 256 * 2 * 136, 256 * 2 * (52 + 36)]
-    monkeypatch.setattr(choose, "_kernels_run", lambda index: False)
+    monkeypatch.setattr(programs, "has_compiler", lambda: False)
     with pytest.raises(OptionError, match="a GPU that ours run on"):
         choose.make_ops([spec], device="cuda", kv_format="int8")
 

@@ -19,6 +19,7 @@ from localrt.errors import LocalrtError, MissingExtraError
 from localrt.files import write_bytes
 
 __all__ = [
+    "NO_COMPILER",
     "OLDEST",
     "Compiled",
     "Program",
@@ -30,6 +31,8 @@ __all__ = [
 
 OLDEST = 75
 """The first generation of cards with products of 8-bit integers: Turing."""
+
+NO_COMPILER = "CUDA's compiler is missing: pip install 'localrt[gpu]' nvidia-cuda-nvrtc"
 
 _FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 
@@ -153,9 +156,7 @@ def _nvrtc() -> Any:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise MissingExtraError(
-            f"no CUDA compiler ({error}): pip install 'localrt[gpu]', with a CUDA build of torch"
-        ) from error
+        raise MissingExtraError(f"{NO_COMPILER} ({error})") from error
     return nvrtc
 
 
