@@ -56,19 +56,33 @@ class Lease:
 class Ring:
     """``nbytes`` for units of at most ``nbytes`` each; chunks have at most ``chunk`` bytes.
 
-    ``memory`` stands in for RAM of the ring's own: anything that can be sliced by bytes.
+    ``memory`` stands in for RAM of the ring's own: anything that can be sliced by bytes. ``free``
+    is called with it where another ring takes this one's place.
     """
 
-    def __init__(self, nbytes: int, chunk: int = 2 << 20, memory: Any = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        chunk: int = 2 << 20,
+        memory: Any = None,
+        *,
+        free: Callable[[Any], object] = lambda memory: None,
+    ) -> None:
         if nbytes % PAGE or chunk % PAGE or chunk <= 0:
             raise ValueError(f"ring ({nbytes}) and chunk ({chunk}) must be multiples of {PAGE}")
         self.nbytes = nbytes
         self.memory = aligned_buffer(nbytes) if memory is None else memory
         self._chunk = chunk
+        self._free = free
         self._next = 0  # where the next unit goes if it fits
         self._live: deque[Lease] = deque()  # oldest first
         # Of bytes given back, the oldest first; ranges do not overlap, so they are few.
         self._marks: list[tuple[int, int, Mark]] = []
+
+    def replaced(self) -> None:
+        """Nobody has a place in it any more."""
+        memory, self.memory = self.memory, None
+        self._free(memory)
 
     def lease(self, nbytes: int) -> Lease | None:
         """A place for a unit behind those that are there; None while nothing of it could be read.

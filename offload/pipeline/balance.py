@@ -13,6 +13,7 @@ from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.residency import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
+from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.pipeline.caches import Caches
@@ -21,7 +22,7 @@ from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
 
-__all__ = ["Balance", "Rings", "choose_slabs", "choose_units"]
+__all__ = ["Balance", "Rings", "choose_slabs", "choose_units", "host_ring"]
 
 _IN_RAM = (Where.RAM, Where.LINK)
 _OTHERS = "other programs need the memory"
@@ -39,6 +40,13 @@ class Rings:
     ram: int
     vram: int
     chunk: int
+
+
+def host_ring(nbytes: int, chunk: int, card: Accelerator | None) -> Ring:
+    """In RAM, the CPU's; beside a card what is copied over the link must not be paged out."""
+    if card is None:
+        return Ring(nbytes, chunk)
+    return Ring(nbytes, chunk, card.host_buffer(nbytes), free=card.free_host)
 
 
 class Balance(WeightMemory):
@@ -310,7 +318,7 @@ class Balance(WeightMemory):
             self._ram_ring = before
             return False
         self._ring_growth += more
-        self._move(chosen, Ring(size, self._rings.chunk))
+        self._move(chosen, host_ring(size, self._rings.chunk, self._card))
         return True
 
     def _move(self, chosen: Sequence[Stage], ring: Ring | None = None) -> int:

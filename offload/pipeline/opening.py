@@ -24,7 +24,7 @@ from localrt.offload.experts.memory import (
 )
 from localrt.offload.experts.stage import SparseStage
 from localrt.offload.kv.tier import KvTier
-from localrt.offload.pipeline.balance import Balance, Rings
+from localrt.offload.pipeline.balance import Balance, Rings, host_ring
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.row_table import RowTable
@@ -205,11 +205,9 @@ def _cpu_lane(setup: Setup) -> Lane:
     reading, devices = setup.reading, setup.devices
     reader = None
     if nbytes:
-        # What is copied over the link must not be paged out on the way.
-        memory = None if devices.card is None else devices.card.host_buffer(nbytes)
         reader = UnitReader(
             DiskSource(setup.files, devices.clock),
-            Ring(nbytes, reading.mode.block, memory),
+            host_ring(nbytes, reading.mode.block, devices.card),
             threads=reading.mode.threads,
             stall_s=reading.stall_s,
         )

@@ -190,6 +190,7 @@ class UnitReader(reader.Reader):
         if self._following is not None:
             self._order, self._following = self._following, None
         if self._new_ring is not None:
+            self._ring.replaced()
             self._ring, self._new_ring = self._new_ring, None
         self._cursor, self._draining = 0, False
         self._drained()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from localrt.models.decoder import Decoder
 from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.slab import SLABS, Slab, share_slabs
+from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
+from localrt.offload.ring import PAGE
 from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import tokens
@@ -45,6 +48,12 @@ def card_of(decoder: Decoder) -> Accelerator:
     assert lane is not None
     assert lane.card is not None
     return lane.card
+
+
+def units(model: Model) -> dict[str, Any]:
+    """Those that may pass through a ring."""
+    names = passing(model.store)
+    return {unit.name: unit for unit in model.store.manifest.units if unit.name in names}
 
 
 def beside_weights(model: Model, length: int) -> int:
@@ -200,10 +209,9 @@ def test_a_pass_for_which_the_card_had_no_memory_is_tried_once_more(
         assert "other programs need the memory" in decoder.residency.counts().memory_note
 
 
-def test_ram_of_experts_that_are_given_back_is_unpinned(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the card's driver would keep it."""
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes of RAM by their address."""
     pinned = dict[int, int]()
     make, release = LateAccelerator.host_buffer, LateAccelerator.free_host
 
@@ -218,6 +226,35 @@ def test_ram_of_experts_that_are_given_back_is_unpinned(
 
     monkeypatch.setattr(LateAccelerator, "host_buffer", host_buffer)
     monkeypatch.setattr(LateAccelerator, "free_host", free_host)
+    return pinned
+
+
+def test_a_ring_that_is_made_larger_is_pinned_like_the_one_before(
+    model: Model, pinned: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is freed, when nothing is copied from it any more."""
+    monkeypatch.setattr(balance, "growing_ring_nbytes", lambda largest: largest + 4 * PAGE)
+    sizes = {name: unit.nbytes for name, unit in units(model).items()}
+    smallest = min(sizes, key=sizes.__getitem__)
+    ring, largest = sizes[smallest] + PAGE, max(sizes.values())
+    where = {smallest: Where.SSD_LINK}
+    placement = replace(place_on_card(model.store, where), ram_ring=ring)
+    with on_card(model, where, placement=placement, late=True) as decoder:
+        expected = list(generate(model.resident, 6))
+        assert_same(list(generate(decoder, 6)), expected)
+        assert list(pinned.values()) == [ring]
+        memory = decoder.residency.memory
+        few = sum(size for size in sizes.values() if size <= ring)  # which are not enough
+        memory.set_budget(memory.ram_nbytes - few + largest, "less")
+        assert_same(list(generate(decoder, 6)), expected)
+        assert list(pinned.values()) == [largest + 4 * PAGE]
+        assert "more of the weights are read" in memory.note
+
+
+def test_ram_of_experts_that_are_given_back_is_unpinned(
+    tmp_path_factory: pytest.TempPathFactory, pinned: dict[int, int]
+) -> None:
+    """Else the card's driver would keep it."""
     with (
         closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model,
         on_card(model, places(model, 0.3), expert_costs=COSTS, late=True) as decoder,
