@@ -34,12 +34,14 @@ def make_stages(
     config, card = setup.config, lanes[True]
     spans, joined = Spans(), JoinedHead(config)
 
-    def moved() -> None:
+    def forget(joining: Spans | JoinedHead) -> None:
         """What was joined or recorded would read or keep a unit's memory as it was."""
-        spans.forget()
-        joined.forget()
+        joining.forget()
         if card is not None and card.recorder is not None:
             card.recorder.forget()
+
+    def layer_moved(lane: Lane) -> Callable[[], None]:
+        return (lambda: None) if lane.recorder is None else partial(forget, spans)
 
     def lane_of(unit: StoredUnit) -> Lane:
         lane = lanes[setup.where(unit).on_gpu]
@@ -57,7 +59,8 @@ def make_stages(
         side = layer in on_card
         at, caches[side] = (caches[side] if split else layer), caches[side] + 1
         load = partial(load_attention, config, layer, at=at)
-        add(Stage(attention, setup.where(attention), lane_of(attention), load, moved))
+        lane = lane_of(attention)
+        add(Stage(attention, setup.where(attention), lane, load, layer_moved(lane)))
         sparse, lane = config.mixture(layer) is not None, lane_of(mlp)
         experts = runners[lane.resource] if sparse else None
         load = partial(load_mlp, config, layer, experts=experts)
@@ -68,7 +71,8 @@ def make_stages(
             add(CrossingStage(mlp, setup.where(mlp), lane, load, card=card, rows=rows))
         else:
             kind = MixtureStage if sparse else Stage
-            add(kind(mlp, setup.where(mlp), lane, load, moved))
+            add(kind(mlp, setup.where(mlp), lane, load, layer_moved(lane)))
+    moved = partial(forget, joined)
     head = [joined.stage(unit, setup.where(unit), lane_of(unit), moved) for unit in setup.head()]
     for stage in head:
         add(stage)

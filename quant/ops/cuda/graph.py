@@ -98,16 +98,15 @@ class Recordings:
     ) -> Logits | None:
         """See ``Recorder``."""
         assert isinstance(step, StaticStep), "it takes the pass"
-        static, values = step.static, x.settle()
-        stream = static.stream(values)
+        static, before = step.static, x.settle()
+        values = static.values(before)
 
         def settled(step: CudaPass) -> None:
-            after = body(step, stream)
-            assert after is stream, "steps add to the stream where it is"
-            after.settle()
+            after = body(step, Stream(values)).settle()
+            assert after is values, "steps add to the stream where it is"
 
-        logits = static.run(key, step, settled, values)
-        x.values = stream.values
+        logits = static.run(key, step, settled, before)
+        x.values = values
         return None if logits is None else np.array(logits.cpu().numpy())
 
     def forget(self) -> None:
@@ -245,7 +244,7 @@ class StaticPass:
         self._index = None if whole else torch.tensor(self.wanted, device=device)
         assert isinstance(span.cache, TorchKVCache)
         self._limit = (span.cache.allocated,)
-        self._stream: Stream | None = None
+        self._values: Tensor | None = None
         self._host: Tensor | None = None
         self._runs: dict[object, _Run] = {}
 
@@ -260,11 +259,11 @@ class StaticPass:
         numbers = self._numbers.split(self._inputs)
         return StaticStep(*numbers, batch.spans, (self._tree,), self._limit, static=self)
 
-    def stream(self, like: Tensor) -> Stream:
-        """The residual stream that recordings read and leave, nothing pending."""
-        if self._stream is None:
-            self._stream = Stream(torch.empty_like(like))
-        return self._stream
+    def values(self, like: Tensor) -> Tensor:
+        """Of the residual stream, where recordings read it and leave it."""
+        if self._values is None:
+            self._values = torch.empty_like(like)
+        return self._values
 
     def run(
         self,
@@ -301,7 +300,7 @@ class StaticPass:
 
     def _load(self, x: Tensor | None) -> None:
         if x is not None:
-            values = self.stream(x).values
+            values = self.values(x)
             if x is not values:
                 values.copy_(x)
 

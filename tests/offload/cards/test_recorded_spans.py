@@ -9,19 +9,20 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from torch import Tensor
 
-from localrt.errors import CancelledError
+from localrt.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
 from localrt.offload.pipeline.spans import Span
 from localrt.offload.placement import Where
 from localrt.quant.ops.cuda import graph
 from localrt.quant.ops.cuda.kernels.launch import emulate
+from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, KVCache
 from localrt.quant.ops.protocol import Span as Rows
 from tests.offload.cards.late_cuda import on_late_card
@@ -123,9 +124,12 @@ def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> N
         decoder.residency.reserve(cache, 300)
         seen += decode(decoder, cache, 2, seed=2)
         spans = [weakref.ref(part) for part in decoder.residency.body if isinstance(part, Span)]
-        assert decoder.residency.memory.give_back_card(1) > 0
+        recorded = len(tape.recorded)
         assert decoder.residency.memory.give_back(1) > 0
-        seen += decode(decoder, cache, 3, seed=3)
+        seen += decode(decoder, cache, 1, seed=3)
+        assert len(tape.recorded) == recorded  # nothing of the card has moved
+        assert decoder.residency.memory.give_back_card(1) > 0
+        seen += decode(decoder, cache, 3, seed=4)
         gc.collect()
         assert not any(span() for span in spans)  # nothing keeps what was recorded
         return seen
@@ -160,6 +164,33 @@ def test_cancelled_passes(model: Model, tape: Tape) -> None:
         return seen
 
     assert_recorded(model, tape, talk)
+
+
+def test_a_pass_that_fails_while_it_is_recorded(
+    model: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a sum pending, which the next pass must not find."""
+    attend, failures = CudaOps.norm_qkv_rope_append, list[int]()
+
+    def fail_once(ops: CudaOps, x: Any, *args: Any) -> Any:
+        if ops.recording is not None and not failures:
+            failures.append(1)
+            raise LocalrtError("the card refuses")
+        return attend(ops, x, *args)
+
+    monkeypatch.setattr(CudaOps, "norm_qkv_rope_append", fail_once)
+
+    def talk(decoder: Decoder) -> list[np.ndarray]:
+        cache, seen = decoder.cache(40), list[np.ndarray]()
+        for token in tokens(3):
+            with suppress(LocalrtError):
+                seen.append(extend(decoder, cache, [token]))
+                continue
+            seen.append(extend(decoder, cache, [token]))
+        return seen
+
+    assert_recorded(model, tape, talk)
+    assert failures
 
 
 # -- what a token costs ----------------------------------------------------------------------------
