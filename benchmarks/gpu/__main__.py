@@ -15,7 +15,8 @@ import platform
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import import_module
@@ -24,28 +25,28 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.timing import Result, guarded
+from benchmarks.gpu.timing import Result, one_by_one
 from localrt.files import write_text
 from localrt.quant.ops.cuda.kernels.launch import emulate
 from localrt.quant.ops.native.abi import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Module and function. They are imported as they are needed.
+# Module and function, imported as they are needed; what only a card can say comes first.
 CHECKS = {
     "copy": ("kernels", "check_copy"),
     "rates": ("rates", "check_rates"),
-    "logits": ("models", "check_logits"),
-    "decode": ("models", "check_decode"),
     "products": ("kernels", "check_products"),
     "one-row": ("kernels", "check_one_row"),
     "batches": ("kernels", "check_batches"),
     "peers": ("peers", "check_peers"),
+    "loaded": ("loaded", "check_loaded"),
+    "logits": ("models", "check_logits"),
+    "decode": ("models", "check_decode"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
     "packed-logits": ("models", "check_packed_logits"),
     "packed": ("models", "check_packed"),
-    "loaded": ("loaded", "check_loaded"),
     "offload": ("offload", "check_offload"),
     "experts": ("experts", "check_experts"),
 }
@@ -68,11 +69,20 @@ def build_kernels() -> Result:
     return Result("CPU kernels", True, values={"built": True})
 
 
-def check(name: str, device: str) -> list[Result]:
-    """What a check finds."""
+def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator[Result]:
+    """What a check finds, as it comes; the CPU's ``kernels`` are waited for if it needs them."""
+    if name in _BESIDE and kernels is not None:
+        yield from one_by_one("CPU kernels", lambda: [kernels.result()])
+    torch.manual_seed(0)
     module, function = CHECKS[name]
-    found: list[Result] = getattr(import_module(f"benchmarks.gpu.{module}"), function)(device)
-    return found
+
+    def check() -> Iterable[Result]:
+        found: Iterable[Result] = getattr(import_module(f"benchmarks.gpu.{module}"), function)(
+            device
+        )
+        return found
+
+    yield from one_by_one(name, check)
 
 
 def main() -> int:
@@ -110,25 +120,21 @@ def main() -> int:
     kernels = ThreadPoolExecutor(1).submit(build_kernels) if _BESIDE & {*names} else None
     for name in names:
         start = time.perf_counter()
-        found = []
-        if name in _BESIDE and kernels is not None:
-            found += guarded("CPU kernels", lambda built=kernels: [built.result()])
-            kernels = None
-        torch.manual_seed(0)
-        found += guarded(name, lambda name=name: check(name, args.device))
-        for result in found:
-            result.seconds = (time.perf_counter() - start) / len(found)
+        for result in found_by(name, args.device, kernels):
+            result.seconds = time.perf_counter() - start
             print(result.line(), flush=True)
-        results += found
-        record = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": machine,
-            "asked": names,
-            "command": "scripts/gpu_check",
-            "seconds": time.perf_counter() - started,
-            "results": [asdict(result) for result in results],
-        }
-        write_text(args.out, json.dumps(record, indent=2) + "\n")
+            results.append(result)
+            record = {
+                "date": datetime.now(UTC).date().isoformat(),
+                "machine": machine,
+                "command": "scripts/gpu_check",
+                "seconds": time.perf_counter() - started,
+                "results": [asdict(each) for each in results],
+            }
+            write_text(args.out, json.dumps(record, indent=2) + "\n")
+            start = time.perf_counter()
+        if name in _BESIDE:
+            kernels = None
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0

@@ -9,6 +9,7 @@ a virtual card.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,65 +117,101 @@ SMALL = {
 }
 
 
-def check_loaded(device: str) -> list[Result]:
+def check_loaded(device: str) -> Iterator[Result]:
     """Each model in turn: its files are gone before those of the next are written."""
-    results: list[Result] = []
-    with tempfile.TemporaryDirectory() as above:  # what the machine does is measured once
-        cache = str(Path(above) / "cache")
+    with tempfile.TemporaryDirectory() as cache:  # what the machine does is measured once
         for name, size in (LARGE if device.startswith("cuda") else SMALL).items():
             with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
-
-                def check(
-                    name: str = name, size: Size = size, folder: str = folder
-                ) -> list[Result]:
-                    return loaded(name, size, Path(folder), Path(cache))
-
-                results += guarded(f"loaded {name}", check)
-    return results
+                yield from Loaded(name, size, Path(folder), Path(cache)).results()
 
 
-def loaded(name: str, size: Size, folder: Path, cache: Path) -> list[Result]:
-    """One model under each of the ways."""
-    started = time.perf_counter()
-    model = folder / name.replace(" ", "-")
-    store = write_store(model, size.architecture, size.config, FORMAT)
-    written = {"weight_bytes": store.nbytes, "written_s": time.perf_counter() - started}
-    results = [Result(f"store {name}", True, values=written)]
-    ways: dict[str, dict[str, Any]] = {
-        UNCOMPILED: {"load": size.load, "prompts": size.prompts[:1], "tokens": 8, "logits": None},
-        COMPILED: {"load": size.load},
-        "at 12 GB/s": {"load": size.load, "prompts": size.prompts[:1], "link_bytes_s": SLOW_LINK},
-        RESIDENT: {"load": size.resident},
-    }
-    cuda = size.load.get("device") is None
-    shutil.rmtree(cache / "kernels", ignore_errors=True)
-    if not cuda:
-        del ways[UNCOMPILED], ways["at 12 GB/s"]
-    elif torch.cuda.mem_get_info()[0] < _ROOM * store.nbytes:
-        del ways[RESIDENT]
-        why = {"not run": "the card has no room for all weights at once"}
-        results.append(Result(f"loaded {name} resident", True, values=why))
-    found: dict[str, dict[str, Any]] = {}
-    for way, job in ways.items():
+@dataclass
+class Loaded:
+    """One model, and what was found of it so far, by way of loading it."""
 
-        def run(way: str = way, job: dict[str, Any] = job) -> list[Result]:
-            job = {"logits": str(folder / f"{way[:8]}.npy"), **job}
-            values = found[way] = asked(model, cache, size, job)
-            ok = not cuda or way == RESIDENT or values["peak_vram_bytes"] <= CAP
-            if job["logits"] is not None:
-                values["finite"] = bool(np.isfinite(np.load(job["logits"])).all())
-                ok &= values["finite"]
-            return [Result(f"loaded {name}, {way}", ok, values=values)]
+    name: str
+    size: Size
+    folder: Path
+    cache: Path
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-        results += guarded(f"loaded {name}, {way}", run)
-    results += [
-        same(f"loaded {name}, {way} as {other}", folder, size, found, way, other)
-        for way, other in ((UNCOMPILED, COMPILED), (COMPILED, RESIDENT))
-        if way in found and other in found
-    ]
-    for values in found.values():  # thousands of lines that say nothing alone
-        del values["token_ids"], values["placement"]
-    return results
+    def results(self) -> Iterator[Result]:
+        """Its files, every way, and whether the ways agree."""
+        started = time.perf_counter()
+        size, cuda = self.size, self.size.load.get("device") is None
+        store = write_store(self.folder / "model", size.architecture, size.config, FORMAT)
+        written = {"weight_bytes": store.nbytes, "written_s": time.perf_counter() - started}
+        yield Result(f"store {self.name}", True, values=written)
+        short = {"load": size.load, "prompts": size.prompts[:1]}
+        ways: dict[str, dict[str, Any]] = {
+            UNCOMPILED: {**short, "tokens": 8, "logits": None},
+            COMPILED: {"load": size.load},
+            "at 12 GB/s": {**short, "link_bytes_s": SLOW_LINK},
+            RESIDENT: {"load": size.resident},
+        }
+        shutil.rmtree(self.cache / "kernels", ignore_errors=True)
+        if not cuda:
+            del ways[UNCOMPILED], ways["at 12 GB/s"]
+        elif free_memory() < _ROOM * store.nbytes:
+            del ways[RESIDENT]
+            why = {"not run": "the card has no room for all weights at once"}
+            yield Result(f"loaded {self.name}, {RESIDENT}", True, values=why)
+        for way, job in ways.items():
+            yield from guarded(
+                f"loaded {self.name}, {way}", lambda w=way, j=job: [self.run(w, j, cuda)]
+            )
+        for way, other in ((UNCOMPILED, COMPILED), (COMPILED, RESIDENT)):
+            if way in self.found and other in self.found:
+                yield self.same(way, other)
+
+    def run(self, way: str, job: dict[str, Any], cuda: bool) -> Result:
+        """One way."""
+        job = {"logits": str(self.logits(way)), **job}
+        if cuda:
+            job["free_before"] = free_memory()
+        values = asked(self.folder / "model", self.cache, self.size, job)
+        # Thousands of lines that say nothing alone.
+        self.found[way] = {name: values.pop(name) for name in ("token_ids", "placement")}
+        self.found[way]["computed_by_cpu"] = values["computed_by_cpu"]
+        ok = not cuda or way == RESIDENT or values["peak_vram_bytes"] <= CAP
+        if job["logits"] is not None:
+            values["finite"] = bool(np.isfinite(np.load(job["logits"])).all())
+            ok &= values["finite"]
+        return Result(f"loaded {self.name}, {way}", ok, values=values)
+
+    def logits(self, way: str) -> Path:
+        """The file of a way's logits."""
+        return self.folder / f"{way.split()[0]}.npy"
+
+    def same(self, way: str, other: str) -> Result:
+        """Tokens as far as both ways went, and logits of one prompt, if both have them."""
+        one, two = self.found[way], self.found[other]
+        pairs = list(zip(one["token_ids"], two["token_ids"], strict=False))
+        until = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        by_cpu = one["computed_by_cpu"] + two["computed_by_cpu"]
+        values: dict[str, Any] = {"same_tokens": until, "of_tokens": len(pairs)}
+        equal, close = until == len(pairs), True
+        files = [self.logits(each) for each in (way, other)]
+        if all(file.exists() for file in files):
+            a, b = (np.load(file) for file in files)
+            error = float(np.abs(a - b).max() / np.abs(b).max())
+            equal, close = bool(equal and np.array_equal(a, b)), error < self.size.bound
+            values |= {"relative_error": error, "bound": self.size.bound}
+        values |= {"bitwise_equal": equal, "units_on_cpu": by_cpu}
+        # The CPU's kernels and a card's round differently: the same ones must compute. Which of
+        # them computes an expert depends on what is ready.
+        alike = one["placement"] == two["placement"] or not by_cpu
+        exact = self.size.bound == 0.0 or (alike and "num_experts" not in self.size.config)
+        return Result(
+            f"loaded {self.name}, {way} as {other}", equal if exact else close, values=values
+        )
+
+
+def free_memory() -> int:
+    """Bytes of the card's memory, without what this process keeps for later."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
@@ -201,30 +238,6 @@ def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str
         raise RuntimeError(words[-1])
     values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return values
-
-
-def same(
-    name: str, folder: Path, size: Size, found: dict[str, dict[str, Any]], way: str, other: str
-) -> Result:
-    """Tokens as far as both ways went, and logits of one prompt, if both have them."""
-    one, two = found[way], found[other]
-    pairs = list(zip(one["token_ids"], two["token_ids"], strict=False))
-    until = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    by_cpu = one["computed_by_cpu"] + two["computed_by_cpu"]
-    values: dict[str, Any] = {"same_tokens": until, "of_tokens": len(pairs), "on_cpu": by_cpu}
-    equal, close = until == len(pairs), True
-    files = [folder / f"{each[:8]}.npy" for each in (way, other)]
-    if all(file.exists() for file in files):
-        a, b = (np.load(file) for file in files)
-        error = float(np.abs(a - b).max() / np.abs(b).max())
-        equal, close = bool(equal and np.array_equal(a, b)), error < size.bound
-        values |= {"relative_error": error, "bound": size.bound}
-    values["bitwise_equal"] = equal
-    # The CPU's kernels and a card's round differently: the same ones must compute. Which of them
-    # computes an expert depends on what is ready.
-    alike = one["placement"] == two["placement"] or not by_cpu
-    exact = size.bound == 0.0 or (alike and "num_experts" not in size.config)
-    return Result(name, equal if exact else close, values=values)
 
 
 def scratch(size: Size) -> str | None:

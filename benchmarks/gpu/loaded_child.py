@@ -39,7 +39,9 @@ def main(arguments: list[str]) -> None:
         found |= placed(model)
         if job["logits"] is not None:  # before other caches take the card's memory
             save_logits(model, job["logits"])
-        found |= answers(model, job) | memory()
+        found |= answers(model, job)
+        if "free_before" in job:
+            found["peak_vram_bytes"] = peak_memory(job["free_before"])
     print(json.dumps(found))
 
 
@@ -116,10 +118,12 @@ def counted(model: Model) -> dict[str, Any]:
     answer = model.stream(token_ids=ids, max_tokens=3 * _COUNTED, ignore_eos=True, temperature=0)
     for _ in range(_COUNTED):
         next(answer)
-    use = count_card_use(lambda: [next(answer) for _ in range(_COUNTED)])
-    answer.close()
+    try:
+        use = count_card_use(lambda: [next(answer) for _ in range(_COUNTED)])
+    except RuntimeError as error:
+        return {"not counted": str(error)[:200]}
     if use is None:
-        return {}
+        return {"not counted": "the profiler sees no kernels here"}
     per_token = {
         name: value / _COUNTED
         for name, value in asdict(use).items()
@@ -129,17 +133,12 @@ def counted(model: Model) -> dict[str, Any]:
     return {f"{name}_per_token": value for name, value in per_token.items()} | shares
 
 
-def memory() -> dict[str, Any]:
-    """The most of the card's memory that torch has taken, and CUDA's own."""
-    if "torch" not in sys.modules:
-        return {}
+def peak_memory(free_before: int) -> int:
+    """The most that torch has taken of the card's memory, and what CUDA took beside it."""
     import torch
 
-    if not torch.cuda.is_available():
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    context = min(max(0, total - free - torch.cuda.memory_reserved()), 1 << 30)
-    return {"peak_vram_bytes": torch.cuda.max_memory_reserved() + context}
+    beside = free_before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+    return int(torch.cuda.max_memory_reserved() + max(0, beside))
 
 
 def throttle(link_bytes_s: float) -> None:

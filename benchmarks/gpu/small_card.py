@@ -62,9 +62,9 @@ def small_card() -> tuple[Any, int, str]:
             return None, 0, "the card cannot be split"
         description = _checked(driver.cuDevResourceGenerateDesc(groups[:1], 1))
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
-        context = _checked(driver.cuGreenCtxCreate(description, device, flags))
+        context = _checked(driver.cuGreenCtxCreate(description, device, int(flags)))
         plain = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        stream = _checked(driver.cuGreenCtxStreamCreate(context, plain, 0))
+        stream = _checked(driver.cuGreenCtxStreamCreate(context, int(plain), 0))
         return torch.cuda.ExternalStream(int(stream)), int(groups[0].sm.smCount), ""
     except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         return None, 0, f"no green context ({str(error)[:120]})"

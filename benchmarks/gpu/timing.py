@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +38,16 @@ class Result:
 
 def guarded(name: str, check: Callable[[], list[Result]]) -> list[Result]:
     """What a check found; one failed result where it raised, so that the others still run."""
+    return list(one_by_one(name, check))
+
+
+def one_by_one(name: str, check: Callable[[], Iterable[Result]]) -> Iterator[Result]:
+    """The same, each result as soon as it is there."""
     try:
-        return check()
+        yield from check()
     except Exception as error:  # noqa: BLE001  whatever it was, it is the result
         traceback.print_exc()
-        return [Result(name, False, values={"error": f"{type(error).__name__}: {error}"[:500]})]
+        yield Result(name, False, values={"error": f"{type(error).__name__}: {error}"[:500]})
 
 
 def timed(work: Callable[[], Any]) -> float:
