@@ -154,6 +154,10 @@ class Variants:
                     seconds = stopwatch.seconds(lambda cut=cut: launch(cut))  # type: ignore[misc]
                     if seconds < least:
                         best, least = cut, seconds
+            if best != rule:  # a card's clocks may have changed meanwhile
+                first = min(first, stopwatch.seconds(lambda: launch(rule)))
+                if first < _WORTH * least:
+                    best = rule
         except torch.OutOfMemoryError:
             return None
         self._left_s -= self._now() - started
