@@ -19,18 +19,17 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.formats import CODECS, pack, unpack
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.ops.cuda import products
+from localrt.quant.ops.cuda.graph import GraphedForward, record
+from localrt.quant.ops.cuda.kernels.launch import emulate
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.cuda.routing import CudaRouting
 from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.torch.ops import TorchOps
+from tests.models.test_architectures import oracle
+from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
-
-from localrt.quant.ops.cuda.kernels.launch import emulate  # isort: skip
-from localrt.quant.ops.torch.ops import TorchOps  # isort: skip
-from localrt.quant.ops.cuda.graph import GraphedForward, record  # isort: skip
-from localrt.quant.ops.cuda import products  # isort: skip
-from localrt.quant.ops.cuda.routing import CudaRouting  # isort: skip
-from localrt.quant.ops.cuda.ops import CudaOps  # isort: skip
-from tests.models.test_architectures import oracle  # isort: skip
-from tests.models.tiny import relative_error, save_tiny, tokens  # isort: skip
 
 LENGTH = 18  # beyond the window of the windowed configs
 SHORT = 4

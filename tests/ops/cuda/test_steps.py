@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.ops.cuda.kernels.products import quantize
+from localrt.quant.ops.cuda.kernels.steps import gate, norm, norm_records, rotate_blocks
 from tests.ops.cuda.target import DEVICE
 
-from localrt.quant.ops.cuda.kernels.products import quantize  # isort: skip
-from localrt.quant.ops.cuda.kernels.steps import gate, norm, norm_records, rotate_blocks  # isort: skip
-
-# bf16 results: 8 bits, and the interpreter cuts off where a GPU rounds.
+# bf16 results: 8 bits.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 
 
