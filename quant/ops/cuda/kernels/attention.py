@@ -25,6 +25,7 @@ __all__ = [
     "attention_program",
     "fits_records",
     "join_program",
+    "partial_results",
     "rope_append",
     "rope_program",
     "takes_heads",
@@ -175,39 +176,35 @@ def attend(
     runs = -(-longest // _RUN) if split else 1
     out = torch.empty(0 if records else n, heads * value, dtype=torch.bfloat16, device=q.device)
     target = records.data[0, row * records.count // records.rows :] if records else out
-    # Partial results of so many rows at once that they stay small.
-    row_bytes = runs * heads * (value + 2) * 4
-    chunk = max(1, min(n, _SCRATCH_BYTES // row_bytes)) if split else n
-    partial = stats = None
+    chunk, partial, stats = n, None, None
     if split:
-        partial = torch.empty(runs, chunk * heads, value, dtype=torch.float32, device=q.device)
-        stats = torch.empty(2, runs, chunk * heads, dtype=torch.float32, device=q.device)
+        chunk, partial, stats = partial_results(n, runs, heads, value, q.device)
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            held.data_ptr(),
-            positions.data_ptr(),
-            _pointer(mask),
-            _pointer(sinks),
-            target.data_ptr(),
-            _pointer(partial),
-            _pointer(stats),
-            _bytes_of_group(k),
-            _bytes_of_group(v),
-            chunk * heads * value,
-            n,
-            first,
-            rows,
-            heads,
-            per,
-            window or 0,
-            runs,
-            scale,
-            softcap or 0.0,
-            records.stride if records else 0,
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            held=held.data_ptr(),
+            positions=positions.data_ptr(),
+            tree=_pointer(mask),
+            sinks=_pointer(sinks),
+            out=target.data_ptr(),
+            partial=_pointer(partial),
+            stats=_pointer(stats),
+            k_group=_bytes_of_group(k),
+            v_group=_bytes_of_group(v),
+            run_stride=chunk * heads * value,
+            n=n,
+            first=first,
+            rows=rows,
+            heads=heads,
+            per=per,
+            window=window or 0,
+            runs=runs,
+            scale=scale,
+            softcap=softcap or 0.0,
+            out_stride=records.stride if records else 0,
         )
         tiles = -(-rows * per // _TILE)
         program = attention_program(size, value, kv_format, split=split)
@@ -221,6 +218,17 @@ def attend(
         program = join_program(value, kv_format, records=records is not None, fine=fine)
         launch(q.device, program, (rows * heads, 1, 1), threads, args)
     return out if split or turned == 1 else rotate_blocks(out, turned)
+
+
+def partial_results(
+    n: int, runs: int, heads: int, value: int, device: torch.device
+) -> tuple[int, Tensor, Tensor]:
+    """Room for what rows see of each run of keys, of so many of the n rows at once that it stays
+    small: how many, their sums (runs, rows * H, value), and (2, runs, rows * H) to join them by.
+    """
+    rows = max(1, min(n, _SCRATCH_BYTES // (runs * heads * (value + 2) * 4)))
+    sums = torch.empty(runs, rows * heads, value, dtype=torch.float32, device=device)
+    return rows, sums, torch.empty(2, runs, rows * heads, dtype=torch.float32, device=device)
 
 
 def fits_records(heads: int, value: int) -> bool:

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.kernels.attention import Attention
+from localrt.quant.ops.cuda.kernels.attention import Attention, partial_results
 from localrt.quant.ops.cuda.kernels.kv import numbers
 from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import OUT
@@ -31,7 +31,6 @@ _RUN = 128  # keys of a block: part of what a result's bits depend on
 _THREADS = 128
 _TILE = 16  # query rows of a block
 _MOST_COLUMNS = 608  # latents in whole spans of 64: what shared memory has room for
-_SCRATCH_BYTES = 32 << 20
 
 
 class _LatentAppend(Structure):
@@ -125,10 +124,7 @@ def attend_latent_rows(
     latent = width - rope
     runs = -(-longest // _RUN)
     out = torch.empty(n, heads, latent, dtype=torch.bfloat16, device=q.device)
-    # Partial results of so many rows at once that they stay small.
-    chunk = max(1, min(n, _SCRATCH_BYTES // (runs * heads * (latent + 2) * 4)))
-    partial = torch.empty(runs, chunk * heads, latent, dtype=torch.float32, device=q.device)
-    stats = torch.empty(2, runs, chunk * heads, dtype=torch.float32, device=q.device)
+    chunk, partial, stats = partial_results(n, runs, heads, latent, q.device)
     attention, join = latent_programs(rope, latent)
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
