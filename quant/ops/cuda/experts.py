@@ -26,6 +26,7 @@ from localrt.quant.ops.cuda.kernels.grouped import (
 from localrt.quant.ops.cuda.kernels.products import quantize
 from localrt.quant.ops.cuda.kernels.routing import choose, router_logits
 from localrt.quant.ops.cuda.kernels.steps import rotate_blocks
+from localrt.quant.ops.cuda.products import linear
 from localrt.quant.ops.cuda.routing import CudaRouting, on_card
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.torch.experts import route, run_each
@@ -38,12 +39,8 @@ def route_rows(
     rows: Tensor,
     weights: RouterWeights,
     spec: RouterSpec,
-    linear: Callable[..., Tensor],
 ) -> Routing:
-    """The experts of normed rows (R, D), float32; ``rows`` are the same in bf16.
-
-    ``linear`` is the product of a router that is packed, or rotated.
-    """
+    """The experts of normed rows (R, D), float32; ``rows`` are the same in bf16."""
     gate: Any = weights.gate
     if gate.hadamard or not all(isinstance(part, Tensor) for part in gate.parts):
         logits = linear(rows, gate, dtype=torch.float32)

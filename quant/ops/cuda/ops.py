@@ -358,7 +358,7 @@ class CudaOps:
         """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
         normed = x.normed(weights.norm, spec.eps, torch.float32)
         rows = normed.bfloat16()
-        return rows, route_rows(normed, rows, weights, spec, linear)
+        return rows, route_rows(normed, rows, weights, spec)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
         """(R * K, D), float32."""
