@@ -15,6 +15,7 @@ from localrt.errors import MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
+from localrt.offload.cards.roofline import PACKED_ROWS
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
@@ -119,7 +120,6 @@ SMALLEST_CONTEXT = 512
 
 _TORCH_SCRATCH_NBYTES = 256 << 20  # torch's libraries, activations and scratch of one pass
 _UNPACKED_AT_ONCE = 32 << 20  # numbers of a matrix, in bf16, by passes of more than 64 rows
-_PACKED_ROWS = 64
 _RING_SLACK_NBYTES = 6 << 20  # beyond the largest unit: what is read while that is computed
 _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
@@ -297,7 +297,7 @@ def card_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
     Long passes unpack a piece of a matrix at a time, and keep its product beside the others'.
     """
     most = max(2 * sizes.inner, 2 * sizes.expert_inner) * sizes.hidden
-    unpacked = 2 * min(most, _UNPACKED_AT_ONCE) if rows > _PACKED_ROWS else 0
+    unpacked = 2 * min(most, _UNPACKED_AT_ONCE) if rows > PACKED_ROWS else 0
     return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + unpacked
 
 

@@ -83,6 +83,8 @@ class Costs:
         return share, max(1, round(self.rows * use / share)) if share else 1
 
     def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
+        if unit.kind == "head" and rows > PACKED_ROWS:
+            rows = 1  # all rows pass the layers, but only one of a prompt's the head
         # Units of one class take the same time; there may be thousands.
         layer = unit.layer if unit.kind == "attention" else None
         key = (unit.format, unit.macs, unit.nbytes, unit.kind, layer, rows, on_gpu)
@@ -96,8 +98,6 @@ class Costs:
         if unit.macs == 0:
             return 0.0
         machine = self.machine
-        # All rows pass the layers; only one of a prompt's passes the head.
-        rows = 1 if unit.kind == "head" and rows > PACKED_ROWS else rows
         seconds = machine.call_s + unit.macs * machine.kernel(unit.format).at(rows)
         if unit.kind == "attention" and unit.layer is not None:
             macs = self._attention_macs(unit.layer, rows)
@@ -111,7 +111,6 @@ class Costs:
         assert gpu is not None, "there is no GPU"
         if unit.macs == 0:
             return 0.0
-        rows = 1 if unit.kind == "head" and rows > PACKED_ROWS else rows
         seconds_of = partial(kernel_seconds, bytes_s=gpu.bytes_s, flops=gpu.flops)
         rate = gpu.kernel(unit.format)
         if rate is None:
