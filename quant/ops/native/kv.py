@@ -1,18 +1,10 @@
 """The native KV cache in RAM, in blocks of 256 tokens whose insides ``quant/csrc/kv.h`` describes.
 
 Formats are bf16; int8, one float32 scale for each token and head; int4, chunks of 32 neighbours of
-a head with a scale in bf16: values in 4 bits, keys in 6, with scales 5.5 on average. Keys in 5 bits
-and values in 4, both with minimums, take as much and lose half as much again (docs/quality.md).
-
-Quantized keys and values are kept times a Hadamard matrix (behind the rotary embedding, over the
-largest power of two that divides the head's size, at most 128), so that a few large numbers of a
-head do not set the scale of all. On SmolLM2-135M the divergence from float32 keys and values falls
-from 0.00061 nats to 0.00016 in int8, and in int4 from 0.0108 to 0.0067. Rotations that are learnt
-for each layer's heads, as in KurTail, lose a quarter less there and no less on Qwen2.5-Coder-0.5B
-in int4: too little for keeping their matrices (docs/quality.md).
-
-Quantized keys leave out the key projection's bias, which attention adds exactly: without that, the
-biases of Qwen2 take the whole range.
+a head with a scale in bf16: values in 4 bits, keys in 6, with scales 5.5 on average. Quantized keys
+and values are kept times a Hadamard matrix, behind the rotary embedding and over the largest power
+of two that divides the head's size, at most 128. Keys leave out their projection's bias, which
+attention adds exactly. docs/quality.md has what other choices lose.
 
 Memory is mapped for the whole capacity at once and becomes resident as tokens are written: growth
 copies nothing, and what is resident is never more than ``nbytes``.
