@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,11 +86,41 @@ def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator
     yield from one_by_one(name, check)
 
 
+@dataclass
+class Run:
+    """What was found so far, in a file."""
+
+    out: Path
+    machine: dict[str, Any]
+    results: list[Result] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self.started
+
+    def keep(self, result: Result) -> None:
+        """One more."""
+        result.seconds = self.seconds - sum(each.seconds for each in self.results)
+        print(result.line(), flush=True)
+        self.results.append(result)
+        record = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": self.machine,
+            "command": "scripts/gpu_check",
+            "seconds": self.seconds,
+            "results": [asdict(each) for each in self.results],
+        }
+        write_text(self.out, json.dumps(record, indent=2) + "\n")
+
+
 def main() -> int:
     """Run the checks, save after each."""
     parser = argparse.ArgumentParser(description="checks that need a CUDA GPU")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_check.json")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--minutes", type=float, default=8, help="on a card (default: 8)")
     parser.add_argument("--only", default=",".join(CHECKS), help="(default: all, %(default)s)")
     args = parser.parse_args()
     cuda = args.device.startswith("cuda")
@@ -114,27 +145,21 @@ def main() -> int:
         "bitsandbytes": version_of("bitsandbytes"),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    results: list[Result] = []
-    started = time.perf_counter()
+    run = Run(args.out, machine)
+    end_s = 60 * args.minutes if cuda else float("inf")
+    late = {"not run": f"{args.minutes:g} minutes were up"}
     # Beside the first checks: it takes a minute.
     kernels = ThreadPoolExecutor(1).submit(build_kernels) if _BESIDE & {*names} else None
     for name in names:
-        start = time.perf_counter()
-        for result in found_by(name, args.device, kernels):
-            result.seconds = time.perf_counter() - start
-            print(result.line(), flush=True)
-            results.append(result)
-            record = {
-                "date": datetime.now(UTC).date().isoformat(),
-                "machine": machine,
-                "command": "scripts/gpu_check",
-                "seconds": time.perf_counter() - started,
-                "results": [asdict(each) for each in results],
-            }
-            write_text(args.out, json.dumps(record, indent=2) + "\n")
-            start = time.perf_counter()
-        if name in _BESIDE:
-            kernels = None
+        if run.seconds < end_s:
+            for result in found_by(name, args.device, kernels):
+                run.keep(result)
+                if run.seconds > end_s:
+                    break
+            kernels = None if name in _BESIDE else kernels
+        if run.seconds > end_s:
+            run.keep(Result(f"{name}, or the rest of it", True, values=late))
+    results = run.results
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.peers import parse_perf
 from benchmarks.gpu.tables import gpu_tables
+from benchmarks.gpu.timing import Result
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
@@ -27,8 +29,8 @@ sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
 
 
 def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
-    command = [ROOT / "scripts/gpu_check", "--device", "cpu", "--only", "kernel"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    check = [ROOT / "scripts/gpu_check", "--device", "cpu", "--only", "kernel"]
+    done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 2
     assert "no check is called kernel" in done.stderr
 
@@ -39,8 +41,8 @@ def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
     bare = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'bare'}:{ROOT}"}
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=bare)
+    check = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", out]
+    done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, env=bare)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())
     names = [result["name"] for result in record["results"]]
@@ -75,3 +77,22 @@ def test_what_llamacpp_prints_is_read() -> None:
   MUL_MAT(type_a=mxfp4,type_b=f32,m=4096,n=8,k=14336,bs=[1,1],nr=[1,1]): 900 runs - 99.5 us/run
 """
     assert parse_perf(text) == {"q4_0 4096x14336 of 1": 117.94, "mxfp4 4096x14336 of 8": 99.5}
+
+
+def test_when_its_minutes_are_up_it_names_what_has_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "check.json"
+    found = iter([Result("copy", True), Result("copy again", True), Result("peers", True)])
+    monkeypatch.setattr(command, "found_by", lambda *_: found)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
+    arguments = ["gpu_check", "--out", str(out), "--minutes", "0", "--only", "copy,peers"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert command.main() == 0
+    results = json.loads(out.read_text())["results"]
+    assert [result["name"] for result in results] == [
+        "copy, or the rest of it",
+        "peers, or the rest of it",
+    ]
+    assert "copy, or the rest of it: 0 minutes were up" in gpu_tables(json.loads(out.read_text()))
