@@ -82,6 +82,12 @@ def test_all_that_will_be_timed_is_noted_and_nothing_is_timed() -> None:
     assert card.now > 0.0
 
 
+def test_one_candidate_is_not_timed() -> None:
+    case, card = Case.of("q4_k", 1, 2048, 4096), Card()
+    assert list(candidates(case, PROCESSORS)) == [card.variants().cut(case, card.launch)]
+    assert not card.launched
+
+
 def test_what_is_hardly_quicker_is_not_taken() -> None:
     rule = best_cut(CASE, PROCESSORS)
     card = Card(lambda cut: 1.0 if cut == rule else 0.98)
@@ -144,7 +150,12 @@ def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
     card.launched.clear()
     assert found.cut(OTHER, card.launch) == best_cut(OTHER, PROCESSORS)
     assert not card.launched
-    # The next process goes on with what was left.
+    # A model that is loaded has its own time, and the next process goes on with what was left.
+    third = Case.of("q4_0", 1, 256, 4096)
+    with noting({}):
+        found.cut(third, card.launch)
+    assert found.cut(third, card.launch) != best_cut(third, PROCESSORS)
+    card.launched.clear()
     card.variants(kept(tmp_path), budget_s=0.6).cut(OTHER, card.launch)
     assert card.launched
 

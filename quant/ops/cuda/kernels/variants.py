@@ -37,7 +37,7 @@ __all__ = [
 CUTS = "cuts"
 """The part of a card's file that has the chosen variants."""
 
-_BUDGET_S = 2.0  # of one process
+_BUDGET_S = 2.0  # of one model
 _WORTH = 1.03  # times as fast as by rule: less is within what clocks say of the same kernel
 _LONG = 1024  # tiles: what is best for so many is best for more
 # Of rows: each has another kernel, or other candidates. The last is for prompts.
@@ -99,8 +99,8 @@ class Choice:
 class Variants:
     """The cuts of one card with so many ``processors``; by rule where there is no ``stopwatch``.
 
-    Measuring takes ``budget_s`` seconds at most, and one case more; what is left then goes by rule
-    until the next process. ``now`` is the clock of that.
+    Measuring takes ``budget_s`` seconds at most for a model that is loaded, and one case more; what
+    is left then goes by rule until the next process. ``now`` is the clock of that.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class Variants:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._processors, self._stopwatch, self._file = processors, stopwatch, file
-        self._left_s, self._now = budget_s, now
+        self._budget_s = self._left_s = budget_s
+        self._now = now
         self._measured = {} if file is None else dict(_read(file, processors))
         self._cuts = {case: choice.cut for case, choice in self._measured.items()}
 
@@ -128,7 +129,8 @@ class Variants:
         if found is None:
             found = best_cut(case, self._processors)
             if self._stopwatch is not None:
-                if is_noting():  # what will be timed is to be compiled
+                if is_noting():  # a model is loaded: what will be timed is to be compiled
+                    self._left_s = self._budget_s
                     for cut in candidates(case, self._processors):
                         launch(cut)
                     return found
@@ -144,6 +146,8 @@ class Variants:
     ) -> Cut | None:
         """Of the candidates; None where the card has no room to measure."""
         rule, *others = candidates(case, self._processors)
+        if not others:
+            return rule
         launch(rule)  # is compiled in any case
         started = self._now()
         try:
