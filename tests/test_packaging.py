@@ -56,9 +56,16 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"  # the build that the other tests run
     compiler.write_text(EMPTY_SOURCES.format(tmp_path / "empty.cpp"))
     compiler.chmod(0o755)
+    config = tmp_path / "setup.cfg"  # built apart: leftovers of the checkout would be in the wheel
+    config.write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT],
-        env={**os.environ, "CC": str(compiler), "CXX": str(compiler)},
+        env={
+            **os.environ,
+            "CC": str(compiler),
+            "CXX": str(compiler),
+            "DIST_EXTRA_CONFIG": str(config),
+        },
         check=True,
         capture_output=True,
     )
