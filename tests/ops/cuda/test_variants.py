@@ -151,7 +151,7 @@ def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
     assert found.cut(OTHER, card.launch) == best_cut(OTHER, PROCESSORS)
     assert not card.launched
     # A model that is loaded has its own time, and the next process goes on with what was left.
-    third = Case.of("q4_0", 1, 256, 4096)
+    third = Case.of("q4_0", 1, 32, 4096)
     with noting({}):
         found.cut(third, card.launch)
     assert found.cut(third, card.launch) != best_cut(third, PROCESSORS)
