@@ -29,7 +29,9 @@ from localrt.quant.ops.torch.kv import TorchKVCache
 
 __all__ = ["GraphedForward", "RecordedOps", "Recordings", "record"]
 
-_KEPT = 8
+_RECORDED = 8  # shapes of passes at once
+_NOTED = 64
+_IDLE = 64  # passes after which a shape that does not come any more gives way to another
 
 
 class RecordedOps(Protocol):
@@ -68,16 +70,20 @@ class _Seen:
 
     cache: weakref.ref[TorchKVCache]
     static: StaticPass | None = None
+    used: int = 0  # the number of the latest pass
 
 
 class Recordings:
-    """See ``Recorder``. What came twice is recorded, of the shapes of passes that came last."""
+    """See ``Recorder``. What came twice is recorded, of a few shapes of passes: where many take
+    turns, as trees of all sizes do, recording them again and again would cost more than it brings.
+    """
 
     def __init__(self, ops: RecordedOps) -> None:
         self._ops = ops
         self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
         # Graphs run one at a time and leave nothing behind: they can share their scratch memory.
         self._pool = torch.cuda.graph_pool_handle() if ops.device != "cpu" else None
+        self._passes = 0
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
         """See ``Recorder``."""
@@ -115,6 +121,7 @@ class Recordings:
 
     def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
         """Of passes of this shape; None where it comes for the first time, or none is recorded."""
+        self._passes += 1
         shape = self._shape(batch, rows)
         if shape is None:
             return None
@@ -123,9 +130,21 @@ class Recordings:
             self._note(shape, batch.spans[0].cache)
             return None
         self._seen.move_to_end(shape)
-        if seen.static is None:
+        seen.used = self._passes
+        if seen.static is None and self._has_room():
             seen.static = StaticPass(self._ops, batch, shape.wanted, self._pool)
         return seen.static
+
+    def _has_room(self) -> bool:
+        """Whether one more shape may be recorded."""
+        recorded = [seen for seen in self._seen.values() if seen.static is not None]
+        if len(recorded) < _RECORDED:
+            return True
+        oldest = min(recorded, key=lambda seen: seen.used)
+        idle = self._passes - oldest.used > _IDLE
+        if idle:
+            oldest.static = None
+        return idle
 
     def _note(self, shape: _Shape, cache: KVCache) -> None:
         """Remember a new shape; forget recordings of caches that are gone or have grown."""
@@ -136,7 +155,7 @@ class Recordings:
                 del self._seen[other]
         self._seen[shape] = _Seen(weakref.ref(cache))
         self._seen.move_to_end(shape)
-        while len(self._seen) > _KEPT:
+        while len(self._seen) > _NOTED:
             self._seen.popitem(last=False)
 
     def _shape(self, batch: Batch, rows: Sequence[int] | None) -> _Shape | None:

@@ -1,0 +1,52 @@
+"""Which shapes of passes are recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from localrt.quant.ops.cuda.graph import Recordings
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import AttentionSpec, Batch
+
+
+@pytest.fixture
+def recordings() -> Recordings:
+    return Recordings(CudaOps(device="cpu"))
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    spec = AttentionSpec(
+        heads=1, kv_heads=1, head_dim=8, eps=1e-6, rope=None, scale=1.0, window=None
+    )
+    return CudaOps(device="cpu").kv_cache([spec], 600)
+
+
+def recorded(recordings: Recordings, cache: KVCache, rows: int) -> object:
+    """What a pass of so many rows reads its inputs from."""
+    step = recordings.begin(Batch.extend([(cache, [1] * rows)]), range(rows))
+    return step.static if recordings.takes(step) else None
+
+
+def test_a_shape_is_recorded_the_second_time(recordings: Recordings, cache: KVCache) -> None:
+    assert recorded(recordings, cache, 1) is None
+    first = recorded(recordings, cache, 1)
+    assert first is not None
+    assert recorded(recordings, cache, 2) is None
+    assert recorded(recordings, cache, 1) is first
+    recordings.forget()
+    assert recorded(recordings, cache, 1) is None
+
+
+def test_shapes_in_turns_do_not_displace_one_another(
+    recordings: Recordings, cache: KVCache
+) -> None:
+    rounds = [[recorded(recordings, cache, rows) for rows in range(1, 21)] for _ in range(5)]
+    assert not any(rounds[0])
+    assert rounds[1] == rounds[2] == rounds[4]
+    assert sum(found is not None for found in rounds[4]) == 8
+    # What has not come for long gives way.
+    for _ in range(100):
+        recorded(recordings, cache, 20)
+    assert recorded(recordings, cache, 20) is not None
