@@ -162,6 +162,7 @@ def check_batches(device: str) -> list[Result]:
             return [Result(f"batches {name} {shape[0]}x{shape[1]}", True, values=values)]
 
         results += guarded(f"batches {name}", batches)
+    _kept.clear()  # others need the memory
     return results
 
 

@@ -28,10 +28,11 @@ def processors_of(device: str) -> int:
 
 @cache
 def sm_clock_hz() -> float:
-    """The processors' clock while they work; what the card is rated at, if nobody tells."""
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3000):  # about half a second
-        torch.mm(x, x)
+    """The processors' clock while memory is busy; what the card is rated at, if nobody tells."""
+    here = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    there = torch.empty_like(here)
+    for _ in range(3000):  # half a second, and on small cards some
+        there.copy_(here)
     try:
         command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
