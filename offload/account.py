@@ -399,7 +399,7 @@ def placed_account(
         ("ssd", "weights", weights[Where.SSD] + weights[Where.SSD_LINK]),
         ("ssd", "keys and values", caches["ssd"]),
     ]
-    if any(where.on_gpu for where in placement.where.values()):
+    if placement.uses_gpu:
         parts += [
             ("vram", "driver's context", budgets.context_bytes()),
             ("vram", "activations", card_scratch_nbytes(shape.pass_sizes, rows)),

@@ -104,6 +104,11 @@ class Placement:
                 f"card_rows must be 0 or at least {LEAST_CARD_ROWS}, is {self.card_rows}"
             )
 
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether a GPU computes any unit, of short passes too."""
+        return any(where.on_gpu for where in self.where.values())
+
     def crosses(self, rows: int) -> bool:
         """Whether a pass of ``rows`` rows has the card compute what the CPU does otherwise."""
         return 0 < self.card_rows <= rows

@@ -123,7 +123,7 @@ def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
 
 
 def _of_plan(plan: Plan) -> Preview:
-    on_card = any(place.on_gpu for place in plan.placement.where.values())
+    on_card = plan.placement.uses_gpu
     return Preview(
         fits=plan.fits,
         place="card" if on_card else "RAM",

@@ -192,7 +192,7 @@ def _open(
 def _card_scratch(setup: Setup) -> int:
     """What kernels need of the card; nothing where it computes nothing."""
     placement = setup.placement
-    if not (placement.card_rows or any(where.on_gpu for where in placement.where.values())):
+    if not (placement.card_rows or placement.uses_gpu):
         return 0
     return card_scratch_nbytes(PassSizes.of_config(setup.config), placement.prefill_rows)
 

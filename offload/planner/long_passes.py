@@ -26,7 +26,7 @@ def with_long_passes(costs: Costs, placement: Placement) -> Placement:
     where its keys and values are; of a prompt's rows one passes the head.
     """
     shape, where = costs.shape, placement.where
-    if costs.machine.gpu is None or not any(place.on_gpu for place in where.values()):
+    if costs.machine.gpu is None or not placement.uses_gpu:
         return placement
     if shape.experts is not None:
         routers = (where[unit.name] for unit in shape.units if unit.kind == "mlp")
