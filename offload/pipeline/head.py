@@ -15,8 +15,8 @@ from localrt.models.parts import Head, Part
 from localrt.models.timing import Mark
 from localrt.models.weights import WeightLoader
 from localrt.offload.pipeline.lane import Lane, StreamedState
-from localrt.offload.pipeline.spans import Piece, Span
 from localrt.offload.pipeline.stage import PassingParts, Stage
+from localrt.offload.pipeline.stretches import Piece, Stretch
 from localrt.offload.placement import Where
 
 __all__ = ["JoinedHead"]
@@ -62,7 +62,7 @@ class JoinedHead:
             return run[0] if len(run) == 1 else _PassingRun(run, self._joined)
         part = self._joined(run, [stage.memory for stage in run])
         nbytes, macs = _size(run)
-        return Span(run[0].lane, [Piece("head", part, nbytes, macs)])
+        return Stretch(run[0].lane, [Piece("head", part, nbytes, macs)])
 
     def _joined(self, run: Sequence[Stage], memories: Sequence[Any]) -> Part:
         lane, units = run[0].lane, [stage.unit for stage in run]

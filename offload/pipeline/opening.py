@@ -125,7 +125,7 @@ def _open(
 
     runners = _expert_runners(setup, cpu, card, experts)
     held.callback(forget)
-    head, spans, joined_head = make_stages(setup, {False: cpu, True: card}, on_card, runners)
+    head, stretches, joined_head = make_stages(setup, {False: cpu, True: card}, on_card, runners)
     stages = list(setup.stages.values())
     embedding: dict[str, Bytes] = {}
     load_s = load_resident(setup, embedding, on_bytes)
@@ -174,7 +174,7 @@ def _open(
         card=card,
         layers=stages[: len(stages) - len(head)],
         head=head,
-        spans=spans,
+        stretches=stretches,
         joined_head=joined_head,
         caches=caches,
         embedding=table,

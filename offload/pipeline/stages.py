@@ -13,8 +13,8 @@ from localrt.offload.cards.slab import Slab, share_slabs
 from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.setup import Setup
-from localrt.offload.pipeline.spans import Spans
 from localrt.offload.pipeline.stage import CrossingStage, MixtureStage, Stage
+from localrt.offload.pipeline.stretches import Stretches
 from localrt.offload.placement import Where
 from localrt.offload.reading.loading import read_units
 from localrt.quant.ops.aligned import aligned_buffer
@@ -27,21 +27,21 @@ def make_stages(
     lanes: Mapping[bool, Lane | None],
     on_card: frozenset[int],
     runners: Mapping[str, Experts],
-) -> tuple[list[Stage], Spans, JoinedHead]:
+) -> tuple[list[Stage], Stretches, JoinedHead]:
     """A stage for every unit of a pass, in order; returns the head's, and what joins layers and
     the head.
     """
     config, card = setup.config, lanes[True]
-    spans, joined = Spans(), JoinedHead(config)
+    stretches, joined = Stretches(), JoinedHead(config)
 
-    def forget(joining: Spans | JoinedHead) -> None:
+    def forget(joining: Stretches | JoinedHead) -> None:
         """What was joined or recorded would read or keep a unit's memory as it was."""
         joining.forget()
         if card is not None and card.recorder is not None:
             card.recorder.forget()
 
     def layer_moved(lane: Lane) -> Callable[[], None]:
-        return (lambda: None) if lane.recorder is None else partial(forget, spans)
+        return (lambda: None) if lane.recorder is None else partial(forget, stretches)
 
     def lane_of(unit: StoredUnit) -> Lane:
         lane = lanes[setup.where(unit).on_gpu]
@@ -76,7 +76,7 @@ def make_stages(
     head = [joined.stage(unit, setup.where(unit), lane_of(unit), moved) for unit in setup.head()]
     for stage in head:
         add(stage)
-    return head, spans, joined
+    return head, stretches, joined
 
 
 def load_resident(

@@ -27,8 +27,8 @@ from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.row_table import RowTable
-from localrt.offload.pipeline.spans import Spans
 from localrt.offload.pipeline.stage import Stage
+from localrt.offload.pipeline.stretches import Stretches
 from localrt.offload.placement import Placement, Where
 from localrt.quant.ops.protocol import Batch, KVCache
 
@@ -49,7 +49,7 @@ class Pipeline:
     card: Lane | None
     layers: Sequence[Stage]
     head: Sequence[Stage]
-    spans: Spans
+    stretches: Stretches
     joined_head: JoinedHead
     caches: Caches
     embedding: RowTable
@@ -99,7 +99,7 @@ class Streamed(Residency):
         self.memory.make_room(caches.growth(batch) + logits, caches.card_growth(batch))
         if not len(wanted):
             self._skip_head()
-        self.body = [self._embed, *pipe.spans.parts(pipe.layers)]
+        self.body = [self._embed, *pipe.stretches.parts(pipe.layers)]
         self._cpu_before = pipe.clock.busy().get("cpu", 0.0)
         # On a virtual clock a pass begins where the one before ended.
         mark = pipe.clock.now() if pipe.clock.simulated else None

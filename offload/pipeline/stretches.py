@@ -1,6 +1,6 @@
 """What a lane computes at a stretch: units that stay on a card, one behind the other in a pass.
 
-Where the card's ``Ops`` records, such a span is one launch. It ends where another processor goes
+Where the card's ``Ops`` records, such a stretch is one launch. It ends where another processor goes
 on, where a unit's weights come through a ring (they lie elsewhere in each pass), and where the host
 has to look at the router's choice.
 """
@@ -20,7 +20,7 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Stage
 from localrt.quant.ops.protocol import Array, Pass
 
-__all__ = ["Piece", "Span", "Spans"]
+__all__ = ["Piece", "Stretch", "Stretches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Piece:
     macs: int
 
 
-class Span:
+class Stretch:
     """Consecutive pieces as one part."""
 
     def __init__(self, lane: Lane, pieces: Sequence[Piece]) -> None:
@@ -72,7 +72,7 @@ class Span:
         return state.x
 
 
-class Spans:
+class Stretches:
     """Joins the stages of a pass as far as they can be recorded, and remembers it."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Spans:
             self._parts = []
             for lane, group in groupby(stages, _recording_lane):
                 run = list(group)
-                self._parts += run if lane is None else [_span(lane, run)]
+                self._parts += run if lane is None else [_stretch(lane, run)]
         return self._parts
 
     def forget(self) -> None:
@@ -98,9 +98,9 @@ def _recording_lane(stage: Stage) -> Lane | None:
     return stage.lane if stays and stage.lane.recorder is not None else None
 
 
-def _span(lane: Lane, stages: Sequence[Stage]) -> Span:
+def _stretch(lane: Lane, stages: Sequence[Stage]) -> Stretch:
     pieces = []
     for stage in stages:
         assert stage.part is not None, "its weights stay where they are"
         pieces.append(Piece(stage.name, stage.part, stage.unit.nbytes, stage.macs))
-    return Span(lane, pieces)
+    return Stretch(lane, pieces)

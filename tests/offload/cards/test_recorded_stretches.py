@@ -1,4 +1,4 @@
-"""Spans of a placed model on the card, recorded and replayed: the same to the bit as step by step.
+"""Stretches of a placed model, recorded and replayed: the same to the bit as step by step.
 
 Recording is done as a card does it: what is replayed are launches and torch's steps with the
 addresses that they had. Copies come as late as their events allow.
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from localrt.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
-from localrt.offload.pipeline.spans import Span
+from localrt.offload.pipeline.stretches import Stretch
 from localrt.offload.placement import Where
 from localrt.quant.ops.cuda import graph
 from localrt.quant.ops.cuda.kernels.launch import emulate
 from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.protocol import Batch, KVCache
-from localrt.quant.ops.protocol import Span as Rows
+from localrt.quant.ops.protocol import Batch, KVCache, Span
 from tests.offload.cards.late_cuda import on_late_card
 from tests.offload.placed import (
     Model,
@@ -94,7 +93,7 @@ def decode(decoder: Decoder, cache: KVCache, count: int, seed: int = 1) -> list[
 def tree(decoder: Decoder, cache: KVCache, mask: np.ndarray) -> np.ndarray:
     """Three rows, which the cache forgets."""
     held = cache.length
-    batch = Batch(np.array([7, 8, 9]), held + mask.sum(1) - 1, (Rows(cache, 3, mask),))
+    batch = Batch(np.array([7, 8, 9]), held + mask.sum(1) - 1, (Span(cache, 3, mask),))
     seen = decoder.forward(batch, rows=[0, 2])
     cache.trim(held)
     return seen
@@ -123,7 +122,9 @@ def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> N
         seen = decode(decoder, cache, 2)
         decoder.residency.reserve(cache, 300)
         seen += decode(decoder, cache, 2, seed=2)
-        spans = [weakref.ref(part) for part in decoder.residency.body if isinstance(part, Span)]
+        body = decoder.residency.body
+        stretches = [weakref.ref(part) for part in body if isinstance(part, Stretch)]
+        del body
         recorded = len(tape.recorded)
         assert decoder.residency.memory.give_back(1) > 0
         seen += decode(decoder, cache, 1, seed=3)
@@ -131,7 +132,7 @@ def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> N
         assert decoder.residency.memory.give_back_card(1) > 0
         seen += decode(decoder, cache, 3, seed=4)
         gc.collect()
-        assert not any(span() for span in spans)  # nothing keeps what was recorded
+        assert not any(stretch() for stretch in stretches)  # nothing keeps what was recorded
         return seen
 
     assert_recorded(model, tape, talk)
@@ -203,7 +204,7 @@ ROTARY = ["aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
 def test_launches_and_waits_of_a_token(
     model: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten launches a layer, or one a span; the host waits only where rows leave the card."""
+    """Ten launches a layer, or one a stretch; the host waits only where rows leave the card."""
     waits = list[str]()
     for name in ("cpu", "item", "tolist", "to"):
         plain = getattr(Tensor, name)
@@ -227,5 +228,5 @@ def test_launches_and_waits_of_a_token(
     norm, product, *rest = ATTENTION
     first, settle, copy = [norm, product, *ROTARY, *rest], "aten::add_", "aten::copy_"
     assert events[0] == [*first, *MLP, *ATTENTION, settle, "rms_norm", "linear"]
-    # Tokens and places; the unit of the ring, whose sum is copied to the span's place; the head.
+    # Tokens and places; the unit of the ring, whose sum is copied to the stretch's place; the head.
     assert events[1] == [copy, *first, settle, copy, "replay", copy, "replay"]
