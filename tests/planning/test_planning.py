@@ -10,9 +10,10 @@ import pytest
 
 import localrt
 from localrt.machine import hardware
+from localrt.planning.inputs import Hardware, with_card
 from localrt.quant.ops.cuda.card_file import CardFile
 from tests.cli.test_plan import config_folder
-from tests.planner.models import RATE
+from tests.planner.models import RATE, machine
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
@@ -37,6 +38,7 @@ def test_what_fits_and_what_streams(tmp_path: Path) -> None:
     assert less.to_dict()["prediction"]["tok_s"] == less.tok_s
     card = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
     assert 0 < card.vram_bytes <= 1e9
+    assert "GPU kernels (by its memory and arithmetic)" in card.report
 
 
 def test_this_machines_card_has_the_rates_that_were_measured(
@@ -44,17 +46,19 @@ def test_this_machines_card_has_the_rates_that_were_measured(
 ) -> None:
     card = hardware.Gpu("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
     monkeypatch.setattr(hardware, "gpus", lambda: (card,))
-    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
-    by_rule = localrt.plan(folder, format="int4-g32", advise=False)
-    assert "GPU kernels (by its memory and arithmetic)" in by_rule.report
-    CardFile(tmp_path / "LOCALRT_CACHE", card.name, ["key"]).write("rates", RATE.to_dict())
-    measured = localrt.plan(folder, format="int4-g32", advise=False)
-    assert "memory 250 GB/s (measured), link 12 GB/s (measured)" in measured.report
-    assert "GPU kernels (measured)" in measured.report
-    assert measured.tok_s != by_rule.tok_s
+    cache = tmp_path / "LOCALRT_CACHE"
+    by_rule, _ = with_card(machine(), Hardware(), cache)
+    assert by_rule.sources["gpu"] == "the card's table"
+    CardFile(cache, card.name, ["key"]).write("rates", RATE.to_dict())
     # Another card than this machine's is not what was measured.
-    other = localrt.plan(folder, format="int4-g32", gpu="RTX 4060 8GB", advise=False)
-    assert "GPU kernels (by its memory and arithmetic)" in other.report
+    other, _ = with_card(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
+    for each in (by_rule, other):
+        assert each.gpu is not None
+        assert not each.gpu.kernels
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    report = localrt.plan(folder, format="int4-g32", advise=False).report
+    assert "memory 250 GB/s (measured), link 12 GB/s (measured)" in report
+    assert "GPU kernels (measured)" in report
 
 
 @pytest.mark.parametrize(
