@@ -294,11 +294,12 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
 def card_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
     """What passes of at most ``rows`` rows need of a card beside weights, keys and values.
 
-    Long passes unpack a piece of a matrix at a time, and keep its product beside the others'.
+    Long passes unpack a piece of a matrix at a time, and keep its product beside the others'. Short
+    ones have memory of their own where they are recorded: what their attention splits is added.
     """
     most = max(2 * sizes.inner, 2 * sizes.expert_inner) * sizes.hidden
     unpacked = 2 * min(most, _UNPACKED_AT_ONCE) if rows > PACKED_ROWS else 0
-    return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + unpacked
+    return activation_nbytes(sizes, rows) + rows * 4 * sizes.inner + unpacked + sizes.split_nbytes
 
 
 def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:

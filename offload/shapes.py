@@ -7,7 +7,7 @@ checkpoint, estimates from a ``config.json`` alone (``config_shapes.py``). It kn
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
@@ -21,6 +21,7 @@ from localrt.models.registry import read_config
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.native.kv import BLOCK, LATENT_FORMATS, block_nbytes
 from localrt.quant.ops.protocol import AttentionSpec
@@ -70,7 +71,8 @@ class PassSizes:
     """The numbers that the memory of a pass depends on.
 
     ``inner`` is the widest MLP, ``query_nbytes`` what latent attention's queries and results take
-    for a row (0 without), ``experts_used`` and ``expert_inner`` are a mixture's.
+    for a row (0 without), ``experts_used`` and ``expert_inner`` are a mixture's. ``split_nbytes``
+    are the most that attention of few rows keeps on a card until its runs of keys are joined.
     """
 
     hidden: int
@@ -79,6 +81,7 @@ class PassSizes:
     query_nbytes: int = 0
     experts_used: int = 0
     expert_inner: int = 0
+    split_nbytes: int = 0
 
     @classmethod
     def of_config(cls, config: DecoderConfig) -> PassSizes:
@@ -93,6 +96,7 @@ class PassSizes:
             query_nbytes=max(latents, default=0),
             experts_used=0 if widest is None else widest.router.used,
             expert_inner=0 if widest is None else widest.inner,
+            split_nbytes=_split_nbytes(map(_kv_shape, config.attention), config.context_length),
         )
 
 
@@ -165,6 +169,7 @@ class ModelShape:
             query_nbytes=max((layer.row_nbytes for layer in self.kv if layer.latent), default=0),
             experts_used=0 if self.experts is None else self.experts.used,
             expert_inner=expert // (3 * self.hidden),
+            split_nbytes=_split_nbytes(self.kv, self.context_length),
         )
 
     def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
@@ -221,6 +226,13 @@ def _kv_shape(spec: AttentionSpec) -> KvShape:
         )
     macs = 2 * spec.heads * spec.head_dim
     return KvShape(groups=spec.kv_heads, width=spec.head_dim, macs=macs)
+
+
+def _split_nbytes(layers: Iterable[KvShape], context: int) -> int:
+    """Latent attention's is part of its scratch on the CPU."""
+    longest, plain = grown_capacity(context), (layer for layer in layers if not layer.latent)
+    heads = ((layer.macs // (2 * layer.width), layer.width) for layer in plain)
+    return max((scratch_nbytes(count, width, longest) for count, width in heads), default=0)
 
 
 def format_of_most_bytes(sizes: Mapping[str, int]) -> str:

@@ -20,7 +20,7 @@ from localrt.offload.cards.slab import SLABS, Slab, share_slabs
 from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
-from localrt.offload.shapes import PassSizes
+from localrt.offload.shapes import PassSizes, shape_from_checkpoint
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import tokens
 from tests.offload.cards.carded import (
@@ -68,6 +68,16 @@ def generate(decoder: Decoder, count: int) -> Iterator[np.ndarray]:
     yield extend(decoder, cache, tokens(20), [19])
     for token in tokens(count, seed=3):
         yield extend(decoder, cache, [token])
+
+
+def test_the_scratch_of_attention_is_counted(model: Model) -> None:
+    """By the plan as by the pipeline that follows it."""
+    sizes = PassSizes.of_config(model.config)
+    assert shape_from_checkpoint(model.store).pass_sizes == sizes
+    (spec, *_), runs = model.config.attention, 512 // 256
+    assert sizes.split_nbytes == 64 * runs * spec.heads * (spec.head_dim + 2) * 4
+    without = card_scratch_nbytes(replace(sizes, split_nbytes=0), 512)
+    assert card_scratch_nbytes(sizes, 512) == without + sizes.split_nbytes
 
 
 # -- slabs -----------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from localrt.quant.ops.cuda.kernels.attention import attend, rope_append
 from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, row_nbytes
+from localrt.quant.ops.cuda.kernels.launch import noting
+from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
 from tests.ops.cuda.emulator import Emulator
 
 ALLOCATED = 768
@@ -135,7 +137,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     whole = run(case)
     for rows in (slice(0, 1), slice(3, 8), slice(15, 16), slice(20, 41)):
         assert torch.equal(run(case, rows=rows), whole[rows]), rows
-    monkeypatch.setattr("localrt.quant.ops.cuda.kernels.attention._SCRATCH_BYTES", 20_000)
+    monkeypatch.setattr("localrt.quant.ops.cuda.kernels.runs._MOST_NBYTES", 20_000)
     assert torch.equal(run(case), whole)  # a few rows at a time
 
 
@@ -235,3 +237,28 @@ def test_quantized_keys_and_values(
     wanted = torch.einsum("nhl,lhe->nhe", scores.softmax(-1), values)
     error = (got.double().view(wanted.shape) - wanted).square().mean().sqrt()
     assert error < bound * wanted.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("longest", [300, 5000, 90_000])
+def test_what_runs_take_is_what_is_counted(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    empty = torch.empty
+
+    def counted(*shape: int, **options: Any) -> Tensor:
+        made = empty(*shape, **options)
+        taken[-1] += made.nbytes if made.dtype == torch.float32 else 0
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    heads, size, held = 8, 64, torch.zeros(1, dtype=torch.int64)
+    k = empty(1, dtype=torch.bfloat16).expand(2, longest, size)
+    with noting({}):
+        for rows in (1, 3, 17, 64, 65):
+            taken.append(0)
+            q, positions = random(rows, heads, size).bfloat16(), torch.arange(rows)
+            attend(
+                q, k, k, held, positions,
+                scale=1.0, window=None, softcap=None, mask=None, longest=longest,
+            )  # fmt: skip
+    assert max(taken) == scratch_nbytes(heads, size, longest)
+    assert taken[-1] == 0  # a prompt's rows are not split

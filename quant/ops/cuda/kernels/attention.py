@@ -17,6 +17,7 @@ from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, numbers, turned_bloc
 from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import MOST_ROWS, Records
 from localrt.quant.ops.cuda.kernels.programs import Program
+from localrt.quant.ops.cuda.kernels.runs import RUN, row_nbytes, rows_together
 from localrt.quant.ops.cuda.kernels.steps import rotate_blocks
 
 __all__ = [
@@ -31,10 +32,8 @@ __all__ = [
     "takes_heads",
 ]
 
-_RUN = 256  # keys: RUN in quant/cuda/attention.cuh
 _THREADS = 128
 _TILE = 16  # query rows of a warp
-_SCRATCH_BYTES = 32 << 20
 
 
 class Attention(Structure):
@@ -173,7 +172,7 @@ def attend(
     per = heads // groups
     split = n <= MOST_ROWS
     turned = turned_block(kv_format, value)
-    runs = -(-longest // _RUN) if split else 1
+    runs = -(-longest // RUN) if split else 1
     out = torch.empty(0 if records else n, heads * value, dtype=torch.bfloat16, device=q.device)
     target = records.data[0, row * records.count // records.rows :] if records else out
     chunk, partial, stats = n, None, None
@@ -226,7 +225,7 @@ def partial_results(
     """Room for what rows see of each run of keys, of so many of the n rows at once that it stays
     small: how many, their sums (runs, rows * H, value), and (2, runs, rows * H) to join them by.
     """
-    rows = max(1, min(n, _SCRATCH_BYTES // (runs * heads * (value + 2) * 4)))
+    rows = rows_together(n, row_nbytes(runs, heads, value))
     sums = torch.empty(runs, rows * heads, value, dtype=torch.float32, device=device)
     return rows, sums, torch.empty(2, runs, rows * heads, dtype=torch.float32, device=device)
 
