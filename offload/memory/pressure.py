@@ -25,21 +25,23 @@ class MemoryPressure:
         self._asked = time.monotonic()
 
     def __call__(self) -> tuple[int, int]:
-        """(RAM, VRAM) in bytes; of RAM below zero what may be taken again."""
+        """(RAM, VRAM) in bytes; below zero what may be taken again."""
         now = time.monotonic()
         if now - self._asked < _INTERVAL_S:
             return 0, 0
         self._asked = now
         state = memory_state()
         least = _LEAST_FREE if state.limit is None else _LEAST_FREE_LIMITED
-        ram = least - state.available
         free = self._free_vram()
-        vram = 0 if free is None else _LEAST_FREE_VRAM - free
-        if ram <= 0:
-            # Half of what is free beyond a good reserve may be taken again.
-            ram = min(0, 2 * least + _STEP - state.available) // 2
-            return ram, _rounded(vram)
-        return _rounded(ram), _rounded(vram)
+        vram = 0 if free is None else _needed(free, _LEAST_FREE_VRAM)
+        return _needed(state.available, least), vram
+
+
+def _needed(free: int, least: int) -> int:
+    if free < least:
+        return _rounded(least - free)
+    # Half of what is free beyond a good reserve may be taken again.
+    return min(0, 2 * least + _STEP - free) // 2
 
 
 def _rounded(nbytes: int) -> int:

@@ -53,8 +53,8 @@ class Balance(WeightMemory):
     """Keeps weights and caches within ``budget`` bytes of RAM. ``stages`` are a pass's, in order.
 
     ``caches`` share the budget. ``fixed`` are bytes of weights in RAM that stay. ``shortage`` says
-    how many bytes of RAM (below zero: how many are spare again) and of the card's memory others
-    need now. ``forget`` ends what copies wait for, before other units are streamed. ``experts`` are
+    how many bytes of RAM and of the card's memory others need now (below zero: how many are spare
+    again). ``forget`` ends what copies wait for, before other units are streamed. ``experts`` are
     a mixture's slots, ``card_experts`` those on the card. ``card_scratch`` are bytes of the card
     that kernels need beside weights and caches.
     """
@@ -86,6 +86,7 @@ class Balance(WeightMemory):
         self._forget = forget
         self._experts = experts
         self._card = next((lane.card for lane in lanes if lane.card is not None), None)
+        self._card_most = 0 if self._card is None else self._card.capacity
         self._card_experts = card_experts
         self._card_scratch = card_scratch
         self._most_experts = 0 if experts is None else experts.nbytes
@@ -252,6 +253,7 @@ class Balance(WeightMemory):
         freed = self.give_back_card(nbytes)
         if freed and self._card is not None:
             self._card.capacity -= freed
+            self._card_most = self._card.capacity
             self._changed = self._why = words
         return freed
 
@@ -278,6 +280,8 @@ class Balance(WeightMemory):
             freed = self.give_back_card(shortage)
             card.capacity = min(card.capacity, card.used + held)
             self._card_why = _OTHERS if freed else self._card_why
+        elif shortage < 0:  # for keys and values: slabs do not come back
+            card.capacity = min(self._card_most, card.capacity - shortage)
         missing = card.used + held - card.capacity
         if missing > 0:
             if self._caches.card_nbytes + growth > self._card_caches:

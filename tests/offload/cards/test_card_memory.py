@@ -17,6 +17,7 @@ from localrt.models.decoder import Decoder
 from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.slab import SLABS, Slab, share_slabs
+from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
@@ -172,6 +173,32 @@ def test_less_of_the_card_in_the_middle_of_a_generation(
             if number % 3 == 0 and drops:
                 weights = round(drops.pop() * (card.used - least))
                 card.capacity = least + weights + beside_weights(model, 32)
+
+
+def test_memory_that_others_give_back_is_for_keys_and_values(model: Model) -> None:
+    """As much as was allowed at first; what was streamed meanwhile is streamed on."""
+    where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
+    with on_card(model, where, shortage=lambda: (0, needed[0]), card={"capacity": 1 << 30}) as one:
+        card, cache = card_of(one), one.cache(20)
+        for shortage, capacity in ((60_000, 0), (0, 0), (-1000, 1000), (-(1 << 40), 1 << 30)):
+            before, needed[0] = card.capacity, shortage
+            extend(one, cache, [3, 4])
+            if shortage > 0:
+                assert card.capacity == card.used + card.held < 1 << 29
+            else:
+                assert card.capacity == min(before + capacity, 1 << 30)
+
+
+def test_a_card_is_asked_what_is_free() -> None:
+    free = [0]
+    pressure = MemoryPressure(free_vram=lambda: free[0])
+
+    def asked(megabytes: int) -> int:
+        free[0], pressure._asked = megabytes << 20, -1e9
+        return pressure()[1] >> 20
+
+    assert [asked(megabytes) for megabytes in (100, 150, 300, 508)] == [56, 0, 0, -100]
+    assert pressure() == (0, 0)  # just now
 
 
 def test_experts_slots_are_given_back_too(tmp_path_factory: pytest.TempPathFactory) -> None:
