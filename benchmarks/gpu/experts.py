@@ -6,7 +6,7 @@ CPU together on 8 GB of the GPU.
 
 Random weights in the shapes of Qwen3-30B-A3B (int4) and gpt-oss-20b (MXFP4), decoded token by token
 with made-up routing that repeats itself about as Qwen3-30B-A3B's does. The hybrid scheduler takes
-turns with all experts on the CPU and with all of them copied to the card.
+turns with all absent experts on the CPU and with all of them copied to the card.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from localrt.offload.experts.hybrid import HybridStage
 from localrt.offload.experts.scheduler import (
     Assignment,
     ExpertCosts,
-    LayerWork,
     Ready,
     schedule,
+    split_misses,
 )
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
@@ -245,20 +245,16 @@ def costs_of(store: RandomStore, host: NativeOps, link: float, memory: float) ->
 
 
 def fixed(
-    rows: Any, resident: Any, costs: ExpertCosts, ready: Ready, *, on_card: bool, copied: bool
+    rows: Any, resident: Any, costs: ExpertCosts, ready: Ready, *, copied: bool
 ) -> Assignment:
-    """One rule for all experts: cached ones are computed on the card, absent ones copied there."""
-    work = LayerWork(rows, resident, costs, ready)
-    return work.assign(
-        kept=len(work.cached) if on_card else 0, fetched=len(work.absent) if copied else 0
-    )
+    """One rule for all absent experts: the CPU's, or copied to the card."""
+    return split_misses(len(rows) if copied else 0, rows, resident, costs, ready)
 
 
 WAYS: Mapping[str, Callable[..., Any]] = {
     "hybrid": schedule,
-    "static": partial(fixed, on_card=True, copied=False),
-    "cpu": partial(fixed, on_card=False, copied=False),
-    "streamed": partial(fixed, on_card=True, copied=True),
+    "static": partial(fixed, copied=False),
+    "streamed": partial(fixed, copied=True),
 }
 
 
@@ -293,6 +289,6 @@ def compare(decoder: Decoder, size: Size) -> dict[str, Any]:
                     values[f"{resource}_busy"] = busy / wall
     rates = {name: 1 / statistics.median(found) for name, found in seconds.items()}
     values |= {f"{name}_tok_s": rate for name, rate in rates.items()}
-    values["times_better_of_two"] = rates["hybrid"] / max(rates["cpu"], rates["streamed"])
+    values["times_better_of_two"] = rates["hybrid"] / max(rates["static"], rates["streamed"])
     values["finite"] = bool(np.isfinite(logits).all())
     return values

@@ -7,6 +7,7 @@ and takes its time from what a card would need. The pipeline does not know which
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.timing import Clock, Mark
 from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["Accelerator", "Bytes"]
@@ -123,6 +125,10 @@ class Accelerator:
     def settled(self, mark: Mark) -> None:
         """Return when a copy that was not waited for has ended."""
 
+    def ended(self, mark: Mark) -> bool:
+        """Whether it has ended, without waiting."""
+        return True
+
     def wait(self, mark: Mark) -> None:
         """Kernels started from now on wait for ``mark``."""
 
@@ -141,6 +147,14 @@ class Accelerator:
     def to_host(self, x: Array, after: Mark) -> tuple[Array, Mark]:
         """The card's activations as the CPU's."""
         raise NotImplementedError
+
+    def send(self, x: Array, routing: Routing, after: Mark) -> Callable[[], tuple[Array, Mark]]:
+        """Begin to bring a layer's rows to the host, and who was chosen for them.
+
+        What is returned waits for both, and gives the rows as the CPU's activations. Kernels that
+        are started later do not hold them up.
+        """
+        return lambda: self.to_host(x, after)
 
     def close(self) -> None:
         """Free everything that callers do not hold."""

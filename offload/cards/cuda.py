@@ -6,11 +6,13 @@ the events that it needs, and nothing waits for the whole device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.accelerator import Accelerator, Bytes
 from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["CudaAccelerator"]
@@ -46,6 +48,10 @@ class CudaAccelerator(Accelerator):
         """See ``Accelerator``."""
         self._copies.settled(mark)
 
+    def ended(self, mark: Mark) -> bool:
+        """See ``Accelerator``."""
+        return self._copies.ended(mark)
+
     def wait(self, mark: Mark) -> None:
         """See ``Accelerator``."""
         self._copies.wait(mark)
@@ -61,6 +67,11 @@ class CudaAccelerator(Accelerator):
     def to_host(self, x: Array, after: Mark) -> tuple[Array, Mark]:
         """See ``Accelerator``."""
         return self._copies.to_host(x), after
+
+    def send(self, x: Array, routing: Routing, after: Mark) -> Callable[[], tuple[Array, Mark]]:
+        """See ``Accelerator``."""
+        received = self._copies.send(x, routing)
+        return lambda: (received(), after)
 
     def close(self) -> None:
         """Give the cached memory back to the card."""

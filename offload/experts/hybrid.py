@@ -1,9 +1,11 @@
 """A sparse layer on a card and the CPU at once: each expert where it is done soonest.
 
-The router runs on the card. Experts in its slots are computed there; of the others some are copied
-over the link first and the CPU computes the rest meanwhile, as the scheduler finds by what each
-takes. Slots are combined on the card in the order of k: nothing depends on who was first. What is
-in neither memory is read from the SSD, and computed by the CPU.
+The router runs on the card, and experts in its slots are started there before the host knows who
+was chosen. It waits once, for that and for the rows: of the other experts some are copied over the
+link first and the CPU computes the rest meanwhile, as the scheduler finds by what each takes. Slots
+are combined on the card in the order of k: nothing depends on who was first. What is in neither
+memory is read from the SSD, and computed by the CPU. A layer whose experts are all on the card
+waits for nothing.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one behind the other,
 those of the next layer behind them, and computed at once when they are there.
@@ -12,8 +14,7 @@ those of the next layer behind them, and computed at once when they are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,9 +30,9 @@ from localrt.offload.experts.scheduler import (
     ExpertCosts,
     Ready,
     schedule,
-    split_misses,
 )
 from localrt.offload.pipeline.lane import StreamedState
+from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["HybridStage", "Scheduler"]
@@ -43,14 +44,17 @@ Scheduler = Callable[..., Assignment]
 
 @dataclass(slots=True)
 class _Turn:
-    """One layer's turn in a pass. ``rows`` are those of each expert that is asked for."""
+    """One layer's turn in a pass. ``rows`` are those of each expert that is asked for, once known.
+
+    ``crossing``: the card computes all that any memory holds.
+    """
 
     part: SparseMlp
     state: StreamedState
     routed: Routed
     slots: Array
-    rows: Mapping[int, int]
     crossing: bool
+    rows: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -91,6 +95,7 @@ class HybridStage:
         self._link_free = 0.0  # when all copies that were asked for are done, about
         self._copying: list[tuple[int, int, Mark]] = []  # what the RAM must keep meanwhile
         self._arriving: dict[Key, Mark] = {}  # to slots, before anything asked for it
+        self._unread: dict[int, Routing] = {}  # of layers that did not need to know
 
     @property
     def hits(self) -> int:
@@ -107,25 +112,35 @@ class HybridStage:
         place, card, cache = part.place, self._card, self._slots.cache
         routed = part.route(card.ops, state.x)
         routing = routed.routing
-        self._settle(place)  # the card has gone on since they were asked for
+        crossing = 0 < self._card_rows <= routing.rows
+        received = None if crossing else card.send(routed.normed, routing, state.mark)
+        self._read_earlier(place)
         shared = part.shared_rows(card.ops, routed)
         slots = card.ops.expert_slots(routed.normed, routing)
+        turn = _Turn(part, state, routed, slots, crossing)
         try:
-            demand = cache.touch(place, routing.experts, routing.scores)
-            rows = dict(zip(demand.experts.tolist(), demand.rows.tolist(), strict=True))
-            crossing = 0 < self._card_rows <= len(routing.experts)
-            turn = _Turn(part, state, routed, slots, rows, crossing)
-            ready = Ready(link=max(0.0, self._link_free - self._time(state.mark)))
-            choose = partial(split_misses, len(rows)) if crossing else self.scheduler
-            plan = choose(demand.rows, demand.resident, self._costs, ready)
-            state.mark = self._carry_out(turn, demand, plan, state.mark)
+            begun = state.mark if crossing else self._begin(turn)
+            if not crossing and routing.away and cache.resident(place).all():
+                self._slots.used(place, range(cache.count), begun)
+                self._unread[place] = routing
+                state.mark = begun
+            else:
+                if routing.away:
+                    part.read(routing)
+                self._settle(place)
+                demand = cache.touch(place, routing.experts, routing.scores)
+                turn.rows = dict(zip(demand.experts.tolist(), demand.rows.tolist(), strict=True))
+                if received is None:
+                    state.mark = self._cross(turn, demand, state.mark)
+                else:
+                    state.mark = self._share(turn, demand, received, begun)
         except BaseException:
             self.settle()  # copies that nobody has waited for yet: they have slots already
             raise
         finally:
             self._memory.pool(place).done(place)
             cache.release(place)
-        if not turn.crossing:
+        if not crossing:
             self._fill(place, state.mark)
         return card.ops.combine_experts(turn.slots, routing, shared)
 
@@ -159,17 +174,28 @@ class HybridStage:
         return there
 
     def _settle(self, turn: int | None) -> None:
-        """Copies have ended: RAM need not keep what they read. Not those for the layer whose
-        ``turn`` it is: the card waits for them, not the host.
+        """Copies have ended: RAM need not keep what they read.
+
+        In the ``turn`` of a layer those on their way are not waited for, unless RAM has too little
+        that may go; for those of the layer itself the card waits, not the host.
         """
         left = []
-        for place, expert, there in self._copying:
-            if place == turn:
+        for place, expert, there in reversed(self._copying):
+            cache = self._memory.pool(place).cache
+            spared = place == turn or len(left) < cache.capacity // _HELD_SHARE
+            if turn is not None and spared and not self._card.ended(there):
                 left.append((place, expert, there))
                 continue
             self._card.settled(there)
-            self._memory.pool(place).cache.let_go(place, [expert])
-        self._copying = left
+            cache.let_go(place, [expert])
+        self._copying = left[::-1]
+
+    def _read_earlier(self, place: int) -> None:
+        """What a layer that waited for nothing chose in the pass before: it has come long ago."""
+        routing = self._unread.pop(place, None)
+        if routing is not None:
+            self._slots.cache.touch(place, routing.experts, routing.scores)
+            self._slots.cache.release(place)
 
     def _fill(self, place: int, mark: Mark) -> None:
         """While the link has nothing to do: the layer's expert that is most worth a slot."""
@@ -195,32 +221,58 @@ class HybridStage:
                 self._arriving[place, expert] = self._bring(place, expert, mark)
         cache.let_go(place, here)
 
-    def _carry_out(self, turn: _Turn, demand: Demand, plan: Assignment, mark: Mark) -> Mark:
-        """All slots filled; returns when."""
+    def _begin(self, turn: _Turn) -> Mark:
+        """Start what is in slots, whoever was chosen of it; returns when it is done."""
+        place, routing, mark = turn.part.place, turn.routed.routing, turn.state.mark
+        resident = self._slots.cache.resident(place)
+        if routing.away:
+            held = resident.nonzero()[0].tolist()
+        else:
+            loads = routing.loads(len(resident))
+            turn.rows = dict(enumerate(loads.tolist()))
+            held = (resident & (loads > 0)).nonzero()[0].tolist()
+        for expert in held if self._arriving else ():
+            if (arrived := self._arriving.pop((place, expert), None)) is not None:
+                self._card.wait(arrived)
+                mark = later(mark, arrived)
+        return self._compute(turn, held, mark)
+
+    def _share(
+        self, turn: _Turn, demand: Demand, received: Callable[[], tuple[Array, Mark]], begun: Mark
+    ) -> Mark:
+        """What is not in slots, by whoever is the first to have it; returns when all is done.
+
+        Copies begin first, then the card's kernels: both go on while the CPU computes.
+        """
+        place, mark, costs = turn.part.place, turn.state.mark, self._costs
+        if demand.resident.any():
+            self._slots.used(place, demand.experts[demand.resident].tolist(), begun)
+        if demand.resident.all():
+            return begun
+        ready = Ready(link=max(0.0, self._link_free - self._time(mark)))
+        plan = self.scheduler(demand.rows, demand.resident, costs, ready)
         chosen = demand.experts.tolist()
-        held = [chosen[i] for i in plan.gpu if demand.resident[i]]
-        here = set(held)
-        others = [expert for expert in chosen if expert not in here]
-        place = turn.part.place
-        pool = self._memory.pool(place)
-        wanted = pool.demand(place, turn.routed.routing, mark, only=others)
-        arriving = {e: self._arriving.pop((place, e)) for e in held if (place, e) in self._arriving}
-        # Copies begin first, then the card's kernels: both go on while the CPU computes.
+        absent = demand.experts[~demand.resident].tolist()
+        wanted = self._memory.pool(place).demand(place, turn.routed.routing, mark, only=absent)
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
-        if turn.crossing:
-            self._ahead(place + 1, mark)
-        there = [expert for expert in held if expert not in arriving]
-        if not turn.crossing:
-            rest = [expert for expert in others if expert not in fetched]
-            # Behind the card's kernels the rows would come when they are done, and the CPU's work.
-            sent = self._card.to_host(turn.routed.normed, mark) if rest else None
-            on_card = self._on_card(turn, there, mark)
-            on_card = self._as_they_come(turn, arriving | fetched, on_card)
-            by_cpu = mark if sent is None else self._on_cpu(turn, rest, wanted, *sent)
-            return later(on_card, by_cpu)
-        on_card = self._on_card(turn, there, mark)
+        on_card = self._as_they_come(turn, fetched, begun)
+        rest = [expert for expert in absent if expert not in fetched]
+        if not rest:
+            return on_card
+        return later(on_card, self._on_cpu(turn, rest, wanted, *received()))
+
+    def _cross(self, turn: _Turn, demand: Demand, mark: Mark) -> Mark:
+        """All by the card that any memory holds, the rest by the CPU; returns when it is done."""
+        place = turn.part.place
+        held = demand.experts[demand.resident].tolist()
+        rest = demand.experts[~demand.resident].tolist()
+        wanted = self._memory.pool(place).demand(place, turn.routed.routing, mark, only=rest)
+        arriving = {e: self._arriving.pop((place, e)) for e in held if (place, e) in self._arriving}
+        fetched = self._fetch(turn, rest, wanted, mark)
+        self._ahead(place + 1, mark)
+        on_card = self._on_card(turn, [expert for expert in held if expert not in arriving], mark)
         on_card = self._at_once(turn, arriving | fetched, on_card)
-        rest = [expert for expert in others if expert not in fetched]
+        rest = [expert for expert in rest if expert not in fetched]
         while rest:  # more than there are slots: the next ones take the place of what is done
             self._slots.cache.finish(place, [*held, *fetched])
             more = self._fetch(turn, rest, wanted, mark)
@@ -263,23 +315,29 @@ class HybridStage:
         return arrivals
 
     def _on_card(self, turn: _Turn, experts: Sequence[int], mark: Mark) -> Mark:
+        if experts:
+            mark = self._compute(turn, experts, mark)
+            self._slots.used(turn.part.place, experts, mark)
+        return mark
+
+    def _compute(self, turn: _Turn, experts: Sequence[int], mark: Mark) -> Mark:
+        """Start the card's kernels for those of ``experts`` that were chosen."""
         if not experts:
             return mark
-        card, routed = self._card, turn.routed
-        # A virtual card's seconds; a real one's kernels take theirs.
+        card, routed, part = self._card, turn.routed, turn.part
+        # A virtual card's seconds; a real one's kernels take theirs, whoever was chosen.
         nbytes, macs = self._slots.expert_size
         rows = turn.rows
-        costs = (card.cost_s(nbytes, macs, rows[expert], unpacks=False) for expert in experts)
+        costs = (card.cost_s(nbytes, macs, rows.get(e, 1), unpacks=False) for e in experts)
         known = [seconds for seconds in costs if seconds is not None]
         started = self._clock.begin("gpu")
         with card.ops.scope():
-            spec = turn.part.spec.expert
-            table = self._slots.cache.tables[turn.part.place]
-            card.ops.run_experts(routed.normed, routed.routing, table, spec, turn.slots, experts)
+            table = self._slots.cache.tables[part.place]
+            card.ops.run_experts(
+                routed.normed, routed.routing, table, part.spec.expert, turn.slots, experts
+            )
         cost = sum(known) if known else None
-        mark = self._clock.end("gpu", turn.label, started, after=mark, cost_s=cost)
-        self._slots.used(turn.part.place, experts, mark)
-        return mark
+        return self._clock.end("gpu", turn.label, started, after=mark, cost_s=cost)
 
     def _on_cpu(
         self, turn: _Turn, experts: Sequence[int], wanted: Demanded, normed: Array, mark: Mark

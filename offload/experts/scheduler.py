@@ -1,11 +1,11 @@
 """The best assignment of a layer's experts to CPU and GPU, for decoding and for prompts alike.
 
 The CPU and the GPU each compute one expert at a time, and copies go over the link one after
-another. Assignments are of one shape, that of HybriMoE's rule: the most loaded of the absent
-experts are copied, and the least loaded of the cached ones go to the CPU, since copying takes the
-same for all, computing on the GPU nearly the same, and on the CPU the longer the more rows.
-``schedule`` finds the best of that shape, so it ends no later than that rule, or than either device
-alone. Costs are measured elsewhere: nothing here knows a model or a clock.
+another. The GPU computes what is cached: it has begun before anybody knows the rest. Of the absent
+experts the most loaded are copied (HybriMoE's rule), since copying takes the same for all, and on
+the CPU they take the longer the more rows they see. ``schedule`` finds the best number of copies,
+so it ends no later than any fixed one. Costs are measured elsewhere: nothing here knows a model or
+a clock.
 """
 
 from __future__ import annotations
@@ -111,26 +111,27 @@ class LayerWork:
         self.cached = [i for i in order if held[i]]
         self.absent = [i for i in order if not held[i]]
 
-    def assign(self, *, kept: int, fetched: int) -> Assignment:
-        """The ``kept`` most loaded cached experts on the GPU, the ``fetched`` of the absent copied.
+    def assign(self, fetched: int) -> Assignment:
+        """The cached experts on the GPU, and the ``fetched`` most loaded of the absent, copied.
 
-        The CPU has the others, absent ones first, the least loaded first.
+        The CPU has the others, the least loaded first.
         """
         ready, fetch_s, load = self.ready, self.costs.fetch, self.costs.link_load
         gpu, link = ready.gpu, ready.link
-        on_gpu, copied = self.cached[:kept], self.absent[:fetched]
-        for i in on_gpu:
+        copied = self.absent[:fetched]
+        for i in self.cached:
             gpu += self.gpu_s[i]
         for i in copied:
             link += fetch_s
             gpu = (link if link > gpu else gpu) + self.gpu_s[i]
-        on_cpu = self.absent[fetched:][::-1] + self.cached[kept:][::-1]
+        on_cpu = self.absent[fetched:][::-1]
         work = sum(self.cpu_s[i] for i in on_cpu)
         cpu = loaded_end(ready.cpu, work, link, load) if load else ready.cpu + work
         end = cpu + ready.cpu_back if on_cpu else 0.0
-        if on_gpu or copied:
+        on_gpu = self.cached + copied
+        if on_gpu:
             end = max(end, gpu + ready.gpu_back)
-        return Assignment(on_cpu, on_gpu + copied, copied, cpu, gpu, link, end)
+        return Assignment(on_cpu, on_gpu, copied, cpu, gpu, link, end)
 
 
 def loaded_end(start: float, work: float, link_until: float, load: float) -> float:
@@ -149,8 +150,7 @@ def split_misses(
     ready: Ready = NOW,
 ) -> Assignment:
     """Cached experts on the GPU, ``fetched`` absent ones copied, the most loaded; the rest: CPU."""
-    work = LayerWork(rows, resident, costs, ready)
-    return work.assign(kept=len(work.cached), fetched=fetched)
+    return LayerWork(rows, resident, costs, ready).assign(fetched)
 
 
 def schedule(
@@ -159,44 +159,25 @@ def schedule(
     costs: ExpertCosts,
     ready: Ready = NOW,
 ) -> Assignment:
-    """The earliest end over every number of copies and of cached experts left to the CPU.
+    """The earliest end over every number of copies; ties go to the GPU.
 
-    ``rows`` and ``resident`` are of the experts that the pass uses. Ties go to the GPU. Exact where
-    the GPU takes the same for every expert.
+    ``rows`` and ``resident`` are of the experts that the pass uses.
     """
     layer = LayerWork(rows, resident, costs, ready)
-    cpu_s, gpu_s = layer.cpu_s, layer.gpu_s
-    held, missing = len(layer.cached), len(layer.absent)
-    on_gpu, on_cpu = [0.0], [0.0]  # the first so many of the cached
-    for i in layer.cached:
-        on_gpu.append(on_gpu[-1] + gpu_s[i])
-        on_cpu.append(on_cpu[-1] + cpu_s[i])
+    missing = len(layer.absent)
     left = [0.0]  # the CPU's work without the first so many of the absent, from the last
     for i in reversed(layer.absent):
-        left.append(left[-1] + cpu_s[i])
-    link, copied_gpu, after_link = ready.link, 0.0, 0.0
-    best = (float("inf"), 0, 0)  # end, -copies, -kept on the GPU
+        left.append(left[-1] + layer.cpu_s[i])
+    gpu = ready.gpu + sum(layer.gpu_s[i] for i in layer.cached)
+    link, best, copies = ready.link, float("inf"), 0
     for fetched in range(missing + 1):
         if fetched:
-            seconds = gpu_s[layer.absent[fetched - 1]]
             link += costs.fetch
-            copied_gpu += seconds
-            after_link = max(after_link, link) + seconds
-        # More on the GPU ends it later and the CPU sooner: look for where they meet.
-        low, high = 0, held
-        while low <= high:
-            kept = (low + high) // 2
-            gpu = cpu = 0.0
-            if kept or fetched:
-                gpu = max(ready.gpu + on_gpu[kept] + copied_gpu, after_link) + ready.gpu_back
-            if kept < held or fetched < missing:
-                work = left[missing - fetched] + on_cpu[held] - on_cpu[kept]
-                cpu = loaded_end(ready.cpu, work, link, costs.link_load) + ready.cpu_back
-            found = (gpu if gpu > cpu else cpu, -fetched, -kept)
-            if found < best:
-                best = found
-            if gpu > cpu:
-                high = kept - 1
-            else:
-                low = kept + 1
-    return layer.assign(kept=-best[2], fetched=-best[1])
+            gpu = max(gpu, link) + layer.gpu_s[layer.absent[fetched - 1]]
+        end = gpu + ready.gpu_back if layer.cached or fetched else 0.0
+        if fetched < missing:
+            cpu = loaded_end(ready.cpu, left[missing - fetched], link, costs.link_load)
+            end = max(end, cpu + ready.cpu_back)
+        if end <= best:
+            best, copies = end, fetched
+    return layer.assign(copies)

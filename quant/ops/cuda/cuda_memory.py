@@ -1,7 +1,8 @@
 """A CUDA card's memory and copies for the offloading pipeline, on torch.
 
-One stream copies to the card, torch's current stream computes; they wait for each other's events,
-and the host waits only for a copy whose source it is about to change. On ``device="cpu"`` the same
+One stream copies to the card, one to the host, torch's current stream computes; they wait for each
+other's events, and the host waits only for a copy whose source it is about to change, and for what
+it has to know. On ``device="cpu"`` the same
 calls copy in RAM, for tests without a card.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,9 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.cuda.device import full_card, upload
+from localrt.quant.ops.cuda.routing import CudaRouting
 from localrt.quant.ops.cuda.stream import Stream
+from localrt.quant.ops.experts import Routing
 
 __all__ = ["CudaCopies"]
 
@@ -38,6 +42,7 @@ class CudaCopies:
         cuda: Any = torch.cuda  # not typed throughout
         self._cuda = cuda
         self._stream = cuda.Stream(self._device) if self._real else None
+        self._back = cuda.Stream(self._device) if self._real else None
         self._lock = threading.Lock()
         self._pinned: list[Bytes] = []
         self.unpinned = 0  # bytes of buffers that the system would not pin
@@ -109,6 +114,10 @@ class CudaCopies:
         if self._real and event is not None:
             event.synchronize()
 
+    def ended(self, event: Any) -> bool:
+        """Whether ``event`` has happened."""
+        return not self._real or event is None or bool(event.query())
+
     def wait(self, event: Any) -> None:
         """Kernels started from now on wait for ``event``."""
         if self._real and event is not None:
@@ -132,6 +141,36 @@ class CudaCopies:
             there = x if isinstance(x, Tensor) else x.settle()
             values: npt.NDArray[np.float32] = there.float().cpu().numpy()
         return values if self._real else values.copy()
+
+    def send(self, x: Tensor, routing: Routing) -> Callable[[], npt.NDArray[np.float32]]:
+        """Begin to copy normed rows and the results of ``routing`` to pinned RAM.
+
+        What is returned waits for both, and gives the rows as the CPU's activations (R, D).
+        """
+        if self._back is None:
+            return lambda: self.to_host(x)
+        event = self._cuda.Event()
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.inference_mode(), torch.cuda.stream(self._back):
+            rows = self._pinned_copy(x)
+            if isinstance(routing, CudaRouting):
+                routing.copy_to(self._pinned_copy(routing.results), event)
+            event.record(self._back)
+
+        def received() -> npt.NDArray[np.float32]:
+            event.synchronize()
+            with torch.inference_mode():
+                values: npt.NDArray[np.float32] = rows.float().numpy()
+            return values
+
+        return received
+
+    def _pinned_copy(self, there: Tensor) -> Tensor:
+        """A copy in RAM, once the current stream has come to it."""
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        here.copy_(there, non_blocking=True)
+        there.record_stream(torch.cuda.current_stream(self._device))
+        return here
 
     def measure(self) -> tuple[float, float]:
         """Bytes per second from pinned RAM to the card, and of reading the card's own memory.

@@ -59,6 +59,12 @@ class LateAccelerator(Accelerator):
         """See ``Accelerator``."""
         self._carry_out(mark)
 
+    def ended(self, mark: Mark) -> bool:
+        """See ``Accelerator``."""
+        with self._turn:
+            pending = self._copies and isinstance(mark, _Event)
+            return not pending or mark.copies < self._copies[0].number
+
     def wait(self, mark: Mark) -> None:
         """See ``Accelerator``."""
         self._carry_out(mark)

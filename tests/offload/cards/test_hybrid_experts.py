@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,14 +121,13 @@ def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
     noted(HybridStage, "run", "; ")
     noted(HybridStage, "_on_cpu", "cpu ")
     noted(CardSlots, "used", "card ")
-    noted(VirtualAccelerator, "to_host", "rows ")
-    cost = Rate(0.0, 1e-6, 1e-8)  # as long for each: some are fetched, some are not
-    with on_card(
-        model, places(model, 0.5), expert_costs=ExpertCosts(cpu=cost, gpu=cost, fetch=1e-6)
-    ) as placed:
+    noted(VirtualAccelerator, "send", "rows ")
+    # About as long for each of the absent: some are fetched, some are not.
+    costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 1e-8), gpu=Rate(0.0, 1e-7, 1e-8), fetch=1e-6)
+    with on_card(model, places(model, 0.5), expert_costs=costs) as placed:
         cache = placed.cache(64)
-        for token in tokens(30):
-            extend(placed, cache, [token])
+        for pair in np.array(tokens(30)).reshape(-1, 2):
+            extend(placed, cache, pair.tolist())
     both = [turn for turn in "".join(order).split("; ") if "cpu" in turn and "card" in turn]
     assert any(turn.count("card") > 1 for turn in both)
     assert all(re.match("rows (card )+cpu ", turn) for turn in both), set(both)

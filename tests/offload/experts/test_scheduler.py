@@ -39,6 +39,7 @@ def test_an_assignment_is_one(layer: tuple, costs: ExpertCosts, ready: Ready) ->
     found = schedule(rows, resident, costs, ready)
     everyone = list(range(len(rows)))
     assert sorted(found.cpu + found.gpu) == everyone
+    assert all(i in found.gpu for i in everyone if resident[i]), "the GPU has begun with them"
     assert set(found.fetch) == {i for i in found.gpu if not resident[i]}
     check_times(found, rows, costs, ready)
 
@@ -76,19 +77,18 @@ def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, re
 def test_no_assignment_of_its_shape_ends_sooner(
     layer: tuple, costs: ExpertCosts, ready: Ready
 ) -> None:
-    """All on one device, a static placement and HybriMoE's greedy rule are of that shape."""
+    """A static placement, and copying all that is absent, are of that shape."""
     work = LayerWork(*layer, costs, ready)
     end = schedule(*layer, costs, ready).end + EXACT
-    for kept in range(len(work.cached) + 1):
-        for fetched in range(len(work.absent) + 1):
-            other = work.assign(kept=kept, fetched=fetched).end
-            assert end <= other * (1 + EXACT) + 2 * EXACT
+    for fetched in range(len(work.absent) + 1):
+        other = work.assign(fetched).end
+        assert end <= other * (1 + EXACT) + 2 * EXACT
 
 
 def shortest(rows: tuple[int, ...], resident: tuple[bool, ...], costs: ExpertCosts) -> float:
-    """Of every assignment; copies in the order of Johnson's rule, which is the best of theirs."""
+    """Of all assignments; copies in the order of Johnson's rule, which is the best of theirs."""
     best = float("inf")
-    ways = [("cpu", "gpu" if held else "fetch") for held in resident]
+    ways = [("gpu",) if held else ("cpu", "fetch") for held in resident]
     for devices in product(*ways):
         cpu = sum(costs.cpu(n) for n, d in zip(rows, devices, strict=True) if d == "cpu")
         gpu = sum(costs.gpu(n) for n, d in zip(rows, devices, strict=True) if d == "gpu")
@@ -153,9 +153,10 @@ def test_ties_go_to_the_gpu() -> None:
 
 
 def test_results_ways_back_count() -> None:
-    costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 12, 0), fetch=100)
-    assert schedule([1], [True], costs).cpu == [0]
-    assert schedule([1], [True], costs, Ready(cpu_back=5)).gpu == [0]
+    costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 2, 0), fetch=10)
+    assert schedule([1], [False], costs).cpu == [0]
+    assert schedule([1], [False], costs, Ready(cpu_back=5)).gpu == [0]
+    assert schedule([1], [False], costs, Ready(cpu_back=5, gpu_back=5)).cpu == [0]
 
 
 def test_arrays_are_taken_as_they_come() -> None:
