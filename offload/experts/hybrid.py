@@ -111,7 +111,7 @@ class HybridStage:
         """See ``Experts``: ``state`` is on the card, and so is the sum."""
         place, card, cache = part.place, self._card, self._slots.cache
         routed = part.route(card.ops, state.x)
-        routing = routed.routing
+        routing, away = routed.routing, routed.routing.away
         crossing = 0 < self._card_rows <= routing.rows
         received = None if crossing else card.send(routed.normed, routing, state.mark)
         self._read_earlier(place)
@@ -125,7 +125,7 @@ class HybridStage:
                 self._unread[place] = routing
                 state.mark = begun
             else:
-                if routing.away:
+                if away:
                     part.read(routing)
                 self._settle(place)
                 demand = cache.touch(place, routing.experts, routing.scores)
@@ -179,7 +179,7 @@ class HybridStage:
         In the ``turn`` of a layer those on their way are not waited for, unless RAM has too little
         that may go; for those of the layer itself the card waits, not the host.
         """
-        left = []
+        left = list[tuple[int, int, Mark]]()
         for place, expert, there in reversed(self._copying):
             cache = self._memory.pool(place).cache
             spared = place == turn or len(left) < cache.capacity // _HELD_SHARE

@@ -32,7 +32,7 @@ from localrt.quant.ops.cuda.kernels.products import (
     Records,
     empty_records,
 )
-from localrt.quant.ops.cuda.kernels.routing import combined
+from localrt.quant.ops.cuda.kernels.routing import combined, put_rows
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
 from localrt.quant.ops.cuda.kernels.steps import norm, rotate_blocks
 from localrt.quant.ops.cuda.products import gate_up, linear, multiply_heads, reads_records
@@ -394,7 +394,7 @@ class CudaOps:
     def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
         """In place. Rows of the CPU may come as a residual stream."""
         values = rows if isinstance(rows, Tensor) else rows.settle()
-        slots[upload(index, self._device)] = values.to(slots.dtype)
+        put_rows(values.float().contiguous(), index, slots)
         return slots
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:

@@ -134,6 +134,26 @@ def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
 
 
 @one_mixture
+def test_card_and_cpu_work_at_the_same_time(model: Model) -> None:
+    with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
+        stages(placed).fills = False
+        cache = placed.cache(64)
+        extend(placed, cache, tokens(20))
+        before = len(placed.residency.tasks(keep=100_000))
+        for token in tokens(20, seed=1):
+            extend(placed, cache, [token])
+        tasks = [t for t in placed.residency.tasks()[before:] if t.name.endswith(".experts")]
+    by_card, by_cpu = ([t for t in tasks if t.resource == name] for name in ("gpu", "cpu"))
+    both = [
+        (gpu, cpu)
+        for gpu in by_card
+        for cpu in by_cpu
+        if gpu.name == cpu.name and gpu.start <= cpu.start < gpu.end
+    ]
+    assert both, "the CPU begins while the card is at what it has"
+
+
+@one_mixture
 def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
     def fetched(costs: ExpertCosts) -> int:
         with on_card(model, places(model, 0.5), expert_costs=costs) as placed:

@@ -116,7 +116,7 @@ def test_experts_elsewhere() -> None:
 
 
 def test_choices_plans_and_tables_of_experts() -> None:
-    for name in ("choose", "plan", "entries"):
+    for name in ("choose", "plan", "entries", "put"):
         for target in (75, 120):
             assert "0 bytes spill stores" in compile_program(Program.of(name), target).log
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.ops.cuda.kernels.routing import choose
+from localrt.quant.ops.cuda.kernels.routing import choose, put_rows
 from localrt.quant.ops.cuda.routing import CudaRouting
 from localrt.quant.ops.experts import RouterSpec, Routing
 from localrt.quant.ops.torch.experts import route
@@ -98,3 +98,11 @@ def test_the_hosts_side_is_read_when_it_is_asked_for(emulator: Emulator) -> None
     assert routing.away
     assert routing.loads(40).sum() == 12
     assert not routing.away
+
+
+def test_rows_are_put_where_they_belong(emulator: Emulator) -> None:
+    rows, out = torch.randn(1000, 3), torch.zeros(1100, 3)  # more than one launch has room for
+    places = np.random.default_rng(0).permutation(1100)[:1000]
+    put_rows(rows, places, out)
+    assert torch.equal(out[places], rows)
+    assert torch.count_nonzero(out.any(1)) == 1000

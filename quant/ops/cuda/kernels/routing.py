@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_void_p
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,9 +18,10 @@ from localrt.quant.ops.cuda.kernels.products import OUT
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.experts import RouterSpec
 
-__all__ = ["choose", "combined", "router_logits"]
+__all__ = ["choose", "combined", "put_rows", "router_logits"]
 
 _THREADS = 256
+_MOST_PLACES = 960
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
 
 
@@ -30,6 +33,15 @@ class _Router(Structure):
         ("experts", c_int),
         ("width", c_int),
         ("y_stride", c_int),
+    )
+
+
+class _Put(Structure):
+    _fields_ = (
+        ("rows", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int),
+        ("places", c_int * _MOST_PLACES),
     )
 
 
@@ -108,6 +120,16 @@ def choose(
     return results
 
 
+def put_rows(rows: Tensor, places: npt.NDArray[np.intp], out: Tensor) -> None:
+    """Rows (n, D) to the ``places`` (n,) of ``out``, all float32 and contiguous."""
+    width = out.shape[1]
+    for first in range(0, len(places), _MOST_PLACES):
+        some = places[first : first + _MOST_PLACES]
+        args = _Put(rows.data_ptr() + 4 * width * first, out.data_ptr(), width)
+        np.ctypeslib.as_array(args.places)[: len(some)] = some
+        launch(out.device, _PUT, (-(-width // _THREADS), len(some), 1), _THREADS, args)
+
+
 def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
     """Slots (R * K, D) times weights (R, K), summed in the order of k, plus shared (R, D)."""
     rows, used = weights.shape
@@ -127,3 +149,4 @@ def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
 
 _CHOOSE = Program.of("choose")
 _COMBINE = Program.of("combine")
+_PUT = Program.of("put")

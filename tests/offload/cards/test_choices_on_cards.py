@@ -1,0 +1,193 @@
+"""What a mixture's layer starts on a CUDA card, and what it waits for. Kernels are left out."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.common.random_store import RandomStore
+from localrt.models.decoder import Decoder
+from localrt.models.moe import SparseMlp
+from localrt.offload.cards.clock import WallClock
+from localrt.offload.cards.cuda import CudaAccelerator
+from localrt.offload.experts.hybrid import HybridStage
+from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.pipeline.opening import open_pipeline
+from localrt.offload.pipeline.setup import Devices
+from localrt.offload.placement import Placement, Where
+from localrt.offload.reading.loading import Reading
+from localrt.quant.ops.cuda import cuda_memory
+from localrt.quant.ops.cuda import ops as cuda_ops
+from localrt.quant.ops.cuda import routing as cuda_routing
+from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
+from localrt.quant.ops.cuda.kernels.programs import Program
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.native.ops import NativeOps
+from tests.offload.experts.rates import Rate
+from tests.offload.placed import MODE, PLENTY, extend, needs_kernels
+
+pytestmark = needs_kernels
+
+COUNT, USED, LAYERS = 12, 3, 2
+CONFIG = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_experts": COUNT,
+    "num_experts_per_tok": USED,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+
+
+class Choosing:
+    """See ``Launcher``: computes nothing, and makes choices up; ``names`` are what was started."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._random = np.random.default_rng(0)
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: Any) -> None:
+        """See ``Launcher``."""
+        self.names.append(program.name)
+        if program.name != "choose":
+            return
+        rows = grid[0]
+        order = [self._random.permutation(COUNT)[: args.ranked] for _ in range(rows)]
+        for at, values in (
+            (args.chosen, np.array(order, np.int32)),
+            (args.scores, np.full((rows, args.ranked), 0.1, np.float32)),
+            (args.weights, np.full((rows, args.used), 0.1, np.float32)),
+        ):
+            ctypes.memmove(at, values.ctypes.data, values.nbytes)
+
+
+@pytest.fixture
+def card() -> Iterator[Choosing]:
+    launcher = Choosing()
+    before = emulate(launcher)
+    yield launcher
+    emulate(before)
+
+
+@contextmanager
+def placed(folder: Path, share: float, costs: ExpertCosts) -> Iterator[Decoder]:
+    """A mixture on a card, with room for a ``share`` of its experts."""
+    store: Any = RandomStore("Qwen3MoeForCausalLM", CONFIG, "int4-g32", folder)
+    names = [unit.name for unit in store.manifest.units]
+    experts = [name for name in names if ".expert." in name]
+    where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
+    where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
+    clock = WallClock()
+    accelerator = CudaAccelerator(
+        clock, CudaOps(device="cpu"), CudaCopies(device="cpu"), capacity=PLENTY
+    )
+    devices = Devices(ops=NativeOps(threads=1), clock=clock, card=accelerator, expert_costs=costs)
+    decoder = Decoder(
+        open_pipeline(
+            store,
+            store.decoder,
+            Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1),
+            devices,
+            Reading(mode=MODE, files=store, verify=False),
+            budget=PLENTY,
+        )
+    )
+    try:
+        yield decoder
+    finally:
+        decoder.close()
+
+
+def turns_of(
+    decoder: Decoder, passes: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """What happens in each layer of each pass."""
+    events = list[str]()
+
+    def noted(kind: Any, name: str, event: str) -> None:
+        called = getattr(kind, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            events.append(event)
+            return called(*args, **options)
+
+        monkeypatch.setattr(kind, name, note)
+
+    noted(HybridStage, "run", "; ")
+    noted(CudaCopies, "send", "send ")
+    noted(CudaOps, "run_experts", "card ")
+    noted(SparseMlp, "read", "wait ")
+    noted(NativeOps, "run_experts", "cpu ")
+    cache = decoder.cache(200)
+    for _ in range(passes):
+        extend(decoder, cache, list(range(rows)))
+    return "".join(events).split("; ")[1:]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_starts_what_is_there_and_waits_once(
+    card: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 0.0), gpu=Rate(0.0, 1e-7, 0.0), fetch=1e-6)
+    with placed(tmp_path, 0.5, costs) as decoder:
+        turns = turns_of(decoder, 30, rows, monkeypatch)
+    assert any("cpu" in turn for turn in turns)
+    assert any(turn.count("card") > 1 for turn in turns), "some are fetched"
+    # Only the first pass finds nothing there.
+    assert all(re.match("send card wait (card )*(cpu )?$", turn) for turn in turns[2 * LAYERS :])
+
+
+def test_a_layer_that_is_all_on_the_card_waits_for_nothing(
+    card: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
+    with placed(tmp_path, 1.0, fetches) as decoder:
+        extend(decoder, decoder.cache(200), list(range(40)))  # fills the slots
+        before = decoder.residency.counts()
+        turns = turns_of(decoder, 4, 1, monkeypatch)
+        after = decoder.residency.counts()
+    assert set(turns) == {"send card "}
+    # What a layer chose is counted in the next pass.
+    assert after.expert_uses - before.expert_uses == 3 * LAYERS * USED
+    assert after.expert_hits - before.expert_hits == 3 * LAYERS * USED
+
+
+def test_no_choice_is_copied_to_the_card(
+    card: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer only the rows that the CPU computed."""
+    costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 0.0), gpu=Rate(0.0, 1e-7, 0.0), fetch=1.0)
+    uploads = list[Any]()
+    upload = cuda_memory.upload
+
+    def note(values: Any, *args: Any, **options: Any) -> Any:
+        uploads.append(values)
+        return upload(values, *args, **options)
+
+    with placed(tmp_path, 0.5, costs) as decoder:
+        cache = decoder.cache(200)
+        extend(decoder, cache, [1])
+        for room in (cuda_memory, cuda_ops, cuda_routing):
+            monkeypatch.setattr(room, "upload", note)
+        card.names.clear()
+        extend(decoder, cache, [1])
+    of_layers = [values for values in uploads if values.dtype == np.float32][1:]  # the embedding's
+    assert len(of_layers) == card.names.count("put") > 0
+    assert len(uploads) <= 2 + len(of_layers)  # the pass's own numbers
