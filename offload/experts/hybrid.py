@@ -325,18 +325,21 @@ class HybridStage:
         if not experts:
             return mark
         card, routed, part = self._card, turn.routed, turn.part
-        # A virtual card's seconds; a real one's kernels take theirs, whoever was chosen.
         nbytes, macs = self._slots.expert_size
-        rows = turn.rows
-        costs = (card.cost_s(nbytes, macs, rows.get(e, 1), unpacks=False) for e in experts)
-        known = [seconds for seconds in costs if seconds is not None]
+
+        def seconds(rows: int) -> float | None:
+            return card.cost_s(nbytes, macs, rows, unpacks=False)
+
+        # A virtual card's; a real one's kernels take theirs, whoever was chosen.
+        cost = None
+        if seconds(1) is not None:
+            cost = sum(seconds(turn.rows[expert]) or 0.0 for expert in experts)
         started = self._clock.begin("gpu")
         with card.ops.scope():
             table = self._slots.cache.tables[part.place]
             card.ops.run_experts(
                 routed.normed, routed.routing, table, part.spec.expert, turn.slots, experts
             )
-        cost = sum(known) if known else None
         return self._clock.end("gpu", turn.label, started, after=mark, cost_s=cost)
 
     def _on_cpu(
