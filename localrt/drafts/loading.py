@@ -164,7 +164,9 @@ def load_with_draft(
 
 
 def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOptions:
-    """The target's options with room in its RAM budget for what the draft will still grow by."""
+    """The target's options with room for the draft: for what it will still grow by, and of a budget
+    of the GPU's memory, which is both's, for what it has taken.
+    """
     from localrt.engine.native.engine import NativeEngine
     from localrt.offload.account import draft_growth_nbytes
     from localrt.offload.memory.process import ram_budget
@@ -172,7 +174,13 @@ def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOption
     if parts is None:
         return options
     engine = parts.engine
-    if not isinstance(engine, NativeEngine) or engine.free_memory() is not None:
+    if not isinstance(engine, NativeEngine):
         return options
     cache = engine.kv_nbytes(min(options.ctx or _HELD_TOKENS, parts.ctx))
-    return replace(options, ram=max(ram_budget(options.ram) - draft_growth_nbytes(cache), 1))
+    growth, free = draft_growth_nbytes(cache), engine.free_memory()
+    if free is None:
+        return replace(options, ram=max(ram_budget(options.ram) - growth, 1))
+    left = free - growth
+    if options.gpu_memory is not None:
+        left = min(left, options.gpu_memory - engine.info.weight_bytes - growth)
+    return replace(options, gpu_memory=max(left, 1))

@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 import localrt
-from localrt.loading import native
+from localrt.drafts import loading
+from localrt.engine.native.engine import NativeEngine
+from localrt.loading import cards, native
+from localrt.loading.options import LoadOptions
+from localrt.offload import account
 from localrt.quant.ops.native.abi import find_library
 from tests.drafts.conftest import Choose
 
@@ -72,6 +78,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (choose, native):
         monkeypatch.setattr(module, "make_ops", made)
+    monkeypatch.setattr(cards, "_rates", lambda *_, **__: None)  # there is none to measure
     return asked
 
 
@@ -146,3 +153,17 @@ def test_a_draft_that_fails_to_load_leaves_the_target_all(
     with localrt.load(folder, device="cuda", draft=str(folder), ctx=64) as model:
         assert "is not used: it needs 1 GB and 0 B" in model.info.notes[-1]
     assert [options.device for options in loaded] == ["cuda"]  # as without a draft
+
+
+@pytest.mark.parametrize(("budget", "left"), [(None, 900), (1000, 1000 - 300 - 100), (50, 1)])
+def test_a_draft_beside_which_nothing_is_planned_counts_in_the_budget(
+    budget: int | None, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU that torch computes on."""
+    monkeypatch.setattr(account, "draft_growth_nbytes", lambda kv: kv)
+    engine = MagicMock(spec=NativeEngine)
+    engine.free_memory.return_value, engine.kv_nbytes.return_value = 1000, 100
+    engine.info = SimpleNamespace(weight_bytes=300)
+    parts: Any = SimpleNamespace(engine=engine, ctx=64)
+    options = LoadOptions(device="cuda", gpu_memory=budget)
+    assert loading._beside_draft(parts, options) == replace(options, gpu_memory=left)
