@@ -73,6 +73,7 @@ class Case:
     fine: bool = False
 
     @classmethod
+    @cache  # a launch asks each time
     def of(
         cls,
         format_: str,
