@@ -49,6 +49,7 @@ from localrt.offload.experts.scheduler import (
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.cuda.routing import on_card
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
@@ -164,13 +165,15 @@ class SkewedOps(CudaOps):
 
     def norm_route(self, x: Any, weights: RouterWeights, spec: RouterSpec) -> tuple[Any, Routing]:
         """At the cost of the real router, another's choice for a row."""
-        normed, routing = super().norm_route(x, weights, spec)
+        normed, _ = super().norm_route(x, weights, spec)
         tokens, layers, _ = self._experts.shape
         token, layer = divmod(self._layer, layers)
         self._layer += 1
         token %= tokens
         experts, scores = self._experts[None, token, layer], self._scores[None, token, layer]
-        return normed, Routing(experts, scores, routing.weights)
+        chosen = scores[:, : spec.used]
+        shares = chosen / chosen.sum(-1, keepdims=True)
+        return normed, on_card(Routing(experts, scores, shares), normed.device)
 
 
 def check_experts(device: str) -> list[Result]:

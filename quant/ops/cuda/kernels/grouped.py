@@ -139,6 +139,7 @@ def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
     most = max(1, min(whole, experts * -(-rows // size)))
     parts = torch.empty(most, 3, dtype=torch.int32, device=chosen.device)
     order = torch.empty(slots, dtype=torch.int32, device=chosen.device)
+    bits = np.packbits(wanted, bitorder="little")
     args = _Plan(
         chosen.data_ptr(),
         parts.data_ptr(),
@@ -148,7 +149,7 @@ def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
         chosen.stride(0),
         most,
         size,
-        _Bits(*np.packbits(wanted, bitorder="little").tolist()),
+        _Bits.from_buffer_copy(bits.tobytes().ljust(MOST_EXPERTS // 8, b"\0")),
     )
     launch(chosen.device, _PLAN, (1, 1, 1), -(-len(wanted) // 32) * 32, args)
     return Plan(parts, order, size, used)
