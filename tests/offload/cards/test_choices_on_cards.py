@@ -15,6 +15,7 @@ import pytest
 from benchmarks.common.random_store import RandomStore
 from localrt.models.decoder import Decoder
 from localrt.models.moe import SparseMlp
+from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.cards.cuda import CudaAccelerator
 from localrt.offload.experts.hybrid import HybridStage
@@ -31,8 +32,11 @@ from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.native.ops import NativeOps
+from tests.offload.cards.late_cuda import LateCudaCard
 from tests.offload.experts.rates import Rate
 from tests.offload.placed import MODE, PLENTY, extend, needs_kernels
+from tests.ops.cuda.emulator import Emulator
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -86,8 +90,21 @@ def card() -> Iterator[Choosing]:
     emulate(before)
 
 
+def all_in_ram(decoder: Decoder) -> bool:
+    """Whether every expert has been read: what is on the SSD is computed by the CPU."""
+    stage: Any = decoder.residency.sparse["gpu"]
+    for layer in range(LAYERS):
+        pool = stage._memory.pool(layer)
+        pool._settle_arrived()
+        if not all(pool.holds(layer, expert) for expert in range(COUNT)):
+            return False
+    return True
+
+
 @contextmanager
-def placed(folder: Path, share: float, costs: ExpertCosts) -> Iterator[Decoder]:
+def placed(
+    folder: Path, share: float, costs: ExpertCosts, *, late: bool = False
+) -> Iterator[Decoder]:
     """A mixture on a card, with room for a ``share`` of its experts."""
     store: Any = RandomStore("Qwen3MoeForCausalLM", CONFIG, "int4-g32", folder)
     names = [unit.name for unit in store.manifest.units]
@@ -95,9 +112,12 @@ def placed(folder: Path, share: float, costs: ExpertCosts) -> Iterator[Decoder]:
     where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
     where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
     clock = WallClock()
-    accelerator = CudaAccelerator(
-        clock, CudaOps(device="cpu"), CudaCopies(device="cpu"), capacity=PLENTY
-    )
+    accelerator: Accelerator
+    if late:
+        accelerator = LateCudaCard(clock, CudaOps(device="cpu"))
+    else:
+        copies = CudaCopies(device="cpu")
+        accelerator = CudaAccelerator(clock, CudaOps(device="cpu"), copies, capacity=PLENTY)
     devices = Devices(ops=NativeOps(threads=1), clock=clock, card=accelerator, expert_costs=costs)
     decoder = Decoder(
         open_pipeline(
@@ -110,9 +130,12 @@ def placed(folder: Path, share: float, costs: ExpertCosts) -> Iterator[Decoder]:
         )
     )
     try:
+        wait_for(lambda: all_in_ram(decoder))
         yield decoder
     finally:
         decoder.close()
+        if isinstance(accelerator, LateCudaCard):
+            assert not accelerator.faults, accelerator.faults[:3]
 
 
 def turns_of(
@@ -159,14 +182,21 @@ def test_a_layer_that_is_all_on_the_card_waits_for_nothing(
 ) -> None:
     fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
     with placed(tmp_path, 1.0, fetches) as decoder:
-        extend(decoder, decoder.cache(200), list(range(40)))  # fills the slots
+        stage: Any = decoder.residency.sparse["gpu"]
+
+        def filled() -> bool:  # by what has been read to RAM by then
+            extend(decoder, decoder.cache(200), list(range(40)))
+            return len(stage._slots.cache) == LAYERS * COUNT
+
+        wait_for(filled)
+        extend(decoder, decoder.cache(200), [1])
         before = decoder.residency.counts()
         turns = turns_of(decoder, 4, 1, monkeypatch)
         after = decoder.residency.counts()
     assert set(turns) == {"send card "}
     # What a layer chose is counted in the next pass.
-    assert after.expert_uses - before.expert_uses == 3 * LAYERS * USED
-    assert after.expert_hits - before.expert_hits == 3 * LAYERS * USED
+    assert after.expert_uses - before.expert_uses == 4 * LAYERS * USED
+    assert after.expert_hits - before.expert_hits == 4 * LAYERS * USED
 
 
 def test_no_choice_is_copied_to_the_card(
@@ -191,3 +221,17 @@ def test_no_choice_is_copied_to_the_card(
     of_layers = [values for values in uploads if values.dtype == np.float32][1:]  # the embedding's
     assert len(of_layers) == card.names.count("put") > 0
     assert len(uploads) <= 2 + len(of_layers)  # the pass's own numbers
+
+
+def test_copies_that_come_late_change_no_bit(card: Choosing, tmp_path: Path) -> None:
+    """All by the card: slots are filled, read before anybody knows of what, and filled anew."""
+    fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
+    seen = []
+    emulate(Emulator())
+    for late in (False, True):
+        with placed(tmp_path, 0.5, fetches, late=late) as decoder:
+            cache = decoder.cache(200)
+            seen.append([extend(decoder, cache, [token]) for token in (1, 2, 3, 4, 5, 6)])
+            assert decoder.residency.counts().link_bytes > 0
+    assert all(map(np.array_equal, *seen))
+    assert all(np.isfinite(logits).all() for logits in seen[0])
