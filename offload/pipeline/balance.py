@@ -24,7 +24,6 @@ from localrt.offload.ring import Ring
 
 __all__ = ["Balance", "Rings", "choose_slabs", "choose_units", "host_ring"]
 
-_IN_RAM = (Where.RAM, Where.LINK)
 _OTHERS = "other programs need the memory"
 _RELIEF_SHARE = 16  # of what weights take of a card, that is given back when it is full
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
