@@ -124,7 +124,7 @@ SMALL = {
             num_experts_per_tok=2,
         ),
         "int4-g32",
-        300_000,
+        3_000_000,
         scratch=150_000,
         turns=1,
         tokens=2,

@@ -72,7 +72,7 @@ LARGE = Size(
 )
 SMALL = Size(
     config={**LARGE.config, **SMALLEST, "num_hidden_layers": 3},
-    vram=192_000,
+    vram=2_500_000,
     scratch=150_000,
     passes=1,
     peer_layers=1,

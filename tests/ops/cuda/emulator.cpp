@@ -1,6 +1,8 @@
 // Runs kernels on a CPU, for tests: each thread of a block is a coroutine, which lets the others go on
 // where it waits for its warp or its block. Blocks, and the threads of one, come in an order that
-// `seed` shuffles: a barrier that is missing shows.
+// `seed` shuffles: a barrier that is missing shows. A context starts a coroutine; from then on jumps
+// switch, which ask nothing of the system.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -29,14 +31,17 @@ struct Warp {
 };
 struct Thread {
     ucontext_t context;
+    jmp_buf stopped;
     std::unique_ptr<char[]> stack{new char[STACK]};
-    bool done = false;
+    bool begun, done;
+    const Barrier* waits;  // for its next round, or for nothing
+    unsigned round;
 };
 
 std::vector<Thread> threads;
 std::vector<Warp> warps;
 Barrier block;
-ucontext_t scheduler;
+jmp_buf scheduler;
 unsigned current, left;
 void (*kernel)(const void*);
 const void* arguments;
@@ -53,7 +58,9 @@ static void wait(Barrier& barrier, unsigned count) {
         barrier.arrived = 0, barrier.round++;
         return;
     }
-    while (barrier.round == round) swapcontext(&threads[current].context, &scheduler);
+    Thread& own = threads[current];
+    own.waits = &barrier, own.round = round;
+    if (!_setjmp(own.stopped)) _longjmp(scheduler, 1);
 }
 
 void emulated_block() { wait(block, emulated_place.threads.x); }
@@ -69,7 +76,15 @@ static void thread_main() {
     kernel(arguments);
     threads[current].done = true;
     left--;
-    swapcontext(&threads[current].context, &scheduler);
+    _longjmp(scheduler, 1);
+}
+
+// Until it waits or is done.
+static void go_on(Thread& thread) {
+    if (_setjmp(scheduler)) return;
+    if (thread.begun) _longjmp(thread.stopped, 1);
+    thread.begun = true;
+    setcontext(&thread.context);
 }
 
 static void run_block(unsigned count, std::minstd_rand& random) {
@@ -79,7 +94,7 @@ static void run_block(unsigned count, std::minstd_rand& random) {
     for (unsigned i = 0; i < count; i++) {
         order[i] = i;
         Thread& thread = threads[i];
-        thread.done = false;
+        thread.begun = thread.done = false, thread.waits = nullptr;
         getcontext(&thread.context);
         thread.context.uc_stack.ss_sp = thread.stack.get(), thread.context.uc_stack.ss_size = STACK;
         thread.context.uc_link = nullptr;
@@ -88,9 +103,10 @@ static void run_block(unsigned count, std::minstd_rand& random) {
     std::shuffle(order.begin(), order.end(), random);
     while (left)
         for (unsigned i : order) {
-            if (threads[i].done) continue;
+            Thread& thread = threads[i];
+            if (thread.done || (thread.waits && thread.waits->round == thread.round)) continue;
             current = i, emulated_place.thread = {i, 0, 0};
-            swapcontext(&scheduler, &threads[i].context);
+            go_on(thread);
         }
 }
 
