@@ -35,6 +35,18 @@ def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
     assert "no check is called kernel" in done.stderr
 
 
+def test_a_python_without_torch_is_one_line(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    environment = {**ENVIRONMENT, "PYTHON": str(python)}
+    command = [ROOT / "scripts/gpu_check", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"gpu_check: {python} has no torch: name a Python that has it")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
