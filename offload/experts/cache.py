@@ -48,12 +48,14 @@ class Demand(NamedTuple):
 class Slot:
     """An expert's place: ``memory``, which ``load`` fills; None: it is there, and in its table.
 
-    ``used`` is the mark by which what was there has been computed with.
+    ``used`` is the mark by which what was there has been computed with; ``made`` are the weights
+    that were made on the memory last, behind what they were made by.
     """
 
     memory: Any
     load: Load | None = None
     used: Mark = None
+    made: tuple[object, ExpertWeights] | None = None
 
 
 def slots_within(nbytes: int, expert_nbytes: int) -> int:
@@ -158,12 +160,15 @@ class ExpertCache:
             chosen = seen.nonzero()[0]
             rows = seen[chosen]
         if only is not None:
-            asked = np.isin(chosen, only)
+            asked = np.zeros(self.count, np.bool_)
+            asked[only] = True
+            asked = asked[chosen]
             chosen, rows = chosen[asked], rows[asked]
         resident = self._resident[layer, chosen]
         self.hits += int(np.count_nonzero(resident))
         self.demands += len(chosen)
-        self.policy.touch(layer, chosen, rows, experts, scores)
+        if self.capacity < self.layers * self.count:  # else nothing ever has to go
+            self.policy.touch(layer, chosen, rows, experts, scores)
         self._using[layer] = chosen
         self._blocked[layer, chosen] += 1
         self._refresh(layer)

@@ -5,7 +5,8 @@ It knows bytes and marks, not who computes what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
@@ -38,6 +39,8 @@ class CardSlots:
         self._units = units
         self._memory = memory
         self._build = build
+        self._layouts: dict[Key, Hashable] = {}
+        self._alike: dict[Hashable, Hashable] = {}
         largest = max(units.values(), key=lambda unit: unit.nbytes)
         matrices = (tensor.shape for tensor in largest.tensors if len(tensor.shape) == 2)
         self.expert_size = largest.nbytes, sum(rows * cols for rows, cols in matrices)
@@ -51,8 +54,11 @@ class CardSlots:
         unit, slot = self._units[key], self.cache.admit(*key)
         memory = slot.memory[: unit.nbytes]
         mark = self.card.copy_in(unit.name, data, memory, slot.used, after, wait=False)
-        with self.card.ops.scope():
-            self.cache.fill(*key, self._build(key, unit, memory, data))
+        layout = self._layout(key)
+        if slot.made is None or slot.made[0] is not layout:
+            with self.card.ops.scope():
+                slot.made = layout, self._build(key, unit, memory, data)
+        self.cache.fill(*key, slot.made[1])
         return mark
 
     def used(self, layer: int, experts: Sequence[int], ended: Mark) -> None:
@@ -65,6 +71,16 @@ class CardSlots:
         mark = self.card.mark(ended, *(slot.memory for slot in slots))
         for slot in slots:
             slot.used = mark
+
+    def _layout(self, key: Key) -> Hashable:
+        """What an expert's weights are made by beside its memory: most experts are alike."""
+        found = self._layouts.get(key)
+        if found is None:
+            tensors = self._units[key].tensors
+            own = any(len(tensor.shape) == 1 for tensor in tensors)  # vectors lie elsewhere
+            found = key if own else tuple(replace(tensor, name="") for tensor in tensors)
+            self._layouts[key] = found = self._alike.setdefault(found, found)
+        return found
 
     @property
     def reclaimable(self) -> int:

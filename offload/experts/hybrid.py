@@ -255,7 +255,7 @@ class HybridStage:
         absent = demand.experts[~demand.resident].tolist()
         wanted = self._memory.pool(place).demand(place, turn.routed.routing, mark, only=absent)
         fetched = self._fetch(turn, [chosen[i] for i in plan.fetch], wanted, mark)
-        on_card = self._as_they_come(turn, fetched, begun)
+        on_card = self._at_once(turn, fetched, begun)
         rest = [expert for expert in absent if expert not in fetched]
         if not rest:
             return on_card
@@ -286,15 +286,12 @@ class HybridStage:
         sent = self._card.to_host(turn.routed.normed, mark)
         return later(on_card, self._on_cpu(turn, rest, wanted, *sent))
 
-    def _as_they_come(self, turn: _Turn, arrivals: Mapping[int, Mark], mark: Mark) -> Mark:
-        """Each is computed when it is there: the card waits for it, not the host."""
-        for expert, arrived in arrivals.items():
-            self._card.wait(arrived)
-            mark = self._on_card(turn, [expert], later(mark, arrived))
-        return mark
-
     def _at_once(self, turn: _Turn, arrivals: Mapping[int, Mark], mark: Mark) -> Mark:
-        """All are computed by one launch, when they are there."""
+        """All are computed by one launch, when they are there: the card waits, not the host.
+
+        One by one they would begin sooner, but a copy takes many times as long as a product, and
+        each launch takes the host as long as some products.
+        """
         for arrived in arrivals.values():
             self._card.wait(arrived)
             mark = later(mark, arrived)
@@ -368,7 +365,9 @@ class HybridStage:
             mark = compute([expert], later(mark, there))
         if same:
             return self._card.to_card(normed, mark)[1]
-        index = np.flatnonzero(np.isin(routing.chosen.reshape(-1), experts))
+        asked = np.zeros(pool.cache.count, np.bool_)
+        asked[experts] = True
+        index = asked[routing.chosen.reshape(-1)].nonzero()[0]
         rows, mark = self._card.to_card(slots[index], mark)
         with self._card.ops.scope():
             turn.slots = self._card.ops.put_slots(turn.slots, index, rows)

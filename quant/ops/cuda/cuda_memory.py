@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.device import full_card, upload
+from localrt.quant.ops.cuda.device import FullCard, upload
 from localrt.quant.ops.cuda.routing import CudaRouting
 from localrt.quant.ops.cuda.stream import Stream
 from localrt.quant.ops.experts import Routing
@@ -53,7 +53,7 @@ class CudaCopies:
         Raises:
             MemoryBudgetError: so much is not free.
         """
-        with full_card():
+        with FullCard():
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if self._stream is not None:
             # Kernels that are still at work may be reading what these bytes held before.

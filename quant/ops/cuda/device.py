@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -14,19 +13,22 @@ from torch import Tensor
 
 from localrt.errors import MemoryBudgetError
 
-__all__ = ["full_card", "multiplies_bf16", "upload"]
+__all__ = ["FullCard", "multiplies_bf16", "upload"]
 
 
-@contextmanager
-def full_card() -> Iterator[None]:
-    """Says in our words that a card has no memory left."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise MemoryBudgetError(
-            "the card has no memory left: close other programs that use it, or give the model less "
-            "with --gpu-memory"
-        ) from error
+class FullCard(AbstractContextManager[None]):
+    """Says in our words that a card has no memory left.
+
+    Raises:
+        MemoryBudgetError: in the place of torch's error.
+    """
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise MemoryBudgetError(
+                "the card has no memory left: close other programs that use it, or give the model "
+                "less with --gpu-memory"
+            ) from error
 
 
 @cache

@@ -8,7 +8,7 @@ what a product reads is bf16. It knows no architecture; the kernels are in ``ker
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
-from localrt.quant.ops.cuda.device import full_card, upload
+from localrt.quant.ops.cuda.device import FullCard, upload
 from localrt.quant.ops.cuda.expert_table import CudaExpertTable
 from localrt.quant.ops.cuda.experts import route_rows, run_kinds
 from localrt.quant.ops.cuda.graph import GraphedForward, Recordings
@@ -86,15 +86,21 @@ class CudaOps:
         self._tile: Tile | None = None
         self.recording: Recording | None = None
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Inference mode, on this device.
+    def scope(self) -> AbstractContextManager[None]:
+        """Inference mode, on this device; quick where it is entered a second time.
 
         Raises:
             MemoryBudgetError: the device has no memory left for what is computed within.
         """
+        entered = torch.is_inference_mode_enabled() and (
+            self._device.type != "cuda" or torch.cuda.current_device() == self._device.index
+        )
+        return FullCard() if entered else self._enter()
+
+    @contextmanager
+    def _enter(self) -> Iterator[None]:
         device = nullcontext() if self._device.type != "cuda" else torch.cuda.device(self._device)
-        with torch.inference_mode(), device, full_card():
+        with torch.inference_mode(), device, FullCard():
             yield
 
     def free_memory(self) -> int | None:

@@ -310,7 +310,7 @@ def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
     mixture: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, 1e-2, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
-    compute, failed = HybridStage._as_they_come, list[int]()
+    compute, failed = HybridStage._at_once, list[int]()
 
     def fail_once(stage: HybridStage, turn: Any, arrivals: Any, mark: Mark) -> Mark:
         if arrivals and turn.part.place == 0 and not failed:
@@ -318,7 +318,7 @@ def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
             raise CancelledError("stop")
         return compute(stage, turn, arrivals, mark)
 
-    monkeypatch.setattr(HybridStage, "_as_they_come", fail_once)
+    monkeypatch.setattr(HybridStage, "_at_once", fail_once)
     with on_card(mixture, places(mixture, 0.3), late=True, expert_costs=costs) as decoder:
         cache, twin = decoder.cache(64), mixture.resident.cache(64)
         for token in tokens(30):
