@@ -14,7 +14,7 @@ from typing import Any
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.expert_stacks import split_ranges
-from localrt.models.checkpoints.gguf_config import generation_config, model_config
+from localrt.models.checkpoints.gguf_config import count_layers, generation_config, model_config
 from localrt.models.checkpoints.gguf_file import open_gguf_parts
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
 from localrt.models.checkpoints.gguf_names import (
@@ -28,6 +28,11 @@ from localrt.models.checkpoints.stored_tensor import (
     RowSource,
     SourcedCheckpoint,
     StoredTensor,
+)
+from localrt.models.checkpoints.text_model import (
+    gguf_block,
+    is_beside_decoder,
+    prediction_blocks,
 )
 
 __all__ = ["GgufCheckpoint"]
@@ -54,10 +59,13 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.architecture = self.metadata.text("general.architecture") or ""
             if not self.architecture:
                 raise CheckpointError(f"{path} does not name its architecture")
-            stored = self._rename()
+            predicting = self._prediction_blocks()
+            stored = self._rename(predicting)
             if not stored:
                 raise CheckpointError(f"{path} holds no tensors, only a vocabulary")
-            self.config: Mapping[str, Any] = model_config(self.architecture, self.metadata, stored)
+            self.config: Mapping[str, Any] = model_config(
+                self.architecture, self.metadata, stored, predicting
+            )
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
             sources = latent_tensors(stored, self.config)
             if self.architecture in INTERLEAVED_ROTARY:
@@ -72,12 +80,19 @@ class GgufCheckpoint(SourcedCheckpoint):
         for part in self._parts:
             part.close()
 
-    def _rename(self) -> dict[str, StoredTensor]:
-        """Every tensor by its Hugging Face name, and every expert by itself."""
+    def _prediction_blocks(self) -> frozenset[int]:
+        """The blocks that are no layers."""
+        names = [name for part in self._parts for name in part.tensors]
+        return prediction_blocks(*count_layers(self.architecture, self.metadata), names)
+
+    def _rename(self, predicting: frozenset[int]) -> dict[str, StoredTensor]:
+        """The decoder's tensors by their Hugging Face names, and every expert by itself."""
         experts = self.metadata.integer(f"{self.architecture}.expert_count")
         stored: dict[str, StoredTensor] = {}
         for part in self._parts:
             for name, tensor in part.tensors.items():
+                if gguf_block(name) in predicting or is_beside_decoder(name):
+                    continue
                 for own in self._plain(name, tensor, experts):
                     if own.info.name in stored:
                         raise CheckpointError(f"{part.path}: tensor {name!r} appears twice")

@@ -6,7 +6,7 @@ rotary scaling). Defaults of an architecture that a file leaves out are that arc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from localrt.errors import CheckpointError
@@ -23,18 +23,33 @@ from localrt.models.checkpoints.gguf_names import (
 from localrt.models.checkpoints.stored_tensor import StoredTensor
 from localrt.quant.formats import unpack
 
-__all__ = ["generation_config", "model_config"]
+__all__ = ["count_layers", "generation_config", "model_config"]
 
 _MOST_LAYERS = 1 << 16
 _LONGEST_ROPE = 1 << 16
 
 
+def count_layers(architecture: str, metadata: GgufMetadata) -> tuple[int, int]:
+    """The blocks of a file, and how many of them it says predict further tokens; 0 if not said.
+
+    Raises:
+        CheckpointError: a count is of a wrong type.
+    """
+    blocks = _numbers(metadata, f"{architecture}.block_count")
+    predicting = _numbers(metadata, f"{architecture}.nextn_predict_layers")
+    return blocks if type(blocks) is int else 0, predicting if type(predicting) is int else 0
+
+
 def model_config(
-    architecture: str, metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+    architecture: str,
+    metadata: GgufMetadata,
+    tensors: Mapping[str, StoredTensor],
+    predicting: Collection[int] = (),
 ) -> dict[str, Any]:
     """The parameters of a model under Hugging Face's keys.
 
     ``tensors`` has Hugging Face's names; its shapes and the small rotary vectors are looked at.
+    ``predicting`` blocks are no layers.
 
     Raises:
         CheckpointError: a parameter is of a wrong type.
@@ -51,6 +66,7 @@ def model_config(
     _add_partial_rotary(config)
     _add_rope_scaling(config, architecture, metadata, tensors)
     _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
+    _leave_out(config, predicting)
     if architecture in GEMMA:
         config["norm_weights_include_one"] = True
     if architecture == "gemma3":
@@ -82,6 +98,19 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
     if "temperature" in config:
         config["do_sample"] = config["temperature"] > 0
     return config
+
+
+def _leave_out(config: dict[str, Any], predicting: Collection[int]) -> None:
+    """Count layers without the blocks that predict, in lists of one entry a block too."""
+    blocks = config.get("num_hidden_layers")
+    if not predicting or type(blocks) is not int:
+        return
+    layers = blocks - sum(block < blocks for block in predicting)
+    config["num_hidden_layers"] = layers
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == blocks:
+            own = value[:layers]
+            config[key] = own[0] if own.count(own[0]) == layers > 0 else own
 
 
 def _numbers(metadata: GgufMetadata, key: str) -> Any:

@@ -13,13 +13,10 @@ from typing import Any
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["flatten_config", "is_multimodal", "text_tensor_name"]
+__all__ = ["flatten_config"]
 
 _PACKED_EXPERTS = {"mxfp4": ("GptOssForCausalLM", "gpt_oss")}
 """Ways of quantizing that are read, and whose: names of the architecture and its model_type."""
-
-_TEXT_TOWERS = ("model.language_model.", "language_model.model.", "model.text_model.")
-_TEXT_NAMES = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
 
 def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -37,22 +34,6 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     _refuse_quantized(flat, path)
     _add_older_rope(flat, path)
     return flat
-
-
-def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether the (unflattened) config describes more than a text model."""
-    return isinstance(config.get("text_config"), dict)
-
-
-def text_tensor_name(name: str) -> str | None:
-    """The name of a multimodal model's tensor in its text model; None outside it."""
-    for tower in _TEXT_TOWERS:
-        if name.startswith(tower):
-            name = "model." + name.removeprefix(tower)
-            break
-    else:
-        name = name.removeprefix("language_model.")
-    return name if name.startswith(_TEXT_NAMES) else None
 
 
 def _refuse_quantized(config: Mapping[str, Any], path: Path) -> None:

@@ -4,8 +4,8 @@ A head's matrices from latents to keys and to values are published as one (``kv_
 newer GGUF files, apart and per head: ``k_b_proj`` transposed, so that it turns a query into one
 against latents, and ``v_b_proj``. The model takes the latter two as matrices of stacked heads.
 Values are rows of the published matrix, in its bytes. Transposed keys cannot be: what was not
-quantized keeps its format, the rest becomes f16, which rounds less than it was rounded. Layers of
-multi-token prediction behind the last are left out. It knows config keys and tensors, no files.
+quantized keeps its format, the rest becomes f16, which rounds less than it was rounded. It knows
+config keys and tensors, no files.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def latent_tensors(
     if not isinstance(config.get("kv_lora_rank"), int):
         return dict(stored)
     found: dict[str, RowSource] = {}
-    skipped = _prediction_layers(config)
     for name, tensor in stored.items():
-        if name.startswith(skipped):
-            continue
         if not isinstance(tensor, StoredTensor):
             found[name] = tensor
         elif name.endswith(f".self_attn.{_BOTH}"):
@@ -53,13 +50,6 @@ def latent_tensors(
         else:
             found[name] = tensor
     return found
-
-
-def _prediction_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    layers, extra = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    if not isinstance(layers, int) or not isinstance(extra, int) or not 0 < extra <= 64:
-        return ()
-    return tuple(f"model.layers.{layer}." for layer in range(layers, layers + extra))
 
 
 def _joined(tensor: StoredTensor) -> StoredTensor:

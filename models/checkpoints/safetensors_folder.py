@@ -1,7 +1,8 @@
 """A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
 
-Headers are read at opening, weights when they are asked for. A multimodal model appears as its text
-model, a mixture's experts one by one (``hf_names.py``). Knows no architecture, never unpickles.
+Headers are read at opening, weights when they are asked for. A model appears as its decoder alone
+(``text_model.py``), a mixture's experts one by one (``hf_names.py``). Knows no architecture, never
+unpickles.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.hf_config import flatten_config, is_multimodal, text_tensor_name
+from localrt.models.checkpoints.hf_config import flatten_config
 from localrt.models.checkpoints.hf_names import plain_tensors
 from localrt.models.checkpoints.latent_tensors import latent_tensors
 from localrt.models.checkpoints.ranged_file import RangedFile
@@ -27,6 +28,7 @@ from localrt.models.checkpoints.stored_tensor import (
     SourcedCheckpoint,
     StoredTensor,
 )
+from localrt.models.checkpoints.text_model import decoder_tensor, is_multimodal
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "SafetensorsCheckpoint"]
 
@@ -68,7 +70,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             file.close()
 
     def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
-        """Every tensor of the text model, by its plain name."""
+        """Every tensor of the decoder, by its plain name."""
         located = self._located(multimodal=multimodal)
         tensors = plain_tensors(self.architecture, self.config, located)
         tensors = latent_tensors(tensors, self.config)
@@ -79,10 +81,10 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         return tensors
 
     def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:
-        """Every tensor of the text model, by its name in the file."""
+        """Every tensor of the decoder, by its name without prefixes."""
         located: dict[str, StoredTensor] = {}
         for name, tensor, file_path in self._listed():
-            plain = text_tensor_name(name) if multimodal else name
+            plain = decoder_tensor(name, self.config, multimodal=multimodal)
             if plain is None:
                 continue
             if isinstance(tensor, str):

@@ -103,6 +103,34 @@ def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
         open_model(tmp_path, "llama", {"blk.0.attn_q.weight": (QUERIES[:30], "f32")})
 
 
+@pytest.mark.parametrize(
+    ("blocks", "told", "stored"),
+    [
+        (3, 1, True),
+        (3, None, True),
+        (2, 1, True),  # not counted
+        (3, 1, False),  # taken out of the file, still counted
+        (2, 1, False),
+    ],
+)
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path, blocks, told, stored):
+    plain = {f"blk.{n}.attn_norm.weight": (values(8), "f32") for n in range(2 + stored)}
+    extra = {"blk.2.nextn.eh_proj.weight": (values(8, 16), "f32")} if stored else {}
+    metadata = {"glm4moe.attention.head_count_kv": [2, 4, 1][:blocks]}
+    metadata |= {} if told is None else {"glm4moe.nextn_predict_layers": told}
+    sizes = SIZES | {"block_count": blocks}
+    model = open_model(tmp_path, "glm4moe", plain | extra, metadata, sizes)
+    assert set(model.tensors) == {f"model.layers.{n}.input_layernorm.weight" for n in range(2)}
+    assert model.config["num_hidden_layers"] == 2
+    assert model.config["num_key_value_heads"] == [2, 4]
+
+
+def test_towers_in_a_file_of_a_text_model_are_left_out(tmp_path):
+    names = ("blk.0.attn_norm.weight", "v.blk.0.ln1.weight", "mm.0.weight", "a.blk.0.ln1.weight")
+    model = open_model(tmp_path, "qwen3vl", {name: (values(8), "f32") for name in names})
+    assert set(model.tensors) == {"model.layers.0.input_layernorm.weight"}
+
+
 def test_names_of_gemma3(tmp_path):
     stems = {
         "attn_norm": "input_layernorm",

@@ -161,6 +161,7 @@ def test_a_multimodal_model_appears_as_its_text_model(tmp_path, tower, head):
     tensors[head] = values(6, 8, seed=3)
     tensors["vision_tower.embeddings.position_ids"] = np.arange(4)
     tensors["multi_modal_projector.weight"] = values(2, 2)
+    tensors["model.audio_tower.layers.0.weight"] = values(2, 2)
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -174,6 +175,22 @@ def test_a_multimodal_model_appears_as_its_text_model(tmp_path, tower, head):
     assert model.config["hidden_size"] == 8
     assert model.config["model_type"] == "gemma3_text"
     assert model.architecture == "Gemma3ForConditionalGeneration"
+
+
+def test_everything_below_the_prefix_of_a_text_model_is_the_decoders(tmp_path):
+    tensors = {"model.language_model.a_table_of_its_own.weight": values(3, 2)}
+    config = {"architectures": ["SomeForConditionalGeneration"], "vision_config": {}}
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
+    assert set(model.tensors) == {"model.a_table_of_its_own.weight"}
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
+    """Below a prefix of their own (Qwen), or as layers behind the last (GLM, DeepSeek)."""
+    extra = ("mtp.fc.weight", "model.mtp_block.weight", "model.layers.1.eh_proj.weight")
+    tensors = TENSORS | {name: values(2, 2) for name in extra}
+    config = CONFIG | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
+    assert set(model.tensors) == set(TENSORS)
 
 
 def test_rotary_parameters_of_transformers_5_in_the_older_form(tmp_path):

@@ -1,0 +1,96 @@
+"""Which tensors of a published model belong to its decoder, and what they are called there.
+
+Multimodal models keep the decoder below a prefix, beside towers for images and sounds. Blocks of
+multi-token prediction have a prefix of their own, or follow the last layer as if they were more of
+them. What is not the decoder's is never read. Knows names, no files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = [
+    "decoder_tensor",
+    "gguf_block",
+    "is_beside_decoder",
+    "is_multimodal",
+    "prediction_blocks",
+]
+
+_PREFIXES = (
+    # of a multimodal model's decoder, and what they are without the towers; the first that fits
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.", "model."),
+)
+_BARE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+
+_MODALITIES = ("text_config", "vision_config", "audio_config")
+_PREDICTION = re.compile(r"(model\.)?mtp[._]")
+_MOST_PREDICTION_LAYERS = 64
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
+_GGUF_TOWERS = ("v.", "a.", "mm.")
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether a (published) config describes more than a decoder."""
+    return any(isinstance(config.get(key), dict) for key in _MODALITIES)
+
+
+def decoder_tensor(name: str, config: Mapping[str, Any], *, multimodal: bool) -> str | None:
+    """A tensor of a Hugging Face folder by the decoder's name of it; None outside the decoder."""
+    if multimodal:
+        for prefix, plain in _PREFIXES:
+            if name.startswith(prefix):
+                name = plain + name.removeprefix(prefix)
+                break
+        else:
+            if not name.startswith(_BARE):
+                return None
+    if _PREDICTION.match(name):
+        return None
+    layer = _LAYER.match(name)
+    return None if layer and int(layer[1]) in _prediction_layers(config) else name
+
+
+def _prediction_layers(config: Mapping[str, Any]) -> range:
+    """The numbers that prediction blocks have as layers: they follow the last."""
+    layers = config.get("num_hidden_layers")
+    extra = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
+    if type(layers) is not int or type(extra) is not int:
+        return range(0)
+    return range(layers, layers + min(extra, _MOST_PREDICTION_LAYERS))
+
+
+def prediction_blocks(blocks: int, predicting: int, names: Iterable[str]) -> frozenset[int]:
+    """Which of a GGUF file's ``blocks`` predict further tokens and are no layers of the decoder.
+
+    ``predicting`` is how many the file says. Some files say it and have none; some do not count in
+    ``blocks`` those that they have.
+    """
+    own: set[int] = set()
+    found: set[int] = set()
+    for match in filter(None, map(_BLOCK.match, names)):
+        (found if match[2] else own).add(int(match[1]))
+    last = blocks - 1
+    while len(found) < min(predicting, _MOST_PREDICTION_LAYERS) and last > 0 and last not in own:
+        found.add(last)
+        last -= 1
+    return frozenset(found)
+
+
+def gguf_block(name: str) -> int | None:
+    """The number of the block that a GGUF tensor belongs to."""
+    match = _BLOCK.match(name)
+    return int(match[1]) if match else None
+
+
+def is_beside_decoder(name: str) -> bool:
+    """Whether a GGUF tensor is of a tower for images or sounds."""
+    return name.startswith(_GGUF_TOWERS)
