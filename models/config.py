@@ -47,7 +47,10 @@ def expert_matrices(number: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's."""
+    """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's.
+
+    Without ``attention_norm`` and ``mlp_norm``, the residual stream is read as it is.
+    """
 
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -128,7 +128,7 @@ class Attention:
             return weights.vector(width, f"{prefix}{name}.weight", offset=offset)
 
         self.weights = AttentionWeights(
-            norm=norm(names.attention_norm, hidden),
+            norm=norm(names.attention_norm, hidden, bool(names.attention_norm)),
             qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in names.qkv)),
             out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
             qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in names.qkv)),
@@ -159,7 +159,9 @@ class GatedMlp:
         prefix = f"model.layers.{layer}."
         self.spec = config.mlp
         self.weights = MlpWeights(
-            norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight", offset=offset),
+            norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight", offset=offset)
+            if names.mlp_norm
+            else None,
             gate_up=weights.matrix(
                 (2 * inner, hidden), *(f"{prefix}{n}.weight" for n in names.gate_up)
             ),

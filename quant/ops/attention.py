@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from localrt.quant.ops.arrays import Vector, Weight
 
 __all__ = [
     "LATENT_SCRATCH_NBYTES",
     "AttentionSpec",
+    "AttentionTemperature",
     "AttentionWeights",
     "LatentSpec",
     "LatentWeights",
@@ -36,6 +40,22 @@ class Rope:
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0  # multiplies cos and sin (YaRN's and LongRoPE's attention factor)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTemperature:
+    """Queries are multiplied by 1 + beta * log(1 + position // length), as in Llama 4."""
+
+    beta: float
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"length must be at least 1, is {self.length}")
+
+    def factors(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """What queries at ``positions`` (R,) are multiplied by."""
+        return (1 + self.beta * np.log1p(positions // self.length)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +75,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False  # a learned logit per head joins the softmax and takes its share
     joint_norms: bool = False
+    temperature: AttentionTemperature | None = None
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -74,7 +95,7 @@ class AttentionSpec:
 class AttentionWeights:
     """One attention unit. ``qkv`` stacks the rows of q, k and v: ((H + 2G) * E, D)."""
 
-    norm: Vector
+    norm: Vector  # None where the rows are taken as they are
     qkv: Weight
     out: Weight  # (D, H * E)
     qkv_bias: Vector | None = None
@@ -112,6 +133,8 @@ class LatentSpec(AttentionSpec):
             )
         if self.window is not None or self.softcap is not None or self.sinks:
             raise ValueError("latent attention has neither a window nor a softcap nor sinks")
+        if self.temperature is not None:
+            raise ValueError("latent attention has no temperature")
 
     @property
     def value_dim(self) -> int:

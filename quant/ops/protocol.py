@@ -74,7 +74,8 @@ class MlpSpec:
 class MlpWeights:
     """One gated MLP unit. ``gate_up`` stacks the rows of gate and up: (2F, D).
 
-    Without a ``norm`` its input is normed already: experts that every row sees.
+    Without a ``norm`` its input is taken as it is: experts that every row sees get normed rows, and
+    some architectures norm results alone.
     """
 
     norm: Vector | None
@@ -218,7 +219,7 @@ class Ops(Protocol):
     ) -> Array:
         """RMSNorm, QKV projection, per-head norms, rotary; keys and values go to the caches.
 
-        Returns the queries, (R, H, E).
+        Returns the queries, (R, H, E), times the factors of the spec's temperature.
         """
 
     def attention_output(

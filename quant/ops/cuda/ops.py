@@ -235,6 +235,8 @@ class CudaOps:
                 joint=spec.joint_norms,
                 kv_format=self.kv_format,
             )
+        if spec.temperature is not None:
+            q *= step.factors(spec.temperature)
         return q
 
     def attention_output(
@@ -344,7 +346,6 @@ class CudaOps:
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""
-        assert weights.norm is not None, "experts that all rows see have a step of their own"
         h = self._normed(x, weights.norm, spec.eps, weights.gate_up)
         inner = gate_up(h, weights.gate_up, spec.activation)
         y = linear(inner, weights.down, dtype=torch.float32)
@@ -458,9 +459,11 @@ class CudaOps:
     # -- parts -----------------------------------------------------------------------------------
 
     def _normed(
-        self, x: Stream, weight: Tensor, eps: float, reader: CudaWeight
+        self, x: Stream, weight: Tensor | None, eps: float, reader: CudaWeight
     ) -> Tensor | Records:
-        """The norm of x, as the product with ``reader`` reads it."""
+        """The norm of x (x itself without ``weight``), as the product with ``reader`` reads it."""
+        if weight is None:
+            return x.settle().bfloat16()
         if reads_records(reader, len(x.values)):
             return x.normed_records(weight, eps, fine=reader.fine)
         return x.normed(weight, eps)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.attention import Rope
+from localrt.quant.ops.attention import AttentionTemperature, Rope
 from localrt.quant.ops.cuda.kernels.products import Records
 from localrt.quant.ops.cuda.kernels.steps import norm, norm_records
 from localrt.quant.ops.protocol import Span
@@ -93,6 +93,14 @@ class CudaPass:
     longest: tuple[int, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     masks: dict[int, Tensor | None] = field(default_factory=dict)
+    temperatures: dict[AttentionTemperature, Tensor] = field(default_factory=dict)
+
+    def factors(self, temperature: AttentionTemperature) -> Tensor:
+        """What the rows' queries are multiplied by: (R, 1, 1), float32."""
+        if temperature not in self.temperatures:
+            turns = torch.log1p((self.positions // temperature.length).float())
+            self.temperatures[temperature] = (1 + temperature.beta * turns)[:, None, None]
+        return self.temperatures[temperature]
 
 
 @dataclass(slots=True)

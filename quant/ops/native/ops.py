@@ -202,6 +202,8 @@ class NativeOps:
         args = attention_args(weights, spec, step, layer, self._turns_of(weights, spec))
         args.x, args.q = x.ctypes.data, q.ctypes.data
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
+        if spec.temperature is not None:
+            q *= spec.temperature.factors(step.batch.positions)[:, None]
         return q
 
     def attention_output(

@@ -164,6 +164,9 @@ class TorchOps:
         if spec.rope is not None:
             cos, sin = self._rope_tables(spec.rope, step)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if (temperature := spec.temperature) is not None:
+            factors = 1 + temperature.beta * torch.log1p(step.positions // temperature.length)
+            q = q * factors.to(q.dtype)[:, None, None]
         _append(k, v, step, layer)
         return q
 
@@ -207,7 +210,6 @@ class TorchOps:
 
     def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D)."""
-        assert weights.norm is not None, "a layer's MLP has its norm"
         y = self._gated_mlp(self._norm(x, weights.norm, spec.eps), weights, spec)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
@@ -304,8 +306,8 @@ class TorchOps:
             return self._norm(x, weight, spec.eps)
         return self._norm(x.reshape(x.shape[0], -1), weight, spec.eps).view(x.shape)
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def _rope_tables(self, rope: Rope, step: _Pass) -> tuple[Tensor, Tensor]:
         """cos and sin of the pass, (R, 1, len(inv_freq)), computed once per pass in float32."""
