@@ -13,14 +13,20 @@ from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Scoring
 
-__all__ = ["SCORING", "read_mixture", "sparse_layers", "with_mixture"]
+__all__ = ["SCORING", "expert_count_key", "read_mixture", "sparse_layers", "with_mixture"]
 
 SCORING: Mapping[str, Scoring] = {
     "softmax": "softmax",
     "sigmoid": "sigmoid",
     "softmax-chosen": "softmax-chosen",
 }
-_COUNT_KEYS = ("num_experts", "num_local_experts")
+_COUNT_KEYS = ("num_experts", "num_local_experts", "moe_num_experts")
+_USED_KEYS = ("num_experts_per_tok", "moe_k")
+
+
+def expert_count_key(raw: RawConfig) -> str:
+    """The key that tells the number of a layer's experts."""
+    return next((key for key in _COUNT_KEYS if raw.has(key)), _COUNT_KEYS[0])
 
 
 def read_mixture(
@@ -39,10 +45,10 @@ def read_mixture(
     Raises:
         ValueError: more experts are used than there are.
     """
-    key = next((key for key in _COUNT_KEYS if raw.has(key)), _COUNT_KEYS[0])
+    used = next((key for key in _USED_KEYS if raw.has(key)), _USED_KEYS[0])
     router = RouterSpec(
-        count=raw.integer(key),
-        used=raw.integer("num_experts_per_tok"),
+        count=raw.integer(expert_count_key(raw)),
+        used=raw.integer(used),
         eps=config.norm_eps,
         scoring=raw.choice("scoring_func", scoring, SCORING),
         normalize=raw.flag("norm_topk_prob", normalize),

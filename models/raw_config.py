@@ -6,7 +6,7 @@ It knows key lookup and bounds. What a key means is the architecture's business.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from localrt.models.checkpoints.base import Checkpoint
 from localrt.quant.formats import unpack
 
 __all__ = ["RawConfig", "positive_number"]
+
+T = TypeVar("T")
 
 # Larger than any real model's; a corrupt header must not become a huge allocation.
 _LIMITS = {
@@ -29,6 +31,7 @@ _LIMITS = {
     "qk_rope_head_dim": 1 << 14,
     "num_experts": 1 << 12,
     "num_local_experts": 1 << 12,
+    "moe_num_experts": 1 << 12,
     "n_routed_experts": 1 << 12,
 }
 _DEFAULT_LIMIT = 1 << 20
@@ -133,12 +136,30 @@ class RawConfig:
 
     def windowed(self, default: list[bool]) -> list[bool]:
         """Whether each layer sees a window only: ``layer_types``, or ``default`` without one."""
-        types, layers = self.sequence("layer_types"), len(default)
-        if types is None:
-            return default
-        if len(types) < layers:
-            raise self._error(f"config layer_types has {len(types)} entries for {layers} layers")
-        return [kind == "sliding_attention" for kind in types[:layers]]
+        kinds = {"full_attention": False, "sliding_attention": True}
+        return self.layer_kinds("layer_types", len(default), kinds) or default
+
+    def layer_list(self, key: str, layers: int) -> list[Any] | None:
+        """A list of one entry for each layer, or None."""
+        values = self.sequence(key)
+        if values is not None and len(values) != layers:
+            raise self._error(f"config {key} has {len(values)} entries for {layers} layers")
+        return values
+
+    def layer_kinds(self, key: str, layers: int, table: Mapping[str, T]) -> list[T] | None:
+        """``table``'s value for each layer's string, or None; an unknown one is not supported."""
+        kinds = self.layer_list(key, layers)
+        for layer, kind in enumerate(kinds or []):
+            if not isinstance(kind, str) or kind not in table:
+                raise UnsupportedModelError(
+                    f"{key} {kind!r:.60} of layer {layer} is not supported "
+                    f"(known: {', '.join(table)})"
+                )
+        return None if kinds is None else [table[kind] for kind in kinds]
+
+    def last_layer(self, key: str, layers: int) -> int:
+        """A layer's number; -1, or no such key, is the last one."""
+        return layers - 1 if self._values.get(key) == -1 else self.integer(key, layers - 1)
 
     def _required(self, key: str, default: float | None) -> Any:
         value = self._values.get(key)

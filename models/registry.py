@@ -29,19 +29,27 @@ __all__ = [
 # Of each module, the published names: GGUF's general.architecture, config.json's architectures[0]
 _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
+    "ministral3": "mistral3 Ministral3ForCausalLM Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "qwen2 Qwen2ForCausalLM",
-    "qwen3": "qwen3 Qwen3ForCausalLM",
+    "qwen3": "qwen3 Qwen3ForCausalLM qwen3vl Qwen3VLForConditionalGeneration",
     "gemma2": "gemma2 Gemma2ForCausalLM",
     "gemma3": "gemma3 Gemma3ForCausalLM Gemma3ForConditionalGeneration",
     "phi3": "phi3 Phi3ForCausalLM",
     "smollm3": "smollm3 SmolLM3ForCausalLM",
     "qwen2_moe": "qwen2moe Qwen2MoeForCausalLM",
-    "qwen3_moe": "qwen3moe Qwen3MoeForCausalLM",
+    "qwen3_moe": "qwen3moe Qwen3MoeForCausalLM qwen3vlmoe Qwen3VLMoeForConditionalGeneration",
     "olmoe": "olmoe OlmoeForCausalLM",
+    "olmo2": "olmo2 Olmo2ForCausalLM Olmo3ForCausalLM",
+    "exaone4": "exaone4 Exaone4ForCausalLM",
+    "seed_oss": "seed_oss SeedOssForCausalLM",
+    "ernie": "ernie4_5 Ernie4_5ForCausalLM ernie4_5-moe Ernie4_5_MoeForCausalLM",
+    "granite": "granite GraniteForCausalLM",
+    "granite_swa": "granite_swa GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
     "granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
     "gpt_oss": "gpt-oss GptOssForCausalLM",
-    "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM",
+    "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
+    "glm4_moe": "glm4moe Glm4MoeForCausalLM",
 }
 ARCHITECTURES = {name: module for module, names in _PUBLISHED.items() for name in names.split()}
 

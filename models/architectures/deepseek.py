@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V2-Lite, V3 and R1: latent attention, and experts that are chosen by groups.
+"""DeepSeek-V2, V2-Lite, V3, R1 and GLM-4.7-Flash: latent attention, experts chosen by groups.
 
 The first layers are dense. V2 scores by a softmax and takes the groups with the best expert; V3 by
 sigmoids, with a bias that counts in the choice alone, and the groups whose best two are best. The
@@ -17,7 +17,7 @@ from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec
 
-__all__ = ["read_config"]
+__all__ = ["read_config", "read_mixtures"]
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
@@ -35,7 +35,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         attention=(_attention(raw, eps),) * layers,
         mlp=MlpSpec(activation=activation, eps=eps),
         tied_head=raw.flag("tie_word_embeddings"),
-        mixtures=_mixtures(raw, eps, layers, activation),
+        mixtures=read_mixtures(raw, eps, layers, activation),
     )
 
 
@@ -72,17 +72,21 @@ def _mscale(raw: RawConfig) -> float:
     return yarn_mscale(factor, scaling_number(scaling, "mscale_all_dim"))
 
 
-def _mixtures(
+def read_mixtures(
     raw: RawConfig, eps: float, layers: int, activation: str
 ) -> tuple[MixtureSpec | None, ...]:
+    """The mixture of each layer, as ``DecoderConfig`` has them."""
     if not raw.optional_integer("n_routed_experts"):
         return ()
     if activation != "silu":
-        raise UnsupportedModelError(f"DeepSeek's experts with {activation} are not supported")
+        raise UnsupportedModelError(f"experts of this kind with {activation} are not supported")
     inner = raw.integer("moe_intermediate_size")
     shared = inner * (raw.optional_integer("n_shared_experts") or 0)
     dense = raw.optional_integer("first_k_dense_replace") or 0
     frequency = raw.integer("moe_layer_freq", 1)
+    sparse = raw.layer_kinds("mlp_layer_types", layers, {"dense": False, "sparse": True})
+    if sparse is None:
+        sparse = [layer >= dense and layer % frequency == 0 for layer in range(layers)]
     method = raw.text("topk_method", "noaux_tc" if _is_v3(raw) else "greedy")
     router = _router(raw, eps, method)
     # A GGUF file does not say whether there is a bias: it has one or not.
@@ -90,22 +94,15 @@ def _mixtures(
     if raw.is_gguf:
         biased = any(raw.has_tensor(f"model.layers.{n}.{CHOICE_BIAS}") for n in range(layers))
 
-    def mixture(layer: int) -> MixtureSpec | None:
-        if layer < dense or layer % frequency:
-            return None
-        return MixtureSpec(
-            router=router,
-            expert=ExpertSpec(),
-            inner=inner,
-            shared=shared,
-            choice_bias=biased,
-        )
-
-    return tuple(mixture(layer) for layer in range(layers))
+    mixture = MixtureSpec(
+        router=router, expert=ExpertSpec(), inner=inner, shared=shared, choice_bias=biased
+    )
+    return tuple(mixture if here else None for here in sparse)
 
 
 def _is_v3(raw: RawConfig) -> bool:
-    return raw.architecture == "DeepseekV3ForCausalLM"
+    """Whether what a config leaves out is as in V3; GGUF leaves nothing out."""
+    return raw.architecture != "DeepseekV2ForCausalLM"
 
 
 def _router(raw: RawConfig, eps: float, method: str) -> RouterSpec:

@@ -15,11 +15,12 @@ __all__ = ["read_config"]
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Qwen3's keys and those of the mixture. A window, where it is switched on, is every layer's.
 
-    ``norm_topk_prob`` is set in the published configs; GGUF leaves it to the architecture.
+    ``norm_topk_prob`` is set in the published configs; GGUF and Qwen3-VL leave it to us.
     """
     config = llama.read_config(raw)
     inner = raw.integer("moe_intermediate_size")
-    spec = read_mixture(raw, config, normalize=raw.is_gguf, inner=inner)
+    normalize = raw.is_gguf or raw.architecture != "Qwen3MoeForCausalLM"
+    spec = read_mixture(raw, config, normalize=normalize, inner=inner)
     attention = config.attention
     if not raw.flag("use_sliding_window"):
         attention = tuple(replace(layer, window=None) for layer in attention)

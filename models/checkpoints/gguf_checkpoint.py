@@ -1,14 +1,9 @@
-"""A GGUF model as a checkpoint: Hugging Face's tensor names, row order and config, experts by one.
-
-llama.cpp rotates neighbouring pairs of a head's values, Hugging Face its two halves; the converter
-reorders query and key rows accordingly for some architectures. Reading puts them back, which moves
-whole packed rows and so changes no value.
-"""
+"""A GGUF model as a checkpoint: Hugging Face's tensor names, row order and config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +18,8 @@ from localrt.models.checkpoints.gguf_names import (
     hf_tensor_name,
 )
 from localrt.models.checkpoints.latent_tensors import latent_tensors
-from localrt.models.checkpoints.stored_tensor import (
-    Bytes,
-    RowSource,
-    SourcedCheckpoint,
-    StoredTensor,
-)
+from localrt.models.checkpoints.rotary_rows import rotary_rows
+from localrt.models.checkpoints.stored_tensor import SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.text_model import (
     gguf_block,
     is_beside_decoder,
@@ -69,7 +60,7 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
             sources = latent_tensors(stored, self.config)
             if self.architecture in INTERLEAVED_ROTARY:
-                sources |= self._reordered(stored)
+                sources |= rotary_rows(stored, self.config, self.path)
             super().__init__(sources)
         except BaseException:
             self.close()
@@ -108,46 +99,3 @@ class GgufCheckpoint(SourcedCheckpoint):
         if info.name.endswith(_ONE_ROW) and len(info.shape) == 1:
             info = replace(info, shape=(1, *info.shape))
         return [replace(tensor, info=info)]
-
-    def _reordered(self, stored: Mapping[str, StoredTensor]) -> dict[str, RowSource]:
-        """Every tensor whose rows are stored in rotary pairs, in Hugging Face's order."""
-        queries = self.config.get("num_attention_heads")
-        keys = self.config.get("num_key_value_heads", queries)
-        found: dict[str, RowSource] = {}
-        for name, tensor in stored.items():
-            info, stem = tensor.info, name.rpartition(".")[0]
-            if not stem.endswith(("self_attn.q_proj", "self_attn.k_proj")):
-                continue
-            heads = queries if stem.endswith("q_proj") else keys
-            if type(heads) is not int or heads < 1 or info.shape[0] % (2 * heads):
-                raise CheckpointError(
-                    f"{self.path}: {info.shape[0]} rows of {name!r} are not {heads!r:.60} heads "
-                    "of an even size"
-                )
-            if len(info.shape) == 1 and info.format.block != 1:
-                raise CheckpointError(f"{self.path}: {name!r} is a vector in {info.format.name}")
-            found[name] = _RotaryRows(info, tensor, heads)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _RotaryRows(RowSource):
-    """The rows of ``stored``, a matrix or a vector of ``heads``, halves in the place of pairs."""
-
-    stored: StoredTensor
-    heads: int
-
-    @property
-    def rows_together(self) -> int:
-        """Rows of a head: whole ones at a time, so that none is read twice."""
-        return max(1, self.rows // self.heads)
-
-    def _read(self, start: int, stop: int) -> Bytes:
-        size = self.info.shape[0] // self.heads
-        if len(self.info.shape) == 1:
-            data = self.stored.read(start, stop).data
-            return data.reshape(-1, size // 2, 2, self.info.format.block_bytes).swapaxes(1, 2)
-        first = start // size * size
-        data = self.stored.read(first, -(-stop // size) * size).data
-        halves = data.reshape(-1, size // 2, 2, self.row_bytes).swapaxes(1, 2)
-        return halves.reshape(-1, self.row_bytes)[start - first : stop - first]

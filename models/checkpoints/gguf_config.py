@@ -73,8 +73,12 @@ def model_config(
         # Queries are scaled by the head's size, but in the 27B model by hidden size over heads
         scale = _head_size(config) if config.get("num_hidden_layers") == 62 else None
         config["query_pre_attn_scalar"] = scale or config.get("head_dim")
+    if architecture in ("deepseek2", "glm4moe"):
+        _add_choice(config, tensors)
     if architecture == "deepseek2":
         _add_deepseek(config, architecture, metadata)
+    if architecture == "mistral3":
+        _add_temperature(config)
     return config
 
 
@@ -199,6 +203,29 @@ def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -
         ]
 
 
+def _add_choice(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+    """How DeepSeek and GLM choose experts. First files of GLM do not say that scores are sigmoids.
+
+    The file names no method: a group's best, or with sigmoids and a bias its best two.
+    """
+    biased = any(name.endswith("e_score_correction_bias") for name in tensors)
+    scoring = config.setdefault("scoring_func", "sigmoid" if biased else "softmax")
+    config["topk_method"] = "noaux_tc" if scoring == "sigmoid" else "group_limited_greedy"
+    config["n_routed_experts"] = config.pop("num_local_experts", None)
+    config.setdefault("norm_topk_prob", False)
+    if not config.get("routed_scaling_factor"):  # 0 says none, as not to say
+        config.pop("routed_scaling_factor", None)
+
+
+def _add_temperature(config: dict[str, Any]) -> None:
+    """Mistral 3's rotary scaling, which leaves queries and keys as large as they were."""
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict):
+        scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
+        if "mscale_all_dim" in scaling:
+            scaling["mscale"] = scaling["mscale_all_dim"]
+
+
 def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
     """DeepSeek-V2's and V3's own keys.
 
@@ -223,12 +250,6 @@ def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetad
     config["rope_interleave"] = True
     config.pop("head_dim", None)
     config.pop("partial_rotary_factor", None)
-    scoring = config.setdefault("scoring_func", "softmax")
-    # The file names no method: a group's best, or with sigmoids and a bias its best two.
-    config["topk_method"] = "noaux_tc" if scoring == "sigmoid" else "group_limited_greedy"
-    config.setdefault("norm_topk_prob", False)
-    if not config.get("routed_scaling_factor"):  # 0 says none, as not to say
-        config.pop("routed_scaling_factor", None)
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict) and "mscale_all_dim" in scaling:
         # The file has a tenth of it; the two factors are the same in all published models.

@@ -24,7 +24,18 @@ __all__ = [
     "hf_tensor_name",
 ]
 
-INTERLEAVED_ROTARY = frozenset({"granite", "granitemoe", "llama", "mistral3", "smollm3"})
+INTERLEAVED_ROTARY = frozenset(
+    {
+        "ernie4_5",
+        "ernie4_5-moe",
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "llama",
+        "mistral3",
+        "smollm3",
+    }
+)
 """Architectures whose files hold query and key rows in pairs (x0, y0, x1, y1, ...)."""
 
 GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
@@ -94,12 +105,19 @@ _SANDWICH_NORMS: Mapping[str, str] = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
+_MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
+"""The norm before the MLP, called as if it were attention's."""
+
 _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "deepseek2": _LATENT_ATTENTION,
+    "exaone4": _SANDWICH_NORMS,
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
-    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4moe": _MLP_NORM,
+    "gpt-oss": _MLP_NORM,
+    "olmo2": _SANDWICH_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "seed_oss": _MLP_NORM,
 }
 
 CONFIG_KEYS: Mapping[str, str] = {
@@ -110,6 +128,7 @@ CONFIG_KEYS: Mapping[str, str] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.scale": "attention_multiplier",
     "attention.sliding_window": "sliding_window",
+    "attention.temperature_scale": "llama_4_scaling_beta",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -125,6 +144,7 @@ CONFIG_KEYS: Mapping[str, str] = {
     "expert_weights_scale": "routed_scaling_factor",
     "feed_forward_length": "intermediate_size",
     "final_logit_softcapping": "final_logit_softcapping",
+    "interleave_moe_layer_step": "moe_layer_interval",
     "leading_dense_block_count": "first_k_dense_replace",
     "logit_scale": "logits_scaling",
     "residual_scale": "residual_multiplier",
@@ -135,10 +155,9 @@ CONFIG_KEYS: Mapping[str, str] = {
 }
 
 DEEPSEEK_KEYS: Mapping[str, str] = {
-    # of DeepSeek alone, after the architecture's name and a dot
+    # of latent attention, after the architecture's name and a dot
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
-    "expert_count": "n_routed_experts",
     "rope.dimension_count": "qk_rope_head_dim",
 }
 

@@ -17,14 +17,18 @@ from localrt.models.checkpoints.expert_stacks import Stack, split_stack
 from localrt.models.checkpoints.mxfp4_experts import split_mxfp4
 from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor
 
-__all__ = ["plain_tensors"]
+__all__ = ["INTERLEAVED_ROTARY", "plain_tensors"]
 
-_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+INTERLEAVED_ROTARY = frozenset({"Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"})
+"""Architectures whose query and key rows are published in pairs (x0, y0, x1, y1, ...)."""
+
+_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _GATE_UP = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
 _GATE_UP_BIAS = ("mlp.experts.{}.gate_proj.bias", "mlp.experts.{}.up_proj.bias")
 _DOWN = ("mlp.experts.{}.down_proj.weight",)
 _DOWN_BIAS = ("mlp.experts.{}.down_proj.bias",)
+_CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 _SHARED_GATE_UP = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
 
 
@@ -49,6 +53,9 @@ _OURS: Mapping[str, str] = {
     # gpt-oss
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.bias": "mlp.gate.bias",
+    # ERNIE
+    "mlp.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
+    "mlp.gate.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
 }
 
 _STACKS: Mapping[str, Stack] = {
@@ -61,6 +68,13 @@ _STACKS: Mapping[str, Stack] = {
     "block_sparse_moe.experts.gate_up_proj": Stack(_GATE_UP),
     "block_sparse_moe.experts.down_proj": Stack(_DOWN),
     "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
+}
+
+_QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
+_QWEN3_VL_STACKS: Mapping[str, Stack] = {
+    # as published; transformers writes them as ``_STACKS``
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP, transposed=True),
+    "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
 }
 
 _GPT_OSS = "GptOssForCausalLM"
@@ -92,7 +106,7 @@ def plain_tensors(
     count = _expert_count(config)
     if count is None:
         return dict(stored)
-    stacks = _GPT_OSS_STACKS if architecture == _GPT_OSS else _STACKS
+    stacks = _stacks(architecture, config, stored)
     plain: dict[str, RowSource] = {}
     for name, tensor in stored.items():
         for part in _parts(stacks, name, tensor, stored, count):
@@ -106,6 +120,20 @@ def _expert_count(config: Mapping[str, Any]) -> int | None:
     """Experts of a layer, if the config says."""
     values = (config.get(key) for key in _COUNT_KEYS)
     return next((value for value in values if type(value) is int), None)
+
+
+def _stacks(
+    architecture: str, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> Mapping[str, Stack]:
+    """How the experts of a layer are stacked, if they are."""
+    if architecture == _GPT_OSS:
+        return _GPT_OSS_STACKS
+    if architecture == _QWEN3_VL:
+        for name, tensor in stored.items():
+            if name.endswith("mlp.experts.gate_up_proj"):
+                plain = tensor.info.shape[-1] == config.get("hidden_size")
+                return _STACKS if plain else _QWEN3_VL_STACKS
+    return _STACKS
 
 
 def _parts(
@@ -137,4 +165,7 @@ def _parts(
     if ours is None:
         return [tensor]
     renamed = prefix + (ours if number is None else ours.format(number[0]))
-    return [replace(tensor, info=replace(tensor.info, name=renamed))]
+    shape = tensor.info.shape
+    if ours == _CHOICE_BIAS and len(shape) == 2 and shape[0] == 1:
+        shape = shape[1:]
+    return [replace(tensor, info=replace(tensor.info, name=renamed, shape=shape))]

@@ -14,9 +14,10 @@ from typing import Any
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.hf_config import flatten_config
-from localrt.models.checkpoints.hf_names import plain_tensors
+from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY, plain_tensors
 from localrt.models.checkpoints.latent_tensors import latent_tensors
 from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.rotary_rows import rotary_rows
 from localrt.models.checkpoints.safetensors_header import (
     RAW_BYTES,
     read_header,
@@ -74,6 +75,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         located = self._located(multimodal=multimodal)
         tensors = plain_tensors(self.architecture, self.config, located)
         tensors = latent_tensors(tensors, self.config)
+        if self.architecture in INTERLEAVED_ROTARY:
+            tensors |= rotary_rows(tensors, self.config, self.path)
         for name, tensor in tensors.items():
             if tensor.info.format == RAW_BYTES:
                 path = located[name].file.path if name in located else self.path

@@ -33,6 +33,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
+from tests.models.tiny_families import FAMILIES, FAMILY_MIXTURES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -113,6 +114,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "smollm3": lambda: SmolLM3Config(**SIZES, tie_word_embeddings=True),
     "smollm3-nope": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
     **DEEPSEEK_CONFIGS,
+    **FAMILIES,
 }
 
 
@@ -176,6 +178,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         layer_types=["full_attention", "sliding_attention", "full_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
+    **FAMILY_MIXTURES,
 }
 
 
@@ -186,12 +189,16 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
     """
     torch.manual_seed(seed)
     config = (CONFIGS | MIXTURES)[name]()
+    text = config.get_text_config()
     if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None) is not None:
-            config.layer_types = config.layer_types[:layers]
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[:layers]
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    auto = transformers.AutoModelForCausalLM
+    if text is not config:
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             # Random norms and biases too, so that none can be forgotten unseen.

@@ -100,11 +100,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [pytest.param("gemma2", 2, marks=pytest.mark.slow), ("qwen3", 1), ("phi3-longrope", 1)],
+    [
+        pytest.param("gemma2", 2, marks=pytest.mark.slow),
+        ("qwen3", 1),
+        ("phi3-longrope", 1),
+        ("ministral3", 1),  # queries that grow
+        ("olmo2", 1),  # no norms before products
+    ],
 )
 def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
     theirs = save_tiny(name, tmp_path, layers=layers)
-    ids = tokens(LENGTH if name == "gemma2" else SHORT)
+    ids = tokens(LENGTH if name in ("gemma2", "ministral3") else SHORT)
     ours = load(tmp_path, context=LENGTH)
     got = ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
     # Weights and activations are bf16.

@@ -1,0 +1,36 @@
+"""ERNIE 4.5: Llama, and a mixture of experts in most layers of the larger ones.
+
+A bias counts in the choice of experts alone. Rotary pairs lie side by side in the published rows of
+queries and keys; checkpoints put them in order (``checkpoints/rotary_rows.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.models.architectures import llama
+from localrt.models.config import CHOICE_BIAS, DecoderConfig
+from localrt.models.mixture_config import expert_count_key, read_mixture, with_mixture
+from localrt.models.raw_config import RawConfig
+
+__all__ = ["read_config"]
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Llama's keys, and the mixture's; GGUF has other words for some."""
+    config = replace(llama.read_config(raw), architecture="ernie")
+    if not raw.has(expert_count_key(raw)):
+        return config
+    gguf, layers = raw.is_gguf, range(config.layers)
+    inner = raw.integer("moe_intermediate_size")
+    shared = raw.optional_integer("n_shared_experts" if gguf else "moe_num_shared_experts") or 0
+    spec = replace(
+        read_mixture(raw, config, inner=inner),
+        shared=inner * shared,
+        choice_bias=any(raw.has_tensor(f"model.layers.{n}.{CHOICE_BIAS}") for n in layers),
+    )
+    first = raw.optional_integer("first_k_dense_replace" if gguf else "moe_layer_start_index") or 0
+    last = raw.last_layer("moe_layer_end_index", config.layers)
+    step = raw.integer("moe_layer_interval", 1)
+    sparse = [first <= layer <= last and (layer + 1) % step == 0 for layer in layers]
+    return with_mixture(config, spec, sparse)

@@ -1,0 +1,47 @@
+"""EXAONE 4: norms on results instead of inputs, and on every query and key head.
+
+Where there are windows, the layers that see all have no rotary embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.errors import UnsupportedModelError
+from localrt.models.architectures import llama
+from localrt.models.architectures.olmo2 import RESULT_NORMS
+from localrt.models.config import DecoderConfig
+from localrt.models.raw_config import RawConfig
+
+__all__ = ["read_config"]
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Llama's keys; windows where ``layer_types`` or ``sliding_window_pattern`` says."""
+    config = llama.read_config(raw)
+    attention = config.attention
+    if raw.has("sliding_window"):
+        windowed = raw.windowed(_pattern(raw, config.layers))
+        attention = tuple(
+            spec if here else replace(spec, window=None, rope=None)
+            for spec, here in zip(attention, windowed, strict=True)
+        )
+    return replace(
+        config,
+        architecture="exaone4",
+        attention=attention,
+        qk_norm=True,
+        post_norms=True,
+        names=RESULT_NORMS,
+    )
+
+
+def _pattern(raw: RawConfig, layers: int) -> list[bool]:
+    """Which layers see a window: "LLLG" is the same as 4, all but every fourth."""
+    pattern = raw.text("sliding_window_pattern", "4")
+    if pattern.isdecimal() and int(pattern) > 0:
+        return [(layer + 1) % int(pattern) != 0 for layer in range(layers)]
+    if not pattern or set(pattern) - set("LG"):
+        raise UnsupportedModelError(f"sliding_window_pattern {pattern!r:.60} is not supported")
+    last = layers - 1  # sees all, whatever the pattern says
+    return [pattern[layer % len(pattern)] == "L" and layer < last for layer in range(layers)]
