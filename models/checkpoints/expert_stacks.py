@@ -51,7 +51,11 @@ def split_stack(
         part = number % parts
         whole = own.offset - part * own.info.nbytes  # where the expert's own bytes begin
         if stack.turns or (stack.transposed and len(own.info.shape) > 1):
-            yield _Interleaved(own.info, tensor.file, whole, part, parts)
+            rows = own.info.shape[0]
+            taken = (
+                slice(part, None, parts) if stack.turns else slice(part * rows, (part + 1) * rows)
+            )
+            yield _Interleaved(own.info, tensor.file, whole, taken, parts)
         else:
             yield own
 
@@ -102,7 +106,7 @@ def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Interleaved(RowSource):
-    """A matrix whose rows are columns ``first``, ``first + step``, ... of one at ``offset``.
+    """A matrix whose rows are the ``taken`` columns of one at ``offset``, ``parts`` times as large.
 
     Or a vector of every such value. A row's values are as far apart as the file's rows are long, so
     the whole matrix is read for any of them; ``blocks`` reads it once.
@@ -110,14 +114,14 @@ class _Interleaved(RowSource):
 
     file: RangedFile
     offset: int
-    first: int
-    step: int
+    taken: slice
+    parts: int
 
     def _read(self, start: int, stop: int) -> Bytes:
         columns = self.info.shape[1] if len(self.info.shape) > 1 else 1
-        data = self.file.read(self.offset, self.info.nbytes * self.step)
+        data = self.file.read(self.offset, self.info.nbytes * self.parts)
         values = data.reshape(columns, -1, self.info.format.block_bytes)
-        own = values[:, self.first :: self.step].swapaxes(0, 1)  # (rows or values, columns, bytes)
+        own = values[:, self.taken].swapaxes(0, 1)  # (rows or values, columns, bytes)
         return np.ascontiguousarray(own[start:stop] if len(self.info.shape) > 1 else own)
 
     def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
