@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from localrt.drafts.choice import Drafts
@@ -25,9 +26,12 @@ from localrt.models.templates.chat_template import encode_messages
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.progress import ProgressCallback
 from localrt.text.harmony import HarmonyParser, harmony_messages, is_harmony
+from localrt.text.known_syntaxes import TURN_ENDS
+from localrt.text.parser import TextParser
 from localrt.text.structured import Grammars
-from localrt.text.thinking import CLOSE, OPEN
-from localrt.text.tools import TURN_ENDS, TextParser, for_template, tool_form
+from localrt.text.template_syntax import TemplateSyntax
+from localrt.text.thinking import CLOSE
+from localrt.text.tools import for_template
 
 __all__ = ["RequestBuilder"]
 
@@ -35,6 +39,7 @@ __all__ = ["RequestBuilder"]
 _ANSWER_SHARE = 4
 # Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
 _TOLD = 8192
+_LONGEST_MARK = 16  # tokens of what opens a model's thinking
 
 
 class RequestBuilder:
@@ -117,17 +122,23 @@ class RequestBuilder:
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
         given = harmony_messages(messages) if is_harmony(template.tool_source) else messages
-        shaped = for_template(given)
+        as_text = _have_calls(messages) and self._syntax.calls.as_text
+        shaped = for_template(given, arguments_as_text=as_text)
         try:
             return encode_messages(self.tokenizer, template, shaped, tools=tools, watch=watch)
         except TemplateError:
             # Some put arguments together as text, where most want them as values.
-            as_text = for_template(given, arguments_as_text=True)
-            if as_text == shaped:
+            other = for_template(given, arguments_as_text=not as_text)
+            if other == shaped:
                 raise
-            return encode_messages(self.tokenizer, template, as_text, tools=tools, watch=watch)
+            return encode_messages(self.tokenizer, template, other, tools=tools, watch=watch)
 
     # -- parts -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _syntax(self) -> TemplateSyntax:
+        """What the chat template shows of answers; found when it is first needed."""
+        return TemplateSyntax.of(self._template)
 
     def _watch(self, cancel: threading.Event) -> Watch:
         """What ends the reading of a prompt that is cancelled, or much too long."""
@@ -186,12 +197,13 @@ class RequestBuilder:
             return None
         if is_harmony(source):
             return HarmonyParser
-        end = self.tokenizer.decode(ids[-8:], skip_special=False) if OPEN in source else ""
-        thinking = free and end.rstrip().endswith(OPEN)
-        if not tools and not thinking and CLOSE not in source:
+        syntax = self._syntax
+        end = self.tokenizer.decode(ids[-_LONGEST_MARK:], skip_special=False) if free else ""
+        thinking = syntax.opened(end)
+        if not tools and not thinking and CLOSE not in source and syntax.is_usual:
             return None
-        form = tool_form(source) if tools else None
-        return lambda: TextParser(form, tools or (), thinking=thinking)
+        calls = syntax.calls if tools else None
+        return lambda: TextParser(calls, tools or (), thinking=thinking, frame=syntax.frame)
 
     def _prompt_ids(
         self,
@@ -268,3 +280,7 @@ class RequestBuilder:
                     f"holds {ctx}: shorten it or raise --ctx"
                 )
             shown = [*messages[:head], *messages[start:]]
+
+
+def _have_calls(messages: Sequence[Message]) -> bool:
+    return any(isinstance(each, Mapping) and each.get("tool_calls") for each in messages)

@@ -15,10 +15,14 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 __all__ = [
+    "DECODER",
     "Call",
     "Parser",
     "Signatures",
+    "all_calls",
     "call_of",
+    "ends_in_string",
+    "json_values",
     "parse_deepseek",
     "parse_json",
     "parse_mistral",
@@ -60,26 +64,33 @@ def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
 # -- JSON ----------------------------------------------------------------------------------------
 
 
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+DECODER = json.JSONDecoder(strict=False, parse_constant=_refused)
+"""Takes new lines within strings, which models write, and no NaN."""
+
+
 def parse_json(text: str, tools: Signatures) -> list[Call] | None:
     """``{"name": ..., "arguments": {...}}``, several of them, or a list.
 
     ``parameters`` stands for ``arguments`` in Llama's.
     """
-    values = _json_values(text)
+    values = json_values(text)
     items = (value if isinstance(value, list) else [value] for value in values or ())
-    return _all(map(_from_object, chain.from_iterable(items)))
+    return all_calls(map(_from_object, chain.from_iterable(items)))
 
 
-def _all(found: Iterable[Call | None]) -> list[Call] | None:
+def all_calls(found: Iterable[Call | None]) -> list[Call] | None:
     """The calls; None where there are none, or one of them is none."""
     calls = list(found)
     known = [call for call in calls if call is not None]
     return known if known and len(known) == len(calls) else None
 
 
-def _json_values(text: str) -> list[Any] | None:
+def json_values(text: str) -> list[Any] | None:
     """The values that ``text`` consists of, with commas or semicolons between them at most."""
-    decoder = json.JSONDecoder(strict=False)
     values: list[Any] = []
     at = 0
     while True:
@@ -88,10 +99,18 @@ def _json_values(text: str) -> list[Any] | None:
         if at == len(text):
             return values
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             return None
         values.append(value)
+
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def ends_in_string(text: str) -> bool:
+    """Whether JSON that goes on behind ``text`` is within a string there."""
+    return '"' in _STRING.sub("", text)
 
 
 def _from_object(value: Any) -> Call | None:
@@ -111,7 +130,7 @@ def _from_object(value: Any) -> Call | None:
 def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
     """A call with the arguments ``given``, an object or its text; None where they are neither."""
     if isinstance(given, str):
-        values = _json_values(given)
+        values = json_values(given)
         if values is None or len(values) != 1:
             return None
         given = values[0]
@@ -124,10 +143,11 @@ def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
 
 # -- in tags -------------------------------------------------------------------------------------
 
-_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(
     r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
 )
+_ENDED = "</parameter>"
 _PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
@@ -138,9 +158,15 @@ def parse_tagged(text: str, tools: Signatures) -> list[Call] | None:
         return calls
     found = _FUNCTION.findall(text)
     if found:
-        return [_from_text(name, _PARAMETER.findall(body), tools) for name, body in found]
-    name, _, _ = text.partition("<arg_key>")
+        if any(
+            not closed and "<parameter=" in body.rpartition(_ENDED)[2] for _, body, closed in found
+        ):
+            return None  # it was cut off
+        return [_from_text(name, _PARAMETER.findall(body), tools) for name, body, _ in found]
+    name, _, rest = text.partition("<arg_key>")
     pairs = _PAIR.findall(text)
+    if rest and _PAIR.sub("", f"<arg_key>{rest}").strip():
+        return None
     name = name.strip()
     if name and (pairs or name in tools) and not re.search(r"[\s<{]", name):
         return [_from_text(name, pairs, tools)]
@@ -153,7 +179,7 @@ def _from_text(name: str, pairs: Sequence[tuple[str, str]], tools: Signatures) -
     for key, text in pairs:
         schema = tools.get(name, {}).get(key)
         kind = schema.get("type") if isinstance(schema, Mapping) else None
-        values = None if kind == "string" else _json_values(text)
+        values = None if kind == "string" else json_values(text)
         arguments[key] = values[0] if values is not None and len(values) == 1 else text
     return Call(name, json.dumps(arguments, ensure_ascii=False))
 
@@ -170,7 +196,7 @@ def parse_mistral(text: str, tools: Signatures) -> list[Call] | None:
     if text.lstrip()[:1] in ("[", "{"):
         return parse_json(text, tools)
     found = map(_NAMED.fullmatch, text.split("[TOOL_CALLS]"))
-    return _all(match and call_of(match[1], match[3], match[2]) for match in found)
+    return all_calls(match and call_of(match[1], match[3], match[2]) for match in found)
 
 
 _FENCE = re.compile(r"\s*(.+?)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
@@ -178,7 +204,7 @@ _FENCE = re.compile(r"\s*(.+?)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
 
 def parse_deepseek(text: str, tools: Signatures) -> list[Call] | None:
     """What DeepSeek's models write between the marks that begin and end calls."""
-    return _all(map(_deepseek_call, text.split("<｜tool▁call▁begin｜>")[1:]))
+    return all_calls(map(_deepseek_call, text.split("<｜tool▁call▁begin｜>")[1:]))
 
 
 def _deepseek_call(text: str) -> Call | None:

@@ -21,6 +21,7 @@ from localrt.text.tools import make_call
 __all__ = ["HarmonyParser", "harmony_messages", "is_harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_TO = "to="  # a header may begin with the recipient: the prompt ends with the role
 _MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _MARK = re.compile("|".join(map(re.escape, _MARKERS)))
@@ -32,7 +33,7 @@ def is_harmony(template: str) -> bool:
 
 
 class HarmonyParser:
-    """See ``localrt.text.tools.TextParser``. An answer begins with the header of a message."""
+    """See ``localrt.text.parser.TextParser``. An answer begins with the header of a message."""
 
     markers = _MARKERS
 
@@ -60,16 +61,20 @@ class HarmonyParser:
     def flush(self) -> str:
         """What is left at the end."""
         held, self._held = self._held, ""
-        return self._take(held) + self._end()
+        shown = self._take(held)
+        if self._unmarked and self._header:  # it looked like one
+            shown, self._header = self._header, None
+        return shown + self._end()
 
     def _take(self, text: str) -> str:
         """Text between two marks."""
         if self._header is not None:
-            # An answer that has no header at all is shown as it is.
-            if text and not self._header and self._unmarked:
-                self._header = None
-                return text
             self._header += text
+            # An answer that has no header at all is shown as it is.
+            start = self._header.lstrip()[: len(_TO)]
+            if self._header and self._unmarked and not _TO.startswith(start):
+                shown, self._header = self._header, None
+                return shown
             return ""
         if self._recipient is not None:
             self._text += text

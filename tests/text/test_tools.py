@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 import localrt
 from localrt.engine.types import ToolCall
 from localrt.text.harmony import HarmonyParser, harmony_messages
-from localrt.text.tools import TextParser, for_template, tool_form
+from localrt.text.known_syntaxes import known_syntax
+from localrt.text.parser import TextParser
+from localrt.text.tools import for_template
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 
@@ -101,11 +103,11 @@ def read(reader: TextParser | HarmonyParser, parts: Iterator[str]) -> tuple[str,
 @given(cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> None:
     template, text, shown = SPELLINGS[name]
-    reader = TextParser(tool_form(f"{{% {template} %}}"), [WEATHER])
+    reader = TextParser(known_syntax(f"{{% {template} %}}"), [WEATHER])
     found, calls = read(reader, pieces(text, cuts))
     assert calls == [("weather", PARIS)]
     assert found.strip() == shown.strip()
-    whole, _ = read(TextParser(tool_form(template), [WEATHER]), iter([text]))
+    whole, _ = read(TextParser(known_syntax(template), [WEATHER]), iter([text]))
     assert whole == found
 
 
@@ -120,7 +122,7 @@ def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> 
     ],
 )
 def test_several_calls(template: str, text: str) -> None:
-    reader = TextParser(tool_form(template), [WEATHER])
+    reader = TextParser(known_syntax(template), [WEATHER])
     shown, calls = read(reader, iter(text))
     assert calls == [("weather", PARIS)] * 2
     assert shown.strip() == ""
@@ -148,7 +150,7 @@ def test_several_calls(template: str, text: str) -> None:
     ],
 )
 def test_what_is_malformed_stays_text(template: str, text: str) -> None:
-    shown, calls = read(TextParser(tool_form(template), [WEATHER]), iter(text))
+    shown, calls = read(TextParser(known_syntax(template), [WEATHER]), iter(text))
     assert calls == []
     assert shown == text
 
@@ -156,7 +158,7 @@ def test_what_is_malformed_stays_text(template: str, text: str) -> None:
 @given(text=st.text(st.sampled_from('<>|[]{}":,tol_caTHfuns`\n ')), cuts=st.lists(st.integers(0)))
 def test_any_text_survives(text: str, cuts: list[int]) -> None:
     for template in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "tool_code"):
-        shown, calls = read(TextParser(tool_form(template), [WEATHER]), pieces(text, cuts))
+        shown, calls = read(TextParser(known_syntax(template), [WEATHER]), pieces(text, cuts))
         assert calls or shown == text
 
 
@@ -197,12 +199,14 @@ def test_a_malformed_call_in_a_channel_stays_text() -> None:
 
 
 def test_thinking_that_the_prompt_has_opened() -> None:
-    reader = TextParser(tool_form("<tool_call>"), [WEATHER], thinking=True)
+    reader = TextParser(known_syntax("<tool_call>"), [WEATHER], thinking="<think>")
     text = f"A <tool_call> may help.</think><tool_call>{_JSON}</tool_call>"
     shown, calls = read(reader, iter(text))
     assert localrt.split_thinking(shown).thinking == "A <tool_call> may help."
     assert calls == [("weather", PARIS)]
-    assert read(TextParser(None, thinking=True), iter("Hm</think>x"))[0] == "<think>\nHm</think>x"
+    assert (
+        read(TextParser(None, thinking="<think>"), iter("Hm</think>x"))[0] == "<think>\nHm</think>x"
+    )
 
 
 @given(text=st.text(st.sampled_from("<think>/a \n"), max_size=40))

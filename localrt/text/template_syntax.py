@@ -1,0 +1,65 @@
+"""All that a chat template shows of an assistant's answers: how calls stand in them, and thinking.
+
+Found once for a template, in some milliseconds: its own probes first, then the published syntaxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localrt.errors import TemplateError
+from localrt.models.templates.chat_template import MessageTemplate
+from localrt.text.call_probe import probe_calls
+from localrt.text.frame_probe import probe_frame
+from localrt.text.harmony import is_harmony
+from localrt.text.known_syntaxes import known_syntax, known_with
+from localrt.text.parser import USUAL_FRAME, AnswerFrame, CallSyntax
+from localrt.text.probing import UnreadableError, Written
+
+__all__ = ["TemplateSyntax"]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSyntax:
+    """``calls`` in answers, and the ``frame`` of what else is in them."""
+
+    calls: CallSyntax
+    frame: AnswerFrame = USUAL_FRAME
+
+    @classmethod
+    def of(cls, template: MessageTemplate) -> TemplateSyntax:
+        """That of ``template``. gpt-oss' channels are ``localrt.text.harmony``'s."""
+        source = template.tool_source
+        known = cls(known_syntax(source))
+        if not source or is_harmony(source):
+            return known
+
+        def render(
+            messages: Sequence[Mapping[str, Any]],
+            tools: Sequence[Mapping[str, Any]],
+            prompt: bool,
+        ) -> str:
+            return template.render(messages, tools=tools, add_generation_prompt=prompt)
+
+        try:
+            written = Written.by(render)
+        except (TemplateError, UnreadableError):
+            return known
+        calls = probe_calls(written)
+        found = known.calls if calls is None else known_with(calls, source)
+        try:
+            return cls(found, probe_frame(written))
+        except (TemplateError, UnreadableError):
+            return cls(found)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether answers without calls may be shown as they come."""
+        return self.frame == USUAL_FRAME
+
+    def opened(self, prompt: str) -> str:
+        """The mark with which the end of a prompt has opened thinking, or nothing."""
+        end = prompt.rstrip()
+        return next((mark for mark, _ in self.frame.thinking if end.endswith(mark)), "")

@@ -1,0 +1,319 @@
+"""Chat templates of ours that write calls as published models do, one for each syntax."""
+
+from __future__ import annotations
+
+__all__ = ["ALONE", "TEMPLATES", "UNWRITABLE", "WORDLESS", "chat"]
+
+_THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+
+
+def chat(
+    calls: str,
+    *,
+    think: str = _THINK,
+    text: str = "{{ m.content }}",
+    begin: str = "<|im_start|>{}\n",
+    end: str = "<|im_end|>\n",
+    prompt: str = "",
+) -> str:
+    """A template whose assistant thinks, says ``text`` and makes ``calls``."""
+    turn = begin.format("{{ m.role }}")
+    return (
+        "{% for m in messages %}"
+        + turn
+        + "{% if m.role == 'assistant' %}"
+        + prompt
+        + f"{think}{text}{calls}"
+        + "{% else %}{{ m.content }}{% endif %}"
+        + end
+        + "{% endfor %}{% if add_generation_prompt %}"
+        + begin.format("assistant")
+        + prompt
+        + "{% endif %}"
+    )
+
+
+def each(call: str, *, before: str = "", between: str = "", after: str = "") -> str:
+    """``call`` for every call ``f`` with the id ``c.id``."""
+    return (
+        "{% if m.tool_calls %}"
+        + before
+        + "{% for c in m.tool_calls %}{% set f = c.function %}"
+        + call
+        + "{% if not loop.last %}"
+        + between
+        + "{% endif %}{% endfor %}"
+        + after
+        + "{% endif %}"
+    )
+
+
+_JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+_PYTHON_TEXT = "{{ v if v is string else (v | tojson if v is mapping else v) }}"
+_JSON_TEXT = "{{ v if v is string else v | tojson }}"
+
+
+def _pairs(pair: str) -> str:
+    return "{% for k, v in f.arguments.items() %}" + pair + "{% endfor %}"
+
+
+def _dsml(section: str) -> str:
+    kind = "{{ 'true' if v is string else 'false' }}"
+    return each(
+        '<｜DSML｜invoke name="{{ f.name }}">\n'
+        + _pairs(
+            f'<｜DSML｜parameter name="{{{{ k }}}}" string="{kind}">'
+            f"{_JSON_TEXT}</｜DSML｜parameter>\n"
+        )
+        + "</｜DSML｜invoke>\n",
+        before=f"\n\n<｜DSML｜{section}>\n",
+        after=f"</｜DSML｜{section}>",
+    )
+
+
+_GEMMA_VALUE = (
+    '{% macro show(v) %}{% if v is string %}<|"|>{{ v }}<|"|>'
+    "{% elif v is boolean %}{{ 'true' if v else 'false' }}"
+    "{% elif v is mapping %}{{ '{' }}{% for k, x in v | dictsort %}{{ k }}:{{ show(x) }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}"
+    "{% elif v is iterable %}[{% for x in v %}{{ show(x) }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
+)
+
+TEMPLATES: dict[str, str] = {
+    "Hermes, Qwen": chat(each(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n")),
+    "Qwen Coder, Qwen 3.5, Nemotron 3": chat(
+        each(
+            "\n<tool_call>\n<function={{ f.name }}>\n"
+            + _pairs("<parameter={{ k }}>\n" + _PYTHON_TEXT + "\n</parameter>\n")
+            + "</function>\n</tool_call>"
+        )
+    ),
+    "GLM": chat(
+        each(
+            "\n<tool_call>{{ f.name }}\n"
+            + _pairs(f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{_JSON_TEXT}</arg_value>\n")
+            + "</tool_call>"
+        ),
+        begin="<|{}|>",
+        end="",
+    ),
+    "Seed-OSS": chat(
+        each(
+            "\n<seed:tool_call>\n<function={{ f.name }}>\n"
+            + _pairs("<parameter={{ k }}>{{ v }}</parameter>\n")
+            + "</function>\n</seed:tool_call>"
+        ),
+        think=(
+            "{% if m.reasoning_content %}<seed:think>{{ m.reasoning_content }}"
+            "</seed:think>{% endif %}"
+        ),
+    ),
+    "MiniMax": chat(
+        each(
+            '<invoke name="{{ f.name }}">\n'
+            + _pairs(f'<parameter name="{{{{ k }}}}">{_JSON_TEXT}</parameter>\n')
+            + "</invoke>\n",
+            before="\n<minimax:tool_call>\n",
+            after="</minimax:tool_call>",
+        ),
+        begin="]~b]{}\n",
+        end="[e~[\n",
+    ),
+    "MiniCPM": chat(
+        each(
+            '<function name="{{ f.name }}">'
+            + _pairs(
+                '<param name="{{ k }}">'
+                "{% if v is string and ('<' in v or '&' in v or '\n' in v) %}"
+                "<![CDATA[{{ v }}]]>{% else %}{{ v }}{% endif %}</param>"
+            )
+            + "</function>",
+            between="\n",
+        )
+    ),
+    "Hunyuan": chat(
+        each(
+            "<tool_call:x>{{ f.name }}<tool_sep:x>\n"
+            + _pairs(
+                f"<arg_key:x>{{{{ k }}}}</arg_key:x>\n<arg_value:x>{_JSON_TEXT}</arg_value:x>\n"
+            )
+            + "</tool_call:x>\n",
+            before="<tool_calls:x>\n",
+            after="</tool_calls:x>",
+        )
+    ),
+    "DeepSeek V3.2": chat(_dsml("function_calls")),
+    "DeepSeek V4": chat(_dsml("tool_calls")),
+    "DeepSeek V3, R1": chat(
+        each(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n"
+            "{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜>",
+            before="<｜tool▁calls▁begin｜>",
+            between="\n",
+            after="<｜tool▁calls▁end｜>",
+        )
+    ),
+    "DeepSeek V3.1": chat(
+        each(
+            "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments }}"
+            "<｜tool▁call▁end｜>",
+            before="<｜tool▁calls▁begin｜>",
+            after="<｜tool▁calls▁end｜>",
+        )
+    ),
+    "Kimi K2": chat(
+        each(
+            "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+            "{{ f.arguments | tojson }}<|tool_call_end|>",
+            before="<|tool_calls_section_begin|>",
+            after="<|tool_calls_section_end|>",
+        )
+    ),
+    "Mistral, a list": chat(
+        each(
+            '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}',
+            before="[TOOL_CALLS][",
+            between=", ",
+            after="]",
+        ),
+        think="{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}",
+    ),
+    "Mistral, named": chat(each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")),
+    "Mistral, named and numbered": chat(
+        each("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}")
+    ),
+    "Cohere's actions": chat(
+        each(
+            '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", '
+            '"parameters": {{ f.arguments | tojson }}}',
+            before="<|START_ACTION|>[\n",
+            between=",\n",
+            after="\n]<|END_ACTION|>",
+        ),
+        think=(
+            "{% if m.reasoning_content %}<|START_THINKING|>{{ m.reasoning_content }}"
+            "<|END_THINKING|>{% endif %}"
+        ),
+        text=("{% if m.content %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"),
+    ),
+    "Command R+": chat(
+        each(
+            '    {\n        "tool_name": "{{ f.name }}",\n'
+            '        "parameters": {{ f.arguments | tojson(indent=4) }}\n    }',
+            before="\nAction:\n```json\n[\n",
+            between=",\n",
+            after="\n]```",
+        )
+    ),
+    "Apertus": chat(
+        each(
+            '{"{{ f.name }}": {{ f.arguments | tojson }}}',
+            before="<|tools_prefix|>[",
+            between=", ",
+            after="]<|tools_suffix|>",
+        ),
+        think=(
+            "{% if m.reasoning_content %}<|inner_prefix|>{{ m.reasoning_content }}"
+            "<|inner_suffix|>{% endif %}"
+        ),
+    ),
+    "Apriel": chat(
+        each(_JSON, before="\n<tool_calls>[", between=", ", after="]</tool_calls>"),
+        think=(
+            "{% if m.reasoning_content %}Here are my reasoning steps:\n{{ m.reasoning_content }}"
+            "\n[BEGIN FINAL RESPONSE]\n{% endif %}"
+        ),
+    ),
+    "Nemotron Nano": chat(each(_JSON, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>")),
+    "FireFunction, Phi": chat(each(_JSON, before=" functools[", between=", ", after="]")),
+    "Granite, Phi": chat(
+        each(_JSON, before="<|tool_call|>[", between=", ", after="]<|/tool_call|>")
+    ),
+    "OpenAI's own objects": chat(
+        each(
+            '{"id": "{{ c.id }}", "type": "function", "function": ' + _JSON + "}",
+            before="<calls>",
+            between="\n",
+            after="</calls>",
+        )
+    ),
+    "GigaChat": chat(
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        "<|message_sep|>\n\nfunction call<|role_sep|>\n" + _JSON + "{% endif %}",
+        begin="{}<|role_sep|>\n",
+        end="<|message_sep|>\n\n",
+    ),
+    "Llama": chat(
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endif %}',
+        text="{{ m.content if not m.tool_calls }}",
+    ),
+    "functionary 3.1": chat(
+        each("{{ '<function=' + f.name + '>' + f.arguments + '</function>' }}")
+    ),
+    "functionary 3.2": chat(
+        each("{{ f.name + '\n' + f.arguments }}", between=">>>"),
+        think="",
+        text="{% if m.content %}all\n{{ m.content }}{% if m.tool_calls %}>>>{% endif %}{% endif %}",
+        prompt=">>>",
+    ),
+    "Solar": chat(
+        each(
+            "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>"
+            "{{ f.arguments | tojson }}<|tool_call:end|>",
+            before="<|tool_calls|>",
+            after="<|calls|>",
+        ),
+        think=(
+            "{% if m.reasoning_content %}<|think|>{{ m.reasoning_content }}<|end|>"
+            "<|begin|>assistant{% endif %}"
+        ),
+        text="{% if m.content %}<|content|>{{ m.content }}{% endif %}",
+        begin="<|begin|>{}",
+        end="<|end|>",
+    ),
+    "LFM 2.5": chat(
+        each(
+            "{{ f.name }}("
+            "{% for k, v in f.arguments.items() %}{{ k }}="
+            "{% if v is string %}'{{ v }}'{% elif v is mapping %}{{ v | tojson }}"
+            "{% else %}{{ v }}{% endif %}{% if not loop.last %}, {% endif %}{% endfor %})",
+            before="<|tool_call_start|>[",
+            between=", ",
+            after="]<|tool_call_end|>",
+        )
+    ),
+    "Gemma 4": _GEMMA_VALUE
+    + chat(
+        each("<|tool_call>call:{{ f.name }}{{ show(f.arguments) }}<tool_call|>"),
+        think=(
+            "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}"
+            "\n<channel|>{% endif %}"
+        ),
+        begin="<|turn>{}\n",
+        end="<turn|>\n",
+    ),
+    "gpt-oss": chat(
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        " to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+        "{{ f.arguments | tojson }}<|call|>"
+        "{% else %}<|channel|>final<|message|>{{ m.content }}{% endif %}",
+        think=(
+            "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+            "<|start|>assistant{% endif %}"
+        ),
+        text="",
+        begin="<|start|>{}",
+        end="<|return|>",
+    ),
+}
+
+ALONE = frozenset(["GigaChat", "Llama", "gpt-oss"])
+"""Those that write one call only."""
+
+WORDLESS = frozenset(["Llama", "gpt-oss"])
+"""Those that write no text beside calls."""
+
+UNWRITABLE = {"LFM 2.5": r"'\s*[,)]", "MiniCPM": r"\]\]>"}
+"""What no string may have: its end could not be told."""
