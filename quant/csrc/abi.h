@@ -52,7 +52,7 @@ struct Span {
 
 struct AttentionArgs {
     float *x, *q, *out;          // (R, D), (R, H, E), (R, D)
-    const float *norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *post_norm;
+    const float *norm, *qkv_bias, *q_norm, *k_norm, *v_norm, *out_bias, *post_norm;
     const float* sinks;          // (H), or null
     const float *cos, *sin;      // (R, rotary / 2), or null
     const float* near_turns;     // (16, rotary / 2, 2, 16), cosines and sines of 256 positions, or null
@@ -62,6 +62,7 @@ struct AttentionArgs {
     Stack qkv, proj;
     int32_t rows, span_count, heads, kv_heads, head_dim, rotary, window;  // window 0: none
     int32_t joint_norms;  // of all heads at once: q_norm (H * E), k_norm (G * E)
+    int32_t projections;  // 3: q, k and v; 2: values are the projected keys; 1: the spans' caches are an earlier layer's
     float eps, scale, softcap;  // softcap 0: none
 };
 
@@ -85,6 +86,31 @@ struct MlpArgs {
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
     float eps;
+    float cutoff;                   // gates are set off by their mean and so many deviations, and none is below 0; 0: as they are
+};
+
+// A layer's own inputs, and the matrices that join them to the residual stream.
+struct InputArgs {
+    const float* x;       // (R, D)
+    const float* inputs;  // (R, stride), of which a layer's begin at `first`
+    float* out;           // (R, D)
+    const float* post_norm;
+    Stack gate, proj;     // (P, D), (D, P)
+    int32_t rows, stride, first, activation;
+    float eps;
+};
+
+// Several residual streams: see quant/ops/streams.py.
+struct StreamArgs {
+    const float* streams;      // (R, S * D)
+    const float* activated;    // (R, D), what a layer made of the active stream
+    float *out, *active;       // (R, S * D), (R, D)
+    const float* norm;         // (D), of the router
+    const float* coefficients; // (S * S, S) of predictions, (S, S) of corrections
+    const float* scale;        // (D), of the active stream, or null
+    Stack router;              // (S, D)
+    int32_t rows, count, which;
+    float eps;
 };
 
 enum Scoring : int32_t { SOFTMAX, SIGMOID, SOFTMAX_CHOSEN };
@@ -96,6 +122,7 @@ struct RouteArgs {
     int32_t* experts;            // (R, ranked)
     float *scores, *weights;     // (R, ranked), (R, used)
     const float *norm, *gate_bias, *choice_bias;  // the latter two (E) or null
+    const float *gate_norm, *expert_scale;        // (D) in the place of `norm` for the gate, (E) of the weights, or null
     Stack gate;                  // (E, D)
     int32_t rows, used, ranked, scoring, normalize, groups, used_groups, group_top;
     float eps, scale;

@@ -65,7 +65,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 8; }
+LRT_API int lrt_abi_version() { return 9; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -98,6 +98,27 @@ LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows
 LRT_API void lrt_search_scales(Runtime* r, const SearchArgs* args) { r->kernels.search_scales(r->context, *args); }
 LRT_API void lrt_norm_latent_append(Runtime* r, const LatentArgs* args) { r->kernels.norm_latent_append(r->context, *args); }
 LRT_API void lrt_latent_output(Runtime* r, const LatentArgs* args) { r->kernels.latent_output(r->context, *args); }
+LRT_API void lrt_norm_rows(Runtime* r, float* x, int rows, int cols, const float* norm, float eps) {
+    r->kernels.norm_rows(r->context, x, rows, cols, norm, eps);
+}
+// inputs (R, L * width) gain each row's projections (L * width, D), normed by `width`.
+LRT_API void lrt_project_inputs(Runtime* r, const Stack* stack, const float* x, int rows, int width, const float* norm, float eps,
+                                float* inputs) {
+    r->kernels.project_inputs(r->context, *stack, x, rows, width, norm, eps, inputs);
+}
+LRT_API void lrt_gate_inputs(Runtime* r, const InputArgs* args) { r->kernels.gate_inputs(r->context, *args); }
+LRT_API void lrt_low_rank(Runtime* r, const Stack* left, const Stack* right, const float* x, int rows, const float* norm,
+                          const float* post_norm, float eps, float* out) {
+    r->kernels.low_rank(r->context, *left, *right, x, rows, norm, post_norm, eps, out);
+}
+LRT_API void lrt_split_streams(Runtime* r, const Stack* stack, const float* x, int rows, float* out) {
+    r->kernels.split_streams(r->context, *stack, x, rows, out);
+}
+LRT_API void lrt_predict_streams(Runtime* r, const StreamArgs* args) { r->kernels.predict_streams(r->context, *args); }
+LRT_API void lrt_correct_streams(Runtime* r, const StreamArgs* args) { r->kernels.correct_streams(r->context, *args); }
+LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* streams, int rows, float* out) {
+    r->kernels.join_streams(r->context, *stack, streams, rows, out);
+}
 // Ceilings to measure kernels against: see ceilings.h.
 LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }

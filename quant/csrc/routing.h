@@ -132,8 +132,18 @@ struct Router {
             if (!args.normalize) sum = 1.f;
         }
         for (int k = 0; k < args.used; k++) weights[k] = weights[k] / most(sum, 1e-20f) * args.scale;
+        if (args.expert_scale)
+            for (int k = 0; k < args.used; k++) weights[k] *= args.expert_scale[experts[k]];
     }
 };
+
+// Products of few numbers, on which much depends: packed or not, rows are not rounded.
+inline void router_products(Context& context, const Stack& gate, const float* x, int rows, const float* norm, float eps, float* products) {
+    if (!all_packed(gate)) return matmul(context, gate, prepare(context, context.rows, x, nullptr, rows, norm, eps, gate), products);
+    for (int first = 0; first < rows; first += PRECISE_ROWS)
+        precise_matmul(context, gate, x + (size_t)first * gate.cols, nullptr, least(PRECISE_ROWS, rows - first), norm, eps,
+                       products + (size_t)first * gate.rows);
+}
 
 void norm_route(Context& context, const RouteArgs& args) {
     const int cols = args.gate.cols, count = args.gate.rows;
@@ -142,13 +152,8 @@ void norm_route(Context& context, const RouteArgs& args) {
             rms_norm(args.x + (size_t)row * cols, args.norm, args.eps, cols, args.normed + (size_t)row * cols);
     });
     float* products = scratch<float>(context.gated, (size_t)args.rows * count);
-    if (all_packed(args.gate)) {
-        for (int first = 0; first < args.rows; first += PRECISE_ROWS)
-            precise_matmul(context, args.gate, args.normed + (size_t)first * cols, nullptr, least(PRECISE_ROWS, args.rows - first), nullptr,
-                           0, products + (size_t)first * count);
-    } else {
-        matmul(context, args.gate, prepare(context, context.rows, args.normed, nullptr, args.rows, nullptr, 0, args.gate), products);
-    }
+    const float* seen = args.gate_norm ? args.x : args.normed;
+    router_products(context, args.gate, seen, args.rows, args.gate_norm, args.eps, products);
     const Router router(args);
     const int share = 4, tasks = (args.rows + share - 1) / share;
     const size_t room = (router.room() + 15) / 16 * 16;

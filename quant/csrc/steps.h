@@ -95,7 +95,9 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
 void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
     const int heads = args.heads, groups = args.kv_heads, size = args.head_dim, width = args.qkv.rows;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.qkv);
+    const int own = args.projections > 1 ? groups : 0;  // heads that are cached
     float* wide = scratch<float>(context.wide, (size_t)args.rows * width);
+    float* copies = args.projections == 2 ? scratch<float>(context.joined, (size_t)args.rows * groups * size) : nullptr;
     matmul(context, args.qkv, acts, wide);
     const int share = 8, tasks = (args.rows + share - 1) / share;
     parallel(context, tasks, [&](int task) {
@@ -107,12 +109,14 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
             const Span& span = args.spans[owner];
             const int slot = span.held + index;
-            for (int g = 0; g < groups; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
+            float* values = copies ? copies + (size_t)row * groups * size : line + (heads + groups) * size;
+            if (copies) copy_floats(line + heads * size, groups * size, values);
+            for (int g = 0; g < own; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
             if (args.joint_norms) {
                 if (args.q_norm) rms_norm(line, args.q_norm, args.eps, heads * size, line);
-                if (args.k_norm) rms_norm(line + heads * size, args.k_norm, args.eps, groups * size, line + heads * size);
+                if (args.k_norm) rms_norm(line + heads * size, args.k_norm, args.eps, own * size, line + heads * size);
             }
-            for (int h = 0; h < heads + groups; h++) {
+            for (int h = 0; h < heads + own; h++) {
                 float* head = line + h * size;
                 const float* norm = h < heads ? args.q_norm : args.k_norm;
                 if (norm && !args.joint_norms) rms_norm(head, norm, args.eps, size, head);
@@ -121,11 +125,13 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
                     rotate(head, args.cos + (size_t)row * half, args.sin + (size_t)row * half, half);
                 }
             }
-            for (int h = 0; h < heads + 2 * groups; h++) rotate_head(span.format, size, line + h * size);
+            if (args.v_norm)
+                for (int g = 0; g < own; g++) rms_norm(values + g * size, args.v_norm, args.eps, size, values + g * size);
+            for (int h = 0; h < heads + own; h++) rotate_head(span.format, size, line + h * size);
+            for (int g = 0; g < own; g++) rotate_head(span.format, size, values + g * size);
             float* q = args.q + (size_t)row * heads * size;
             for (int i = 0; i < heads * size; i++) q[i] = line[i] * args.scale;
-            for (int g = 0; g < groups; g++)
-                append(span, g, slot, size, line + (heads + g) * size, line + (heads + groups + g) * size);
+            for (int g = 0; g < own; g++) append(span, g, slot, size, line + (heads + g) * size, values + g * size);
         }
     });
 }
@@ -140,6 +146,11 @@ inline void finish_rows(Context& context, float* out, int rows, int cols, const 
             if (norm) rms_norm(line, norm, eps, cols, line);
         }
     });
+}
+
+// In place.
+void norm_rows(Context& context, float* x, int rows, int cols, const float* norm, float eps) {
+    finish_rows(context, x, rows, cols, nullptr, norm, eps);
 }
 
 void attention_output(Context& context, const AttentionArgs& args) {
@@ -193,18 +204,40 @@ inline void scale_rows(Context& context, float* out, int rows, int cols, const f
     });
 }
 
+// Gates (F) less their mean and `cutoff` of their deviations, and none below 0: of a normal distribution, a fixed share
+// is left.
+inline void cut_gates(float* gates, int inner, float cutoff) {
+    F16L sum = F16L::zero();
+    float total = 0, squares = 0;
+    int i = 0;
+    for (; i + 16 <= inner; i += 16) sum = sum + F16L::load(gates + i);
+    total = sum16(sum);
+    for (; i < inner; i++) total += gates[i];
+    const float mean = total / (float)inner;
+    F16L spread = F16L::zero();
+    for (i = 0; i + 16 <= inner; i += 16) {
+        const F16L off = F16L::load(gates + i) - F16L::set1(mean);
+        spread = off.fma(off, spread);
+    }
+    squares = sum16(spread);
+    for (; i < inner; i++) squares += (gates[i] - mean) * (gates[i] - mean);
+    const float least = mean + cutoff * std::sqrt(squares / (float)inner);
+    for (i = 0; i < inner; i++) gates[i] = most(0.f, gates[i] - least);
+}
+
 void norm_gated_mlp(Context& context, const MlpArgs& args) {
     const int inner = args.down.cols;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
     const Gate gate = {args.activation, 0.f};
     Acts gated;
     Halves halves;
-    if (can_gate(args.gate_up, args.down, halves)) {
+    if (args.cutoff == 0 && can_gate(args.gate_up, args.down, halves)) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
         gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr});
     } else {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * 2 * inner);
         matmul(context, args.gate_up, acts, wide);
+        if (args.cutoff != 0) parallel(context, args.rows, [&](int row) { cut_gates(wide + (size_t)row * 2 * inner, inner, args.cutoff); });
         float* values = scratch<float>(context.gated, (size_t)args.rows * inner + 16);
         gate_rows(context, wide, args.rows, inner, gate, values);
         gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);
@@ -310,6 +343,7 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 #include "routing.h"
 #include "experts.h"
 #include "latent.h"
+#include "streams.h"
 #include "scale_search.h"
 
 namespace {
@@ -326,4 +360,5 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 
 extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
-                         read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output};
+                         read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
+                         gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams};

@@ -62,7 +62,9 @@ class AttentionTemperature:
 class AttentionSpec:
     """Shape and behaviour of one attention layer. ``window`` counts the query's own position.
 
-    With ``joint_norms``, queries are normed over all heads at once, and so are keys.
+    With ``joint_norms``, queries are normed over all heads at once, and so are keys. A layer that
+    ``reads`` an earlier one's keys and values has neither of its own. With ``keys_as_values``,
+    values are the projected keys, before their norm and rotation.
     """
 
     heads: int
@@ -76,6 +78,9 @@ class AttentionSpec:
     sinks: bool = False  # a learned logit per head joins the softmax and takes its share
     joint_norms: bool = False
     temperature: AttentionTemperature | None = None
+    reads: int | None = None  # the number of the layer whose cache it attends to
+    keys_as_values: bool = False
+    value_norm: bool = False  # each head's values are normed, without weights
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -86,6 +91,23 @@ class AttentionSpec:
             raise ValueError(f"window must be at least 1, is {self.window}")
 
     @property
+    def cached_heads(self) -> int:
+        """Key/value heads that the layer's own cache holds."""
+        return self.kv_heads if self.reads is None else 0
+
+    @property
+    def projections(self) -> int:
+        """Matrices that its input is projected by: queries, keys, values."""
+        if self.reads is not None:
+            return 1
+        return 2 if self.keys_as_values else 3
+
+    @property
+    def projected_rows(self) -> int:
+        """Their rows: (H + 2G) * E of an ordinary layer."""
+        return (self.heads + (self.projections - 1) * self.kv_heads) * self.head_dim
+
+    @property
     def value_dim(self) -> int:
         """Numbers of a value that are cached beside its key: 0 where the key holds them."""
         return self.head_dim
@@ -93,15 +115,16 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
-    """One attention unit. ``qkv`` stacks the rows of q, k and v: ((H + 2G) * E, D)."""
+    """One attention unit. ``qkv`` stacks the rows of q, k and v, as far as a layer has them."""
 
     norm: Vector  # None where the rows are taken as they are
-    qkv: Weight
+    qkv: Weight  # (projected_rows, D)
     out: Weight  # (D, H * E)
     qkv_bias: Vector | None = None
     out_bias: Vector | None = None
     q_norm: Vector | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
     k_norm: Vector | None = None  # (E,) or (G * E,)
+    v_norm: Vector | None = None  # (E,)
     post_norm: Vector | None = None  # on the output projection's result
     sinks: Vector | None = None  # (H,)
 

@@ -147,6 +147,8 @@ def _limit(attention: Sequence[AttentionSpec], index: int) -> str:
                 return f"they do not take latents of {sizes}"
         elif not takes_heads(spec.head_dim):
             return f"they do not take heads of {spec.head_dim} numbers"
+        elif spec.value_norm:
+            return "they do not norm values"
     return "" if has_compiler() else NO_COMPILER
 
 

@@ -82,6 +82,8 @@ class RouterWeights:
     gate: Weight  # (E, D)
     gate_bias: Vector | None = None  # (E,), part of the logits
     choice_bias: Vector | None = None  # (E,), of the ranking alone
+    gate_norm: Vector | None = None  # (D,), in the place of ``norm`` for what the gate sees
+    expert_scale: Vector | None = None  # (E,), of the chosen ones' weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,8 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
+from localrt.quant.ops.streams import LowRankWeights, StreamSpec, StreamWeights
 
 __all__ = [
     "Activation",
@@ -64,10 +66,15 @@ Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Behaviour of a gated MLP."""
+    """Behaviour of a gated MLP.
+
+    With a ``cutoff`` a row's gates are set off by their mean and so many of their standard
+    deviations, and none stays below 0: a fixed share of them counts (Gemma 3n).
+    """
 
     activation: Activation
     eps: float
+    cutoff: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +215,13 @@ class Ops(Protocol):
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
     ) -> Array:
         """Rows of ``table`` for the batch's tokens: (R, D).
 
-        ``tokens`` (R,) takes their place where the table is not the whole vocabulary's.
+        ``tokens`` (R,) takes their place where the table is not the whole vocabulary's. Of a table
+        with ``each`` rows for a token these come one after another, (R * each, D), and a token
+        that it lacks has the first one's.
         """
 
     def norm_qkv_rope_append(
@@ -246,6 +256,49 @@ class Ops(Protocol):
 
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""
+
+    def norm(self, x: Array, weight: Vector, eps: float) -> Array:
+        """RMSNorm of what a step gave, (R, D), which is given up."""
+
+    # -- inputs of each layer's own, several residual streams --------------------------------------
+
+    def project_inputs(self, x: Array, rows: Array, weights: InputProjection) -> Array:
+        """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which are given up, plus
+        what the embeddings ``x`` (R, D) are projected to.
+        """
+
+    def gate_inputs(
+        self, x: Array, inputs: Array, weights: InputGateWeights, spec: InputGateSpec
+    ) -> Array:
+        """What one layer makes of its part of ``inputs``: (R, D)."""
+
+    def low_rank(self, x: Array, weights: LowRankWeights) -> Array:
+        """``n + norm(right(left(n)))`` of the normed x: (R, D)."""
+
+    def split_streams(self, x: Array, projections: Weight) -> Array:
+        """x (R, D) and its projections ((S - 1) * D, D), as large as it, as streams."""
+
+    def predict_streams(
+        self, streams: Array, weights: StreamWeights, spec: StreamSpec
+    ) -> tuple[Array, Array]:
+        """Every stream plus all of them times a row's coefficients; and the active one (R, D)."""
+
+    def correct_streams(
+        self, streams: Array, activated: Array, weights: StreamWeights, spec: StreamSpec
+    ) -> tuple[Array, Array]:
+        """Every prediction plus the active one's error times a row's coefficient.
+
+        ``activated`` (R, D) is what the active one became. Returns that stream too, scaled.
+        """
+
+    def add_to_streams(self, streams: Array, y: Array) -> Array:
+        """y (R, D) added to all streams but the first; both are given up."""
+
+    def join_streams(self, streams: Array, projections: Weight) -> Array:
+        """The mean of the first stream and of the others' projections, as large as it: (R, D).
+
+        ``projections`` stacks a matrix (D, D) for each of the others.
+        """
 
     # -- a mixture of experts --------------------------------------------------------------------
 
@@ -294,8 +347,8 @@ class Ops(Protocol):
 
     # -- sums and logits -------------------------------------------------------------------------
 
-    def add(self, x: Array, y: Array, scale: float = 1.0) -> Array:
-        """The residual sum ``x + scale * y``.
+    def add(self, x: Array, y: Array, scale: float = 1.0, total: float = 1.0) -> Array:
+        """The residual sum ``(x + scale * y) * total``.
 
         ``x`` may become the result, ``y`` a later array: both are given up.
         """

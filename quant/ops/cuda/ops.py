@@ -38,6 +38,7 @@ from localrt.quant.ops.cuda.kernels.steps import norm, rotate_blocks
 from localrt.quant.ops.cuda.products import gate_up, linear, multiply_heads, reads_records
 from localrt.quant.ops.cuda.routing import on_card
 from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording, Stream
+from localrt.quant.ops.cuda.streams import StreamSteps
 from localrt.quant.ops.cuda.weight import CudaWeight, Tile, build_weight, is_packed
 from localrt.quant.ops.experts import (
     ExpertSpec,
@@ -67,7 +68,7 @@ from localrt.quant.ops.torch.latent import attend_latents
 __all__ = ["CudaOps"]
 
 
-class CudaOps:
+class CudaOps(StreamSteps):
     """See the ``Ops`` protocol. On ``device="cpu"`` it needs ``launch.emulate``, for tests."""
 
     name = "cuda"
@@ -159,8 +160,8 @@ class CudaOps:
         """Heads, and what a key and a value of each are in memory."""
         kept = self._kv_of(layers)
         if kept == "bf16":
-            return [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
-        return [(spec.kv_heads, *row_nbytes(kept, spec.head_dim)) for spec in layers]
+            return [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in layers]
+        return [(spec.cached_heads, *row_nbytes(kept, spec.head_dim)) for spec in layers]
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -192,8 +193,10 @@ class CudaOps:
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
     ) -> Stream:
         """(R, D)."""
+        assert each == 1, "models with rows for each layer compute with torch"
         ids = step.tokens if tokens is None else upload(tokens, self._device)
         (part,) = table.parts
         if isinstance(part, Tensor):
@@ -420,8 +423,9 @@ class CudaOps:
 
     # -- sums and logits -------------------------------------------------------------------------
 
-    def add(self, x: Stream, y: Tensor, scale: float = 1.0) -> Stream:
+    def add(self, x: Stream, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Stream:
         """The residual sum, made when it is next read."""
+        assert total == 1.0, "models that scale their layers compute with torch"
         x.add(y if scale == 1.0 else y * scale)
         return x
 

@@ -38,6 +38,7 @@ __all__ = [
     "ExpertArgs",
     "ExpertParts",
     "HeadArgs",
+    "InputArgs",
     "LatentArgs",
     "Matrix",
     "MlpArgs",
@@ -45,13 +46,14 @@ __all__ = [
     "SearchArgs",
     "SpanArgs",
     "Stack",
+    "StreamArgs",
     "best_isa",
     "find_library",
     "layout_of",
     "load_library",
 ]
 
-_ABI_VERSION = 8
+_ABI_VERSION = 9
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -112,11 +114,11 @@ class AttentionArgs(Structure):
     """Both attention steps of a layer."""
 
     _fields_ = _fields(
-        (c_void_p, "x q out norm qkv_bias q_norm k_norm out_bias post_norm sinks"),
+        (c_void_p, "x q out norm qkv_bias q_norm k_norm v_norm out_bias post_norm sinks"),
         (c_void_p, "cos sin near_turns far_turns positions"),
         (POINTER(SpanArgs), "spans"),
         (Stack, "qkv proj"),
-        (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms"),
+        (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms projections"),
         (c_float, "eps scale softcap"),
     )
 
@@ -140,6 +142,28 @@ class MlpArgs(Structure):
         (c_void_p, "x out norm post_norm"),
         (Stack, "gate_up down row_gate"),
         (c_int32, "rows activation"),
+        (c_float, "eps cutoff"),
+    )
+
+
+class InputArgs(Structure):
+    """A layer's gate on its own inputs."""
+
+    _fields_ = _fields(
+        (c_void_p, "x inputs out post_norm"),
+        (Stack, "gate proj"),
+        (c_int32, "rows stride first activation"),
+        (c_float, "eps"),
+    )
+
+
+class StreamArgs(Structure):
+    """Predicting or correcting residual streams."""
+
+    _fields_ = _fields(
+        (c_void_p, "streams activated out active norm coefficients scale"),
+        (Stack, "router"),
+        (c_int32, "rows count which"),
         (c_float, "eps"),
     )
 
@@ -149,6 +173,7 @@ class RouteArgs(Structure):
 
     _fields_ = _fields(
         (c_void_p, "x normed experts scores weights norm gate_bias choice_bias"),
+        (c_void_p, "gate_norm expert_scale"),
         (Stack, "gate"),
         (c_int32, "rows used ranked scoring normalize groups used_groups group_top"),
         (c_float, "eps scale"),
@@ -212,6 +237,30 @@ _SIGNATURES = {
     "lrt_search_scales": (None, (c_void_p, POINTER(SearchArgs))),
     "lrt_norm_latent_append": (None, (c_void_p, POINTER(LatentArgs))),
     "lrt_latent_output": (None, (c_void_p, POINTER(LatentArgs))),
+    "lrt_norm_rows": (None, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_float)),
+    "lrt_project_inputs": (
+        None,
+        (c_void_p, POINTER(Stack), c_void_p, c_int, c_int, c_void_p, c_float, c_void_p),
+    ),
+    "lrt_gate_inputs": (None, (c_void_p, POINTER(InputArgs))),
+    "lrt_low_rank": (
+        None,
+        (
+            c_void_p,
+            POINTER(Stack),
+            POINTER(Stack),
+            c_void_p,
+            c_int,
+            c_void_p,
+            c_void_p,
+            c_float,
+            c_void_p,
+        ),
+    ),
+    "lrt_split_streams": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
+    "lrt_predict_streams": (None, (c_void_p, POINTER(StreamArgs))),
+    "lrt_correct_streams": (None, (c_void_p, POINTER(StreamArgs))),
+    "lrt_join_streams": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
     "lrt_multiply_peak": (c_double, (c_void_p, c_int)),
     "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),

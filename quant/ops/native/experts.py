@@ -80,6 +80,8 @@ def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
         norm=address_of(weights.norm),
         gate_bias=address_of(weights.gate_bias),
         choice_bias=address_of(weights.choice_bias),
+        gate_norm=address_of(weights.gate_norm),
+        expert_scale=address_of(weights.expert_scale),
         gate=weights.gate.stack,
         used=spec.used,
         ranked=spec.ranked,

@@ -28,7 +28,7 @@ def move_rows(
     ``rows`` ascend, so that rows[i] >= i.
     """
     moved = [i for i, row in enumerate(rows) if row != i]
-    if not moved:
+    if not moved or not groups:  # a layer may have no heads of its own
         return
     to = first + np.array(moved, np.intp)
     source = first + np.array([rows[i] for i in moved], np.intp)

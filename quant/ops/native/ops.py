@@ -33,6 +33,7 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.layer_inputs import rows_of_tokens
 from localrt.quant.ops.native.abi import (
     ACTIVATIONS,
     HeadArgs,
@@ -56,6 +57,7 @@ from localrt.quant.ops.native.passes import (
     latent_args,
     native_cache,
 )
+from localrt.quant.ops.native.streams import StreamSteps
 from localrt.quant.ops.native.weights import (
     NativeVector,
     NativeWeight,
@@ -71,7 +73,7 @@ __all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
 Floats = npt.NDArray[np.float32]
 
 
-class NativeOps:
+class NativeOps(StreamSteps):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
     ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
@@ -147,7 +149,7 @@ class NativeOps:
         kv_format = cache_format(layers, self._kv_format)
         if self.kv_maker is not None:
             return self.kv_maker.cache_nbytes(layers, length, kv_format)
-        shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
+        shapes = [(spec.cached_heads, spec.head_dim) for spec in layers]
         return token_nbytes(shapes, kv_format) * grown_capacity(length)
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> NativeKVCache:
@@ -155,7 +157,7 @@ class NativeOps:
         kv_format = cache_format(layers, self._kv_format)
         if self.kv_maker is not None:
             return self.kv_maker.cache(layers, capacity, kv_format)
-        shapes = [(spec.kv_heads, spec.head_dim) for spec in layers]
+        shapes = [(spec.cached_heads, spec.head_dim) for spec in layers]
         return NativeKVCache(shapes, capacity, kv_format)
 
     # -- a pass ----------------------------------------------------------------------------------
@@ -179,13 +181,16 @@ class NativeOps:
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
     ) -> Floats:
-        """(R, D)."""
-        out = np.empty((step.rows, table.stack.cols), np.float32)
-        tokens = np.ascontiguousarray(step.batch.tokens if tokens is None else tokens)
+        """(R * each, D)."""
         assert len(table.tensors) == 1, "an embedding is one matrix"
+        rows = np.ascontiguousarray(step.batch.tokens if tokens is None else tokens)
+        if each > 1:
+            rows = rows_of_tokens(rows, each, table.stack.rows)
+        out = np.empty((len(rows), table.stack.cols), np.float32)
         self._api.lrt_read_rows(
-            self._handle, table.parts, tokens.ctypes.data, step.rows, scale, out.ctypes.data
+            self._handle, table.parts, rows.ctypes.data, len(rows), scale, out.ctypes.data
         )
         return out
 
@@ -219,8 +224,9 @@ class NativeOps:
         args = step.attention[layer]
         args.q, args.out = q.ctypes.data, out.ctypes.data
         self._api.lrt_attention_output(self._handle, args)
-        for span in step.batch.spans:
-            native_cache(span).layer_done(layer, span.rows)
+        if spec.reads is None:
+            for span in step.batch.spans:
+                native_cache(span).layer_done(layer, span.rows)
         self._spare[q.shape] = q
         return out
 
@@ -250,6 +256,11 @@ class NativeOps:
     def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
         """(R, D)."""
         return self._gated_mlp(x, weights, spec, None)
+
+    def norm(self, x: Floats, weight: NativeVector, eps: float) -> Floats:
+        """In place."""
+        self._api.lrt_norm_rows(self._handle, locate(x), *x.shape, weight.address, eps)
+        return x
 
     # -- a mixture of experts --------------------------------------------------------------------
 
@@ -352,11 +363,13 @@ class NativeOps:
 
     # -- sums and logits -------------------------------------------------------------------------
 
-    def add(self, x: Floats, y: Floats, scale: float = 1.0) -> Floats:
+    def add(self, x: Floats, y: Floats, scale: float = 1.0, total: float = 1.0) -> Floats:
         """Residual sum in place of ``x``."""
         if scale != 1.0:
             y *= np.float32(scale)
         x += y
+        if total != 1.0:
+            x *= np.float32(total)
         self._spare[y.shape] = y
         return x
 
@@ -431,6 +444,7 @@ class NativeOps:
             rows=x.shape[0],
             activation=ACTIVATIONS[spec.activation],
             eps=spec.eps,
+            cutoff=spec.cutoff,
         )
         if gate is not None:
             args.row_gate = gate.stack

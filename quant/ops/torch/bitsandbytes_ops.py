@@ -21,6 +21,7 @@ from localrt.quant.formats.nf4 import NF4_CODEC
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, untile
 from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.ops.torch.streams import rows_of_tokens
 
 __all__ = ["BnbOps", "BnbWeight"]
 
@@ -79,11 +80,14 @@ class BnbOps(TorchOps):
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
     ) -> Tensor:
-        """(R, D)."""
+        """(R * each, D)."""
         if isinstance(table, Tensor):
-            return super().embed(table, step, scale, tokens=tokens)
+            return super().embed(table, step, scale, tokens=tokens, each=each)
         ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
+        if each > 1:
+            ids = rows_of_tokens(ids, each, table.shape[0])
         from bitsandbytes import functional
 
         columns = table.shape[1]

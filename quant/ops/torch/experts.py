@@ -22,7 +22,7 @@ from localrt.quant.ops.experts import (
 )
 from localrt.quant.ops.protocol import MlpSpec
 
-__all__ = ["TorchExpertTable", "combined", "gated", "route", "run_each", "slots_of"]
+__all__ = ["TorchExpertTable", "combined", "cut_gates", "gated", "route", "run_each", "slots_of"]
 
 _GATE_SIGMOID = 1.702  # ``swiglu_oai``
 _LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
@@ -54,7 +54,12 @@ class TorchExpertTable:
         return weights
 
 
-def route(logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec) -> Routing:
+def route(
+    logits: Tensor,
+    choice_bias: Tensor | None,
+    spec: RouterSpec,
+    expert_scale: Tensor | None = None,
+) -> Routing:
     """Experts of rows by their logits (R, E), float32.
 
     A row whose logits are not all finite gets weights that are not.
@@ -78,6 +83,8 @@ def route(logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec) -> Routi
         if spec.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
     weights = weights * spec.scale
+    if expert_scale is not None:
+        weights = weights * expert_scale.float()[chosen]
     finite = logits.isfinite().all(-1, keepdim=True)
     weights = weights.masked_fill(~finite, float("nan"))
     return Routing(
@@ -126,6 +133,13 @@ def combined(slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
     if shared is not None:
         total += shared.float()
     return total.to(slots.dtype)
+
+
+def cut_gates(gate_up: Tensor, cutoff: float) -> Tensor:
+    """``MlpSpec.cutoff`` on the gates of stacked gate and up, (R, 2F)."""
+    gate, up = gate_up.chunk(2, -1)
+    least = gate.mean(-1, keepdim=True) + cutoff * gate.std(-1, correction=0, keepdim=True)
+    return torch.cat([F.relu(gate - least), up], -1)
 
 
 def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:

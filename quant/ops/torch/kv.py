@@ -87,7 +87,8 @@ class TorchKVCache(GrowingCache):
         return zip(self._k, self._v, strict=True)
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for layer in self._layers() for tensor in layer]
+        """Those that hold anything: some layers read another's."""
+        return [tensor for layer in self._layers() for tensor in layer if len(tensor)]
 
     def _grow(self, size: int) -> None:
         for tensors in (self._k, self._v):

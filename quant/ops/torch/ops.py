@@ -40,9 +40,17 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from localrt.quant.ops.torch.attention import attend_rows, visible_keys
-from localrt.quant.ops.torch.experts import TorchExpertTable, combined, gated, route, run_each
+from localrt.quant.ops.torch.experts import (
+    TorchExpertTable,
+    combined,
+    cut_gates,
+    gated,
+    route,
+    run_each,
+)
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
+from localrt.quant.ops.torch.streams import StreamSteps, rows_of_tokens
 
 __all__ = ["TorchOps"]
 
@@ -56,7 +64,7 @@ class _Pass:
     masks: dict[tuple[int, int | None], Tensor | None]
 
 
-class TorchOps:
+class TorchOps(StreamSteps):
     """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
 
     name = "torch"
@@ -117,12 +125,12 @@ class TorchOps:
 
     def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
         """Bytes of keys and values once grown to ``length`` tokens."""
-        row = sum(spec.kv_heads * (spec.head_dim + spec.value_dim) for spec in layers)
+        row = sum(spec.cached_heads * (spec.head_dim + spec.value_dim) for spec in layers)
         return row * grown_capacity(length) * self._dtype.itemsize
 
     def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
         """An empty cache."""
-        shapes = [(spec.kv_heads, spec.head_dim, spec.value_dim) for spec in layers]
+        shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in layers]
         return TorchKVCache(shapes, capacity, self._dtype, self._device)
 
     # -- a pass ----------------------------------------------------------------------------------
@@ -142,10 +150,11 @@ class TorchOps:
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
     ) -> Tensor:
-        """(R, D)."""
+        """(R * each, D)."""
         ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
-        x = F.embedding(ids, table)
+        x = F.embedding(ids if each == 1 else rows_of_tokens(ids, each, len(table)), table)
         # Gemma rounds the factor to the compute dtype before multiplying.
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
@@ -155,18 +164,24 @@ class TorchOps:
         """(R, H, E); keys and values are written to the caches."""
         heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
         qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
-        qkv = qkv.view(-1, heads + 2 * groups, size)
-        q, k, v = torch.split(qkv, [heads, groups, groups], dim=1)  # (R, heads, E)
+        qkv = qkv.view(-1, spec.projected_rows // size, size)  # (R, heads, E)
+        q = qkv[:, :heads]
         if weights.q_norm is not None:
             q = self._norm_heads(q, weights.q_norm, spec)
-        if weights.k_norm is not None:
-            k = self._norm_heads(k, weights.k_norm, spec)
         if spec.rope is not None:
-            cos, sin = self._rope_tables(spec.rope, step)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q = _rotate(q, *self._rope_tables(spec.rope, step))
         if (temperature := spec.temperature) is not None:
             factors = 1 + temperature.beta * torch.log1p(step.positions // temperature.length)
             q = q * factors.to(q.dtype)[:, None, None]
+        if spec.reads is not None:
+            return q
+        k, v = qkv[:, heads : heads + groups], qkv[:, -groups:]
+        if weights.k_norm is not None:
+            k = self._norm_heads(k, weights.k_norm, spec)
+        if weights.v_norm is not None:
+            v = self._norm(v, weights.v_norm, spec.eps)
+        if spec.rope is not None:
+            k = _rotate(k, *self._rope_tables(spec.rope, step))
         _append(k, v, step, layer)
         return q
 
@@ -213,9 +228,14 @@ class TorchOps:
         y = self._gated_mlp(self._norm(x, weights.norm, spec.eps), weights, spec)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
-    def add(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(R, D)."""
+        return self._norm(x, weight, eps)
+
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Tensor:
         """Residual sum in place of ``x``."""
-        return x.add_(y, alpha=scale)
+        x.add_(y, alpha=scale)
+        return x if total == 1.0 else x.mul_(total)
 
     def head(
         self,
@@ -251,8 +271,11 @@ class TorchOps:
         """The normed rows (R, D), and their experts."""
         normed = self._norm(x, weights.norm, spec.eps)
         bias = None if weights.gate_bias is None else weights.gate_bias.float()
-        logits = F.linear(normed.float(), weights.gate.float(), bias)
-        return normed, route(logits, weights.choice_bias, spec)
+        seen = normed
+        if weights.gate_norm is not None:
+            seen = self._norm(x, weights.gate_norm, spec.eps)
+        logits = F.linear(seen.float(), weights.gate.float(), bias)
+        return normed, route(logits, weights.choice_bias, spec, weights.expert_scale)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
         """(R * K, D)."""
@@ -297,8 +320,10 @@ class TorchOps:
     # -- parts -----------------------------------------------------------------------------------
 
     def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
-        hidden = gated(self.linear(normed, weights.gate_up), spec)
-        return self.linear(hidden, weights.down)
+        wide = self.linear(normed, weights.gate_up)
+        if spec.cutoff:
+            wide = cut_gates(wide, spec.cutoff)
+        return self.linear(gated(wide, spec), weights.down)
 
     def _norm_heads(self, x: Tensor, weight: Tensor, spec: AttentionSpec) -> Tensor:
         """Norms of queries or keys (R, heads, E): each head's, or one over all."""

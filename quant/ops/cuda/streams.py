@@ -1,0 +1,22 @@
+"""Steps that have no kernels here: models that take them compute with torch on a card.
+
+``quant/ops/choose.py`` sees to it: their attention norms values, which our kernels do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+__all__ = ["StreamSteps"]
+
+
+def _missing(self: object, *args: Any) -> NoReturn:
+    """See ``Ops``."""
+    raise NotImplementedError("models with inputs of each layer's own compute with torch")
+
+
+class StreamSteps:
+    """A part of ``CudaOps``."""
+
+    norm = project_inputs = gate_inputs = low_rank = _missing
+    split_streams = predict_streams = correct_streams = add_to_streams = join_streams = _missing
