@@ -6,22 +6,27 @@ Nothing here knows weights or computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import AttentionSpec, MlpSpec
+from localrt.quant.ops.streams import StreamSpec
 
 __all__ = [
     "CHOICE_BIAS",
     "EMBEDDING",
     "EXPERT_DOWN",
     "EXPERT_GATE_UP",
+    "EXPERT_SCALE",
     "HEAD",
+    "LAYER_EMBEDDING",
     "ROUTER",
+    "ROUTER_NORM",
     "SHARED_DOWN",
     "SHARED_GATE",
     "SHARED_GATE_UP",
     "DecoderConfig",
+    "LayerInputs",
     "LayerNames",
     "MixtureSpec",
     "expert_matrices",
@@ -29,10 +34,14 @@ __all__ = [
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+# Checkpoints present it with a row for each layer of each token: (vocabulary * layers, width)
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 
 # A sparse layer's tensors, below ``model.layers.N.``, whatever a file calls them
 ROUTER = "mlp.gate"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+ROUTER_NORM = "mlp.gate.norm.weight"
+EXPERT_SCALE = "mlp.gate.expert_scale"
 EXPERT_GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 EXPERT_DOWN = "mlp.experts.{}.down_proj"
 SHARED_GATE_UP = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
@@ -67,7 +76,10 @@ class LayerNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSpec:
-    """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts."""
+    """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts.
+
+    ``beside_dense``: a dense MLP runs beside it, and each has norms of its own.
+    """
 
     router: RouterSpec
     expert: ExpertSpec
@@ -77,6 +89,15 @@ class MixtureSpec:
     gate_bias: bool = False
     choice_bias: bool = False
     expert_bias: bool = False
+    beside_dense: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """Per-layer embeddings: ``width`` numbers for each layer, of each of ``vocab_size`` tokens."""
+
+    width: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +126,13 @@ class DecoderConfig:
     mixtures: tuple[MixtureSpec | None, ...] = ()
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
+    layer_scale: bool = False  # a learned factor of the residual stream behind every layer
+    inner_sizes: tuple[int, ...] = ()  # of each layer's MLP, where they differ
+    cutoffs: tuple[float, ...] = ()  # of each layer's MLP, see ``MlpSpec``
+    layer_inputs: LayerInputs | None = None
+    streams: StreamSpec | None = None
+    scaled_stream: bool = False  # the active stream is scaled before it gates a layer's inputs
+    low_rank: int = 0  # of the residual beside attention, where there are streams
     names: LayerNames = LayerNames()
 
     @property
@@ -116,6 +144,19 @@ class DecoderConfig:
     def sparse(self) -> bool:
         """Whether any layer is a mixture of experts."""
         return any(self.mixtures)
+
+    def inner_size(self, layer: int) -> int:
+        """Width of a layer's dense MLP."""
+        return self.inner_sizes[layer] if self.inner_sizes else self.intermediate_size
+
+    def mlp_of(self, layer: int) -> MlpSpec:
+        """Behaviour of a layer's dense MLP."""
+        return replace(self.mlp, cutoff=self.cutoffs[layer]) if self.cutoffs else self.mlp
+
+    def cache_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to: itself, or an earlier one."""
+        reads = self.attention[layer].reads
+        return layer if reads is None else reads
 
     def mixture(self, layer: int) -> MixtureSpec | None:
         """A layer's mixture of experts; None where its MLP is dense."""

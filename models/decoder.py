@@ -12,20 +12,32 @@ from collections.abc import Sequence
 import numpy as np
 
 from localrt.errors import MemoryBudgetError
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING, DecoderConfig
 from localrt.models.latent import LatentAttention
+from localrt.models.layer_inputs import InputGate, InputRows, input_scale, load_input_projection
 from localrt.models.moe import Experts, ResidentExperts, SparseMlp, load_expert
 from localrt.models.parts import (
     Attention,
+    Chain,
     Embedding,
     GatedMlp,
     Head,
+    Layer,
     Logits,
     Part,
     PassState,
     Residual,
 )
 from localrt.models.residency import Check, Residency, Resident
+from localrt.models.streams import (
+    JOIN,
+    SPLIT,
+    JoinStreams,
+    SplitStreams,
+    StreamAttention,
+    StreamMlp,
+    load_projections,
+)
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
@@ -42,27 +54,58 @@ __all__ = [
 
 def load_attention(
     config: DecoderConfig, layer: int, weights: WeightLoader, at: int | None = None
-) -> Residual:
-    """A layer's attention, ``at`` another place in its cache than its layer's."""
+) -> Part:
+    """A layer's attention, ``at`` another place in its cache than its layer's.
+
+    With the first layer's comes what is computed once, before it.
+    """
+    parts: list[Part] = []
+    if layer == 0 and config.layer_inputs is not None:
+        parts.append(load_input_projection(config, weights))
+    if layer == 0 and config.streams is not None:
+        parts.append(SplitStreams(load_projections(config, weights, SPLIT)))
     kind = LatentAttention if isinstance(config.attention[layer], LatentSpec) else Attention
-    return Residual(kind(config, layer, weights, at), config.residual_scale)
+    attention = kind(config, layer, weights, at)
+    if config.streams is not None:
+        parts.append(StreamAttention(config, layer, weights, attention))
+    else:
+        parts.append(Residual(attention, config.residual_scale))
+    return _joined(parts)
 
 
 def load_mlp(
     config: DecoderConfig, layer: int, weights: WeightLoader, experts: Experts | None
-) -> Residual:
-    """A layer's MLP; a sparse one has its ``experts`` compute."""
-    part = (
+) -> Part:
+    """A layer's MLP; a sparse one has its ``experts`` compute.
+
+    With the last layer's comes what is computed once, behind it.
+    """
+    mlp = (
         GatedMlp(config, layer, weights)
         if experts is None
         else SparseMlp(config, layer, weights, experts)
     )
-    return Residual(part, config.residual_scale)
+    if config.streams is not None:
+        parts: list[Part] = [StreamMlp(config, layer, weights, mlp)]
+        if layer == config.layers - 1:
+            parts.append(JoinStreams(load_projections(config, weights, JOIN)))
+        return _joined(parts)
+    joining: list[Layer] = [mlp]
+    if config.layer_inputs is not None:
+        joining.append(InputGate(config, layer, weights))
+    total = weights.scalar(f"model.layers.{layer}.layer_scalar") if config.layer_scale else 1.0
+    scale = config.residual_scale
+    *first, last = joining
+    return _joined([*(Residual(part, scale) for part in first), Residual(last, scale, total)])
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    return parts[0] if len(parts) == 1 else Chain(tuple(parts))
 
 
 def load_resident_mlp(
     config: DecoderConfig, layer: int, weights: WeightLoader, ops: Ops, experts: ResidentExperts
-) -> Residual:
+) -> Part:
     """A layer's MLP with all that it computes with; a sparse one's go to ``experts``."""
     spec = config.mixture(layer)
     if spec is None:
@@ -91,6 +134,10 @@ def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Res
     with ops.scope():
         table = weights.matrix(shape, EMBEDDING)
         body: list[Part] = [Embedding(table, config.embedding_scale)]
+        if (inputs := config.layer_inputs) is not None:
+            size = (inputs.vocab_size * config.layers, inputs.width)
+            rows = weights.matrix(size, LAYER_EMBEDDING)
+            body.append(InputRows(rows, input_scale(config), config.layers))
         experts = ResidentExperts()
         for layer in range(config.layers):
             body.append(load_attention(config, layer, weights))

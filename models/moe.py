@@ -15,17 +15,23 @@ import numpy as np
 from localrt.errors import CheckpointError
 from localrt.models.config import (
     CHOICE_BIAS,
+    EXPERT_SCALE,
     ROUTER,
+    ROUTER_NORM,
     SHARED_DOWN,
     SHARED_GATE,
     SHARED_GATE_UP,
     DecoderConfig,
     expert_matrices,
 )
-from localrt.models.parts import PassState
+from localrt.models.parts import GatedMlp, PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights, RouterWeights, Routing
 from localrt.quant.ops.protocol import Array, MlpWeights, Ops, Weight
+
+_EXPERT_NORM = "pre_feedforward_layernorm_2"
+_DENSE_POST_NORM = "post_feedforward_layernorm_1"
+_EXPERT_POST_NORM = "post_feedforward_layernorm_2"
 
 __all__ = ["Experts", "ResidentExperts", "Routed", "RoutingWatch", "SparseMlp", "load_expert"]
 
@@ -58,12 +64,18 @@ class SparseMlp:
         self.place = config.sparse_layers[layer]
         self._mlp = config.mlp
         prefix = f"model.layers.{layer}."
-        count = spec.router.count
+        count, optional = spec.router.count, weights.optional_vector
+        self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None
+        norm = _EXPERT_NORM if spec.beside_dense else config.names.mlp_norm
         self.router = RouterWeights(
-            norm=weights.vector(hidden, f"{prefix}{config.names.mlp_norm}.weight"),
+            norm=weights.vector(hidden, f"{prefix}{norm}.weight"),
             gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
-            gate_bias=weights.optional_vector(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
-            choice_bias=weights.optional_vector(spec.choice_bias, count, prefix + CHOICE_BIAS),
+            gate_bias=optional(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
+            choice_bias=optional(spec.choice_bias, count, prefix + CHOICE_BIAS),
+            gate_norm=weights.vector(hidden, prefix + ROUTER_NORM, scale=hidden**-0.5)
+            if spec.beside_dense
+            else None,
+            expert_scale=optional(spec.beside_dense, count, prefix + EXPERT_SCALE),
         )
         self.shared: MlpWeights | None = None
         self.shared_gate = None
@@ -80,7 +92,8 @@ class SparseMlp:
 
     def __call__(self, state: PassState) -> Array:
         """See ``Layer``."""
-        return self.experts.run(self, state)
+        rows = self.experts.run(self, state)
+        return rows if self._beside is None else self._beside.join(state, rows)
 
     def route(self, ops: Ops, x: Array) -> Routed:
         """The normed rows and their experts, of which the host may not know yet.
@@ -119,9 +132,30 @@ class SparseMlp:
 
         Not the others': few rows of a text reach each of them, too few to calibrate by.
         """
+        if self._beside is not None:
+            return self._beside.dense.matrices()
         if self.shared is None:
             return {}
         return {SHARED_GATE_UP[0]: self.shared.gate_up, SHARED_DOWN: self.shared.down}
+
+
+class _BesideDense:
+    """A dense MLP that runs beside a layer's experts (Gemma 4), and the norms of both and their
+    sum.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader) -> None:
+        prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+        self.dense = GatedMlp(config, layer, weights, _DENSE_POST_NORM)
+        self._expert_norm = weights.vector(hidden, f"{prefix}{_EXPERT_POST_NORM}.weight")
+        self._norm = weights.vector(hidden, f"{prefix}{config.names.mlp_post_norm}.weight")
+        self._eps = config.norm_eps
+
+    def join(self, state: PassState, rows: Array) -> Array:
+        """The layer's sum for ``state.x``; ``rows`` (R, D) are the experts'."""
+        ops = state.ops
+        rows = ops.norm(rows, self._expert_norm, self._eps)
+        return ops.norm(ops.add(self.dense(state), rows), self._norm, self._eps)
 
 
 class Experts(Protocol):

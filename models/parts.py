@@ -31,6 +31,7 @@ from localrt.quant.ops.protocol import (
 
 __all__ = [
     "Attention",
+    "Chain",
     "Embedding",
     "GatedMlp",
     "Head",
@@ -49,7 +50,9 @@ class PassState:
     """What a pass hands from part to part.
 
     ``x`` (R, D) is the residual stream as ``ops`` keeps it, ``step`` what ``ops`` derived from the
-    batch. ``logits`` (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``.
+    batch. ``inputs`` are what every layer has of its own, ``streams`` several residual streams, of
+    which ``x`` then is the active one. ``logits`` (rows wanted, V) are filled by the head, for the
+    rows ``wanted`` of ``x``.
     """
 
     ops: Ops
@@ -57,6 +60,8 @@ class PassState:
     x: Array = None
     wanted: npt.NDArray[np.intp] = field(default_factory=lambda: np.arange(0))
     logits: Logits | None = None
+    inputs: Array = None
+    streams: Array = None
 
     def copy_features(self, out: Logits) -> None:
         """Copy ``x`` to ``out`` (R, D) on the host."""
@@ -79,14 +84,27 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Residual:
-    """``x + scale * layer(x)``: how attention and MLP join the residual stream."""
+    """``(x + scale * layer(x)) * total``: how attention and MLP join the residual stream."""
 
     layer: Layer
     scale: float = 1.0
+    total: float = 1.0
 
     def __call__(self, state: PassState) -> None:
         """Add to ``state.x``."""
-        state.x = state.ops.add(state.x, self.layer(state), self.scale)
+        state.x = state.ops.add(state.x, self.layer(state), self.scale, self.total)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Parts of one unit, one after another."""
+
+    parts: tuple[Part, ...]
+
+    def __call__(self, state: PassState) -> None:
+        """Run all of them."""
+        for part in self.parts:
+            part(state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +122,7 @@ class Embedding:
 class Attention:
     """Norm, projections, rotary, cache, attention, output projection.
 
-    ``at`` is the layer's number in the cache, where that does not have all layers.
+    ``at`` is the number of its keys and values in the cache, where that does not have all layers.
     """
 
     def __init__(
@@ -114,11 +132,13 @@ class Attention:
         weights: WeightLoader,
         at: int | None = None,
     ) -> None:
-        self._names = names = config.names
-        self.layer = layer if at is None else at
+        names = config.names
+        self.layer = config.cache_of(layer) if at is None else at
         self.spec = spec = config.attention[layer]
         hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
-        rows = (spec.heads + 2 * spec.kv_heads) * size
+        rows, own = spec.projected_rows, spec.reads is None
+        qkv = names.qkv if len(names.qkv) == 1 else names.qkv[: spec.projections]
+        self._first, self._out = qkv[0], names.out
         joint, optional = spec.joint_norms, weights.optional_vector
         prefix = f"model.layers.{layer}."
 
@@ -129,12 +149,15 @@ class Attention:
 
         self.weights = AttentionWeights(
             norm=norm(names.attention_norm, hidden, bool(names.attention_norm)),
-            qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in names.qkv)),
+            qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in qkv)),
             out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
-            qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in names.qkv)),
+            qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in qkv)),
             out_bias=optional(config.out_bias, hidden, f"{prefix}{names.out}.bias"),
             q_norm=norm(names.q_norm, size * (spec.heads if joint else 1), config.qk_norm),
-            k_norm=norm(names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm),
+            k_norm=norm(
+                names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm and own
+            ),
+            v_norm=weights.ones(size) if spec.value_norm and own else None,
             post_norm=norm(names.attention_post_norm, hidden, config.post_norms),
             sinks=optional(spec.sinks, spec.heads, f"{prefix}{names.sinks}"),
         )
@@ -147,17 +170,22 @@ class Attention:
 
     def matrices(self) -> dict[str, Weight]:
         """See ``Layer``."""
-        return {self._names.qkv[0]: self.weights.qkv, self._names.out: self.weights.out}
+        return {self._first: self.weights.qkv, self._out: self.weights.out}
 
 
 class GatedMlp:
-    """``down(activation(gate(norm(x))) * up(norm(x)))``."""
+    """``down(activation(gate(norm(x))) * up(norm(x)))``.
 
-    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader) -> None:
+    ``post_norm`` names the norm of the result where it is not the layer's.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, post_norm: str = ""
+    ) -> None:
         self._names = names = config.names
-        hidden, inner, offset = config.hidden_size, config.intermediate_size, config.norm_offset
-        prefix = f"model.layers.{layer}."
-        self.spec = config.mlp
+        hidden, inner, offset = config.hidden_size, config.inner_size(layer), config.norm_offset
+        prefix, post_norm = f"model.layers.{layer}.", post_norm or names.mlp_post_norm
+        self.spec = config.mlp_of(layer)
         self.weights = MlpWeights(
             norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight", offset=offset)
             if names.mlp_norm
@@ -166,7 +194,7 @@ class GatedMlp:
                 (2 * inner, hidden), *(f"{prefix}{n}.weight" for n in names.gate_up)
             ),
             down=weights.matrix((hidden, inner), f"{prefix}{names.down}.weight"),
-            post_norm=weights.vector(hidden, f"{prefix}{names.mlp_post_norm}.weight", offset=offset)
+            post_norm=weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=offset)
             if config.post_norms
             else None,
         )

@@ -116,6 +116,15 @@ class RawConfig:
             raise self._error(f"config {key} must be an object, is {value!r:.60}")
         return value
 
+    def nested(self, key: str, name: str) -> RawConfig:
+        """The object ``name`` within the object ``key``, to be read like a config."""
+        values = self.mapping(key).get(name)
+        if not isinstance(values, Mapping):
+            raise self._error(f"config {key}[{name!r}] must be an object, is {values!r:.60}")
+        inner = RawConfig(self._checkpoint, context=self.context)
+        inner._values = values
+        return inner
+
     def choice(self, key: str, default: str, table: Mapping[str, Any]) -> Any:
         """``table``'s value for a string key; an unknown string is not supported."""
         name = self.text(key, default)

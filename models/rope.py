@@ -1,8 +1,9 @@
 """Rotary frequencies of every scaling that the known architectures use, in float64.
 
 Formulas: RoPE (Su et al. 2021), position interpolation (Chen et al. 2023), NTK-aware "dynamic",
-YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024) and Llama 3.1's; parameters as Hugging Face
-configs name them. It does not know how the rotation is computed (``quant/ops``).
+YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3.1's and Gemma 4's proportional one;
+parameters as Hugging Face configs name them. It does not know how the rotation is computed
+(``quant/ops``).
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def read_rope(
     share = scaling_number(
         parameters, "partial_rotary_factor", raw.number("partial_rotary_factor", 1.0)
     )
+    if kind == "proportional":
+        return _proportional(head_dim, theta, share)
     dim = raw.optional_integer("rope_dim") or int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:
         raise CheckpointError(f"rotary size must be even and at most {head_dim}, is {dim}")
@@ -56,6 +59,19 @@ def read_rope(
             f"rotary scaling {kind!r} has numbers that are too large or too small"
         )
     return Rope(tuple(float(f) for f in rounded), scale)
+
+
+def _proportional(head_dim: int, theta: float, share: float) -> Rope:
+    """A share of all pairs rotates, as fast as if all did; the others stand still."""
+    if not 0 < share <= 1 or head_dim % 2:
+        raise CheckpointError(
+            f"partial_rotary_factor must be above 0 and at most 1 of an even head size, is {share} "
+            f"of {head_dim}"
+        )
+    turning = int(share * head_dim // 2)
+    inv_freq = np.zeros(head_dim // 2)
+    inv_freq[:turning] = theta ** -(2 * np.arange(turning, dtype=np.float64) / head_dim)
+    return Rope(tuple(float(f) for f in inv_freq.astype(np.float32)))
 
 
 def _scaled(

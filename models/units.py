@@ -4,8 +4,9 @@ A layer's attention and its MLP are a unit each, with their norms and biases. So
 a mixture; a sparse layer's MLP unit is what all rows need: norm, router, shared experts. The head
 is cut by rows into units no larger than the largest MLP, nor than 8 MB: small units need little to
 pass through, and let what is read for each token be little more than what is missing. The embedding
-is read by row; where it is the head too, it is cut like one. This module knows names, shapes and
-sizes, neither files nor devices.
+is read by row; where it is the head too, it is cut like one. So are per-layer embeddings. What runs
+once, before the first layer or behind the last one, belongs to that layer's unit. This module knows
+names, shapes and sizes, neither files nor devices.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from dataclasses import dataclass
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING, DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import ResidentExperts, load_expert
 from localrt.models.weights import WeightLoader, is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 
-__all__ = ["Unit", "list_units", "packed_nbytes"]
+__all__ = ["TABLES", "Unit", "list_units", "packed_nbytes"]
+
+TABLES = ("embedding", "inputs")
+"""Units of which passes take single rows."""
 
 _LARGEST_SLICE = 8 << 20
 
@@ -64,6 +68,11 @@ def list_units(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tupl
     rotary = tuple(name for name in tensors if name.startswith("rope_"))
     units = [
         *(() if config.tied_head else (Unit("embedding", (_info(tensors, EMBEDDING).name,)),)),
+        *(
+            ()
+            if config.layer_inputs is None
+            else (Unit("inputs", (_info(tensors, LAYER_EMBEDDING).name,)),)
+        ),
         *layers,
         Unit("norm", (_info(tensors, "model.norm.weight").name,)),
         *((Unit("rotary", rotary),) if rotary else ()),
@@ -103,6 +112,14 @@ class _TensorNames(WeightLoader):
     def vector(self, size: int, *names: str, offset: float = 0.0, scale: float = 1.0) -> None:
         """See ``WeightLoader``."""
         self._names += [_info(self._tensors, name).name for name in names]
+
+    def scalar(self, name: str) -> float:
+        """See ``WeightLoader``."""
+        self.vector(1, name)
+        return 1.0
+
+    def ones(self, size: int) -> None:
+        """See ``WeightLoader``."""
 
     def take(self) -> tuple[str, ...]:
         """The names since the last call."""

@@ -102,6 +102,17 @@ class WeightLoader:
         """``vector`` where a model has one."""
         return self.vector(size, *names) if present else None
 
+    def scalar(self, name: str) -> float:
+        """The value of a tensor that has one."""
+        if self._shape(name) != (1,):
+            self._mismatch((name,), [self._shape(name)], (1,))
+        self._used.add(name)
+        return float(self._values(name)[0])
+
+    def ones(self, size: int) -> Vector:
+        """The weights of a norm that has none."""
+        return self._ops.vector(np.ones(size, np.float32))
+
     def skip(self, name: str) -> None:
         """Count a tensor as dealt with although it is not read."""
         self._used.add(name)

@@ -285,6 +285,7 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
     """
     queries = max(2 * 4 * sizes.hidden, sizes.query_nbytes)
     per_row = 2 * 4 * sizes.hidden + queries + 5 * (sizes.inner + sizes.hidden)
+    per_row += 4 * sizes.beside
     # Of a mixture: every row's slots, and the codes of what goes into them.
     per_row += sizes.experts_used * (9 * sizes.hidden + 5 * sizes.expert_inner)
     latents = LATENT_SCRATCH_NBYTES if sizes.query_nbytes else 0

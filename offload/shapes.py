@@ -18,7 +18,7 @@ from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import read_config
-from localrt.models.units import Unit, list_units, packed_nbytes
+from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
@@ -48,7 +48,8 @@ class KvShape:
 
     ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values, and
     ``row_nbytes`` of queries and of their results for each row of a pass, which are wide there;
-    ``macs`` are the multiply-accumulates of one query row with one token held.
+    ``macs`` are the multiply-accumulates of one query row with one token held. A layer that
+    ``reads`` another one's keys and values has none of its own.
     """
 
     groups: int
@@ -56,9 +57,14 @@ class KvShape:
     macs: int
     latent: bool = False
     row_nbytes: int = 0
+    reads: int | None = None
 
     def token_nbytes(self, kv_format: KvFormat) -> int:
-        """Bytes of one token."""
+        """Bytes of one token in the layer's cache: none if it attends to another layer's."""
+        return 0 if self.reads is not None else self.seen_nbytes(kv_format)
+
+    def seen_nbytes(self, kv_format: KvFormat) -> int:
+        """Bytes of one token that attention reads."""
         if not self.latent:
             return block_nbytes(self.groups, self.width, kv_format) // BLOCK
         # int8 is the fewest bits of a latent: ``make_plan`` does not take int4.
@@ -73,6 +79,7 @@ class PassSizes:
     ``inner`` is the widest MLP, ``query_nbytes`` what latent attention's queries and results take
     for a row (0 without), ``experts_used`` and ``expert_inner`` are a mixture's. ``split_nbytes``
     are the most that attention of few rows keeps on a card until its runs of keys are joined.
+    ``beside`` are a row's numbers beside the residual stream: layers' own inputs, and streams.
     """
 
     hidden: int
@@ -82,6 +89,7 @@ class PassSizes:
     experts_used: int = 0
     expert_inner: int = 0
     split_nbytes: int = 0
+    beside: int = 0
 
     @classmethod
     def of_config(cls, config: DecoderConfig) -> PassSizes:
@@ -97,6 +105,7 @@ class PassSizes:
             experts_used=0 if widest is None else widest.router.used,
             expert_inner=0 if widest is None else widest.inner,
             split_nbytes=_split_nbytes(map(_kv_shape, config.attention), config.context_length),
+            beside=_numbers_beside(config),
         )
 
 
@@ -113,8 +122,8 @@ class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
     ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
-    assumed. ``routed`` are the experts; ``steps`` are what a pass computes one after another: a
-    unit, or a layer's experts.
+    assumed. ``beside`` is that of ``PassSizes``. ``routed`` are the experts; ``steps`` are what a
+    pass computes one after another: a unit, or a layer's experts.
     """
 
     name: str
@@ -127,6 +136,7 @@ class ModelShape:
     kv: tuple[KvShape, ...]
     parameters: int
     experts: Experts | None = None
+    beside: int = 0
     notes: tuple[str, ...] = ()
     routed: tuple[PlacedUnit, ...] = field(init=False, repr=False, compare=False)
     steps: tuple[tuple[PlacedUnit, ...], ...] = field(init=False, repr=False, compare=False)
@@ -170,7 +180,13 @@ class ModelShape:
             experts_used=0 if self.experts is None else self.experts.used,
             expert_inner=expert // (3 * self.hidden),
             split_nbytes=_split_nbytes(self.kv, self.context_length),
+            beside=self.beside,
         )
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether layers attend to others' keys and values: all attention is on one processor."""
+        return any(layer.reads is not None for layer in self.kv)
 
     def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
         """Bytes that one token takes in each layer."""
@@ -215,7 +231,15 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
             math.prod(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
         ),
         experts=experts,
+        beside=_numbers_beside(config),
     )
+
+
+def _numbers_beside(config: DecoderConfig) -> int:
+    """Inputs as they are read, as rows, and as they are projected; streams before and behind."""
+    inputs = 0 if config.layer_inputs is None else config.layers * config.layer_inputs.width
+    streams = 0 if config.streams is None else config.streams.count * config.hidden_size
+    return 3 * inputs + 2 * streams
 
 
 def _kv_shape(spec: AttentionSpec) -> KvShape:
@@ -225,7 +249,7 @@ def _kv_shape(spec: AttentionSpec) -> KvShape:
             groups=1, width=spec.head_dim, macs=macs, latent=True, row_nbytes=spec.row_nbytes
         )
     macs = 2 * spec.heads * spec.head_dim
-    return KvShape(groups=spec.kv_heads, width=spec.head_dim, macs=macs)
+    return KvShape(groups=spec.kv_heads, width=spec.head_dim, macs=macs, reads=spec.reads)
 
 
 def _split_nbytes(layers: Iterable[KvShape], context: int) -> int:
@@ -287,7 +311,7 @@ def _placed(
 def _kind(unit: Unit) -> UnitKind:
     if unit.rows is not None:
         return "head"
-    if unit.tensors[0] == EMBEDDING:
+    if unit.name in TABLES or unit.tensors[0] == EMBEDDING:
         return "embedding"
     if unit.layer is None:
         return "norm"

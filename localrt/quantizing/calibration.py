@@ -90,6 +90,10 @@ class HiddenStates:
         *,
         check: Callable[[], None] = lambda: None,
     ) -> None:
+        if any(spec.value_norm for spec in config.attention):
+            raise OptionError(
+                f"gptq and mr-gptq do not know {config.architecture}'s layers: use --method rtn"
+            )
         self._config = config
         self._ops = ops
         self._check = check
@@ -136,7 +140,10 @@ class HiddenStates:
     def _layer(self, checkpoint: Checkpoint, layer: int) -> tuple[Residual, Residual]:
         weights = WeightLoader(checkpoint, self._ops)
         mlp = load_resident_mlp(self._config, layer, weights, self._ops, ResidentExperts())
-        return load_attention(self._config, layer, weights), mlp
+        attention = load_attention(self._config, layer, weights)
+        assert isinstance(attention, Residual), "others have been refused"
+        assert isinstance(mlp, Residual), "as attention"
+        return attention, mlp
 
     def _run(self, parts: Sequence[Residual], hidden: Any, batch: Batch) -> Any:
         """The hidden states behind ``parts``; ``hidden`` is given up."""

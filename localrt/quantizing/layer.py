@@ -212,7 +212,7 @@ class LayerQuantizer:
             ),
             [name],
         )
-        rows = (values for other in group for values in self._rows(other))
+        rows = (values for other in group if other in self._infos for values in self._rows(other))
         return codec.tensor_scale(max(float(np.abs(values).max(initial=0)) for values in rows))
 
     def _value_rows(self, layer: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.expert_stacks import split_ranges
+from localrt.models.checkpoints.gemma_tensors import gemma_tensors
 from localrt.models.checkpoints.gguf_config import count_layers, generation_config, model_config
 from localrt.models.checkpoints.gguf_file import open_gguf_parts
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
@@ -58,7 +59,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 self.architecture, self.metadata, stored, predicting
             )
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
-            sources = latent_tensors(stored, self.config)
+            sources = gemma_tensors(latent_tensors(stored, self.config), self.config)
             if self.architecture in INTERLEAVED_ROTARY:
                 sources |= rotary_rows(stored, self.config, self.path)
             super().__init__(sources)

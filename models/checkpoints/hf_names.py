@@ -50,6 +50,10 @@ _OURS: Mapping[str, str] = {
     "block_sparse_moe.router.layer.weight": "mlp.gate.weight",
     "block_sparse_moe.router.weight": "mlp.gate.weight",
     "shared_mlp.output_linear.weight": "mlp.shared_experts.down_proj.weight",
+    # Gemma 4
+    "router.proj.weight": "mlp.gate.weight",
+    "router.scale": "mlp.gate.norm.weight",
+    "router.per_expert_scale": "mlp.gate.expert_scale",
     # gpt-oss
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.bias": "mlp.gate.bias",
@@ -62,6 +66,9 @@ _STACKS: Mapping[str, Stack] = {
     # What transformers 5 makes of experts in memory, and some publish: stacked, gate before up
     "mlp.experts.gate_up_proj": Stack(_GATE_UP),
     "mlp.experts.down_proj": Stack(_DOWN),
+    # Gemma 4
+    "experts.gate_up_proj": Stack(_GATE_UP),
+    "experts.down_proj": Stack(_DOWN),
     # Granite
     "block_sparse_moe.input_linear.weight": Stack(_GATE_UP),
     "block_sparse_moe.output_linear.weight": Stack(_DOWN),

@@ -37,7 +37,7 @@ __all__ = ["SsdKVCache", "block_stride"]
 def block_stride(spec: AttentionSpec, kv_format: KVFormat) -> int:
     """Bytes from one block of a layer to the next, in its buffer and in the file: whole pages."""
     kv_format = cache_format([spec], kv_format)
-    return -(-block_nbytes(spec.kv_heads, spec.head_dim, kv_format) // PAGE) * PAGE
+    return -(-block_nbytes(spec.cached_heads, spec.head_dim, kv_format) // PAGE) * PAGE
 
 
 @dataclass(slots=True)
@@ -76,9 +76,10 @@ class SsdKVCache(NativeKVCache):
         ssd = [layer for layer, place in enumerate(places) if place == "ssd"]
         in_ram = [layer for layer, place in enumerate(places) if place != "ssd"]
         super().__init__(
-            [(specs[n].kv_heads, specs[n].head_dim) for n in in_ram], capacity, kv_format
+            [(specs[n].cached_heads, specs[n].head_dim) for n in in_ram], capacity, kv_format
         )
-        self._last_layer = len(specs) - 1
+        # Behind it are layers that read an earlier one's, which is in RAM.
+        self._last_layer = max(n for n, spec in enumerate(specs) if spec.reads is None)
         self._ram_index = {layer: index for index, layer in enumerate(in_ram)}
         self._order = ssd
         self._turn = {layer: index for index, layer in enumerate(ssd)}
@@ -91,7 +92,7 @@ class SsdKVCache(NativeKVCache):
         for layer, stride in zip(ssd, strides, strict=True):
             first, second = (self._tails[at + n * stride :][:stride] for n in range(2))
             spec = specs[layer]
-            shape = (spec.kv_heads, spec.head_dim)
+            shape = (spec.cached_heads, spec.head_dim)
             self._stored[layer] = _Stored(offset, stride, spec.window, shape, first, second)
             offset, at = offset + blocks * stride, at + 2 * stride
         self._file = KvFile(folder)

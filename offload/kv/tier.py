@@ -42,6 +42,12 @@ class KvTier:
     ) -> None:
         if len(places) != len(specs) or any(place not in ("ram", "ssd") for place in places):
             raise OptionError("keys and values of every layer must be in RAM or on the SSD here")
+        read = {spec.reads for spec in specs if spec.reads is not None}
+        if any(
+            place == "ssd" and (spec.reads is not None or layer in read)
+            for layer, (spec, place) in enumerate(zip(specs, places, strict=True))
+        ):
+            raise OptionError("keys and values that several layers attend to must be in RAM")
         if slots < 1:
             raise OptionError(f"keys and values on the SSD need a buffer at least, not {slots}")
         self._places, self._folder = tuple(places), folder
@@ -98,7 +104,7 @@ class KvTier:
             if place == "ssd":
                 tails += 2 * block_stride(spec, kv_format)
             else:
-                in_ram.append((spec.kv_heads, spec.head_dim))
+                in_ram.append((spec.cached_heads, spec.head_dim))
         return token_nbytes(in_ram, kv_format) * grown_capacity(length) + tails
 
     def close(self) -> None:

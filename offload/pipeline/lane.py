@@ -6,7 +6,7 @@ runs nor their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
 from localrt.quant.ops.arrays import copy_to_host
-from localrt.quant.ops.protocol import Batch, Ops, Pass, Vector
+from localrt.quant.ops.protocol import Array, Batch, Ops, Pass, Vector
 
 __all__ = ["Bytes", "Lane", "StreamedState"]
 
@@ -166,7 +166,7 @@ class StreamedState(PassState):
     ``rows`` are those that the part at hand computes; ``check`` may be called while waiting.
     """
 
-    __slots__ = ("_batch", "_steps", "check", "lane", "mark", "rows")
+    __slots__ = ("_batch", "_copies", "_steps", "check", "lane", "mark", "rows")
 
     def __init__(
         self,
@@ -179,6 +179,7 @@ class StreamedState(PassState):
         super().__init__(lane.ops, None, wanted=wanted)
         self._batch = batch
         self._steps: dict[int, Pass] = {}
+        self._copies: dict[int, Array] = {}  # of the inputs, by lane
         self.check = check
         self.lane = lane
         self.mark = mark
@@ -196,11 +197,23 @@ class StreamedState(PassState):
             assert card is not None, "there are two lanes where there is a card"
             change = card.to_host if lane.card is None else card.to_card
             self.x, self.mark = change(self.x, self.mark)
+            if self.streams is not None:
+                self.streams, self.mark = change(self.streams, self.mark)
+            if self.inputs is not None:
+                self._move_inputs(lane, change)
             self.lane, self.ops = lane, lane.ops
             self.step = self._steps.get(id(lane.ops))
         if self.step is None and lane.attends:
             self.step = lane.begin(self._batch, self.wanted)
             self._steps[id(lane.ops)] = self.step
+
+    def _move_inputs(self, lane: Lane, change: Callable[[Array, Mark], tuple[Array, Mark]]) -> None:
+        """Every layer reads them: a lane's copy is made once."""
+        if self._copies.get(id(self.lane)) is not self.inputs:  # they were made on this lane
+            self._copies = {id(self.lane): self.inputs}
+        if id(lane) not in self._copies:
+            self._copies[id(lane)], self.mark = change(self.inputs, self.mark)
+        self.inputs = self._copies[id(lane)]
 
     def wait(self, there: Mark) -> None:
         """What comes next begins after ``there`` as well."""

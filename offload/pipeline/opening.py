@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.unit_memory import Verifier
-from localrt.models.config import EMBEDDING, DecoderConfig
+from localrt.models.config import EMBEDDING, LAYER_EMBEDDING, DecoderConfig
 from localrt.models.decoder import load_norm
 from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.experts.hybrid import HybridStage
@@ -127,8 +127,8 @@ def _open(
     held.callback(forget)
     head, stretches, joined_head = make_stages(setup, {False: cpu, True: card}, on_card, runners)
     stages = list(setup.stages.values())
-    embedding: dict[str, Bytes] = {}
-    load_s = load_resident(setup, embedding, on_bytes)
+    tables: dict[str, Bytes] = {}
+    load_s = load_resident(setup, tables, on_bytes)
     # Streaming begins last: it would share the disk with what is waited for.
     cpu.stream([stage.unit for stage in stages if stage.where.read])
     if card is not None:
@@ -137,14 +137,19 @@ def _open(
         experts.fill()
 
     def resident(name: str) -> Bytes | None:
-        """The bytes of a unit of the embedding that is in RAM."""
-        if name in embedding:
-            return embedding[name]
+        """The bytes of a unit that is read by row, and is in RAM."""
+        if name in tables:
+            return tables[name]
         ours = (stage for stage in head if stage.name == name and stage.lane is cpu)
         return next((stage.memory for stage in ours), None)
 
-    table = RowTable(setup.store, EMBEDDING, setup.rows, resident, stall_s=setup.reading.stall_s)
-    held.callback(table.close)
+    def open_table(name: str) -> RowTable:
+        stall_s = setup.reading.stall_s
+        table = RowTable(setup.store, name, setup.rows, resident, stall_s=stall_s)
+        held.callback(table.close)
+        return table
+
+    inputs = setup.config.layer_inputs
     ram_ring, _ = setup.rings()
     slots = placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
     card_ops = None if card is None else card.ops
@@ -155,7 +160,7 @@ def _open(
         Rings(ram_ring, placement.vram_ring, setup.reading.mode.block),
         budget + slots,
         caches,
-        fixed=sum(data.nbytes for data in embedding.values()),
+        fixed=sum(data.nbytes for data in tables.values()),
         shortage=shortage,
         forget=forget,
         experts=experts,
@@ -177,7 +182,8 @@ def _open(
         stretches=stretches,
         joined_head=joined_head,
         caches=caches,
-        embedding=table,
+        embedding=open_table(EMBEDDING),
+        inputs=None if inputs is None else open_table(LAYER_EMBEDDING),
         balance=balance,
         clock=devices.clock,
         load_s=load_s,

@@ -1,4 +1,4 @@
-"""The embedding table: the rows that a pass asks for, from RAM where they are, else from the SSD.
+"""An embedding table: the rows that a pass asks for, from RAM where they are, else from the SSD.
 
 A table's tiles hold 16 rows; those with a wanted row are taken, each once. The latest that came
 from the SSD are kept: text repeats its words, and a read is waited for. It knows one matrix of a
@@ -21,6 +21,7 @@ from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S, require_answer
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
+from localrt.quant.ops.layer_inputs import rows_of_tokens
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
 
 __all__ = ["KEPT_BYTES", "RowTable"]
@@ -62,6 +63,7 @@ class RowTable:
         tensor = self._parts[0][2]
         self._name, self._format, self._scale = name, tensor.format, tensor.scale
         self._columns = tensor.shape[1]
+        self._rows = sum(tensor.shape[0] for _, _, tensor in self._parts)
         self._tile = TILE_ROWS * tensor.format.row_bytes(self._columns)
         self._files = files
         self._resident = resident
@@ -77,14 +79,20 @@ class RowTable:
         tokens: npt.NDArray[np.int64],
         scale: float,
         check: Callable[[], None] | None = None,
+        *,
+        each: int = 1,
     ) -> Array:
         """The rows of ``tokens``, (R, D). ``check`` is called while waiting, and may raise.
+
+        With ``each`` a token has so many: see ``Ops.embed``.
 
         Raises:
             CheckpointError: the file fails, or the disk does not answer.
         """
         if len(self._parts) == 1 and (data := self._resident(self._parts[0][1].name)) is not None:
-            return ops.embed(self._whole(ops, data), step, scale, tokens=tokens)
+            return ops.embed(self._whole(ops, data), step, scale, tokens=tokens, each=each)
+        if each > 1:
+            tokens = rows_of_tokens(tokens, each, self._rows)
         tiles, where = np.unique(tokens // TILE_ROWS, return_inverse=True)
         data = np.empty(len(tiles) * self._tile, np.uint8)
         missing = [

@@ -8,6 +8,7 @@ from functools import partial
 from localrt.models.checkpoints.store_manifest import StoredUnit
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import Experts
+from localrt.models.units import TABLES
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.slab import Slab, share_slabs
 from localrt.offload.pipeline.head import JoinedHead
@@ -53,11 +54,16 @@ def make_stages(
 
     split = len({id(lane.ops) for lane in lanes.values() if lane is not None}) > 1
     caches: dict[bool, int] = {False: 0, True: 0}  # layers of each lane's cache so far
+    places: dict[int, int] = {}  # each layer's in its lane's cache
     for layer, (attention, mlp) in enumerate(
         zip(setup.layers("attention"), setup.layers("mlp"), strict=True)
     ):
-        side = layer in on_card
+        side, source = layer in on_card, config.cache_of(layer)
         at, caches[side] = (caches[side] if split else layer), caches[side] + 1
+        if source != layer:
+            assert (source in on_card) is side, "layers with one cache attend on one processor"
+            at = places[source]
+        places[layer] = at
         load = partial(load_attention, config, layer, at=at)
         lane = lane_of(attention)
         add(Stage(attention, setup.where(attention), lane, load, layer_moved(lane)))
@@ -80,9 +86,12 @@ def make_stages(
 
 
 def load_resident(
-    setup: Setup, embedding: dict[str, Bytes], on_bytes: Callable[[int], None] | None
+    setup: Setup, tables: dict[str, Bytes], on_bytes: Callable[[int], None] | None
 ) -> float:
-    """Everything resident to its place. Returns the seconds of reading."""
+    """Everything resident to its place, tables that are read by row to ``tables``.
+
+    Returns the seconds of reading.
+    """
     card = setup.devices.card
 
     def read(
@@ -127,9 +136,10 @@ def load_resident(
                     stage.remember_vectors(data)
                 else:
                     stage.lane.remember_vectors(stage.unit, data)
-    unit = setup.units.get("embedding")
-    if unit is not None and setup.placement.where.get("embedding") is Where.RAM:
-        seconds += read([unit], aligned_buffer, lambda u, data: embedding.update({u.name: data}))
+    for name in TABLES:
+        unit = setup.units.get(name)
+        if unit is not None and setup.placement.where.get(name) is Where.RAM:
+            seconds += read([unit], aligned_buffer, lambda u, data: tables.update({u.name: data}))
     return seconds
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig
+from localrt.models.layer_inputs import input_scale
 from localrt.models.parts import Part, PassState
 from localrt.models.residency import Check, Residency
 from localrt.models.timing import PipelineCounts, Task
@@ -53,6 +54,7 @@ class Pipeline:
     joined_head: JoinedHead
     caches: Caches
     embedding: RowTable
+    inputs: RowTable | None  # per-layer embeddings
     balance: Balance
     clock: WallClock
     load_s: float
@@ -73,8 +75,13 @@ class Streamed(Residency):
         self.config = config
         self.ops, self.norm = pipe.cpu.ops, pipe.cpu.norm
         self.memory = pipe.balance
-        self._embed: Part = partial(_embed, pipe.embedding, pipe.cpu, config.embedding_scale)
-        self.body: Sequence[Part] = [self._embed, *pipe.layers]
+        self._embed: list[Part] = [
+            partial(_embed, pipe.embedding, pipe.cpu, config.embedding_scale)
+        ]
+        if pipe.inputs is not None:
+            scale = input_scale(config)
+            self._embed.append(partial(_take_inputs, pipe.inputs, pipe.cpu, scale, config.layers))
+        self.body: Sequence[Part] = [*self._embed, *pipe.layers]
         self.stages = [*pipe.layers, *pipe.head]
         self.sparse = pipe.experts
         self.experts = list(pipe.experts.values())
@@ -99,7 +106,7 @@ class Streamed(Residency):
         self.memory.make_room(caches.growth(batch) + logits, caches.card_growth(batch))
         if not len(wanted):
             self._skip_head()
-        self.body = [self._embed, *pipe.stretches.parts(pipe.layers)]
+        self.body = [*self._embed, *pipe.stretches.parts(pipe.layers)]
         self._cpu_before = pipe.clock.busy().get("cpu", 0.0)
         # On a virtual clock a pass begins where the one before ended.
         mark = pipe.clock.now() if pipe.clock.simulated else None
@@ -195,3 +202,14 @@ def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> No
     state.enter(cpu)
     with cpu.ops.scope():
         state.x = table.embed(cpu.ops, state.step, state.tokens, scale, state.check)
+
+
+def _take_inputs(
+    table: RowTable, cpu: Lane, scale: float, layers: int, state: StreamedState
+) -> None:
+    """The second part, where every layer has inputs of its own: their rows."""
+    state.enter(cpu)
+    with cpu.ops.scope():
+        state.inputs = table.embed(
+            cpu.ops, state.step, state.tokens, scale, state.check, each=layers
+        )

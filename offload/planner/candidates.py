@@ -169,6 +169,8 @@ class _Search:
             on_card = (group for group in self._classes if problem.attends(group))
             whole = sum(g.count * (g.nbytes + g.kv) for g in on_card) <= problem.vram
             ways = ["card", "anywhere"] if whole else ["card first", "anywhere"]
+            if self._costs.shape.shares_caches:
+                ways = ["card", "host"] if whole else ["host"]
         for way in ways:
             counts = solve_greedily(tried := replace(problem, attention=way))
             if counts is not None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
-from localrt.models.config import EMBEDDING, HEAD
+from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.moe import ResidentExperts, load_expert
 from localrt.models.registry import ARCHITECTURES, read_config
@@ -138,6 +138,8 @@ class _Asked(WeightLoader):
             raise CheckpointError(f"{checkpoint.path}: {experts} experts are more than can be")
         table = (config.vocab_size, config.hidden_size)
         self.matrix(table, EMBEDDING)
+        if (inputs := config.layer_inputs) is not None:
+            self.matrix((inputs.vocab_size * config.layers, inputs.width), LAYER_EMBEDDING)
         for layer in range(config.layers):
             load_attention(config, layer, self)
             spec = config.mixture(layer)
@@ -157,6 +159,14 @@ class _Asked(WeightLoader):
         for name in names:
             self._found[name] = TensorInfo(name, (rows, columns), fitting, 0)
             rows = 0
+
+    def scalar(self, name: str) -> float:
+        """See ``WeightLoader``."""
+        self.vector(1, name)
+        return 1.0
+
+    def ones(self, size: int) -> Any:
+        """See ``WeightLoader``."""
 
     def vector(self, size: int, *names: str, offset: float = 0.0, scale: float = 1.0) -> Any:
         """See ``WeightLoader``."""

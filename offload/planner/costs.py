@@ -74,7 +74,7 @@ class Costs:
 
     def kv_held(self, layer: int) -> int:
         """Bytes of keys and values that a layer's attention reads."""
-        token = self.shape.kv[layer].token_nbytes(self.kv_format)
+        token = self.shape.kv[layer].seen_nbytes(self.kv_format)
         return self.sequences * self.held * token
 
     def touched(self, use: float) -> tuple[float, int]:

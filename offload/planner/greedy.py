@@ -56,9 +56,9 @@ def _fill_vram(problem: Problem) -> list[int]:
         seconds = min(group.cpu_s, group.nbytes / problem.link_bytes_s) - group.gpu_s
         return group.use * seconds / (group.nbytes + group.kv)
 
-    candidates = [n for n, group in enumerate(problem.classes) if group.kind != "embedding"]
+    candidates = [n for n, g in enumerate(problem.classes) if Where.VRAM in problem.places(g)]
     candidates.sort(key=gain, reverse=True)
-    if problem.attention != "anywhere":
+    if problem.attention in ("card", "card first"):
         candidates.sort(key=lambda n: not problem.attends(problem.classes[n]))
     for number in candidates:
         group = problem.classes[number]

@@ -18,7 +18,7 @@ from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
 
 __all__ = ["Counts", "Problem", "UnitClass", "bound", "classes_of", "is_feasible"]
 
-AttentionPlace = Literal["card", "card first", "anywhere"]
+AttentionPlace = Literal["card", "card first", "anywhere", "host"]
 
 Counts = Sequence[Mapping[Where, int]]
 """Per class, how many of its units go to each place."""
@@ -56,7 +56,7 @@ class Problem:
     ``ram_slot`` and ``vram_slot`` bound the units that may be read and copied: rings must hold
     them. Without a GPU ``link_bytes_s`` is 0. ``attention``, and a mixture's routers, may have to
     be on the card, or are put there first: prompts need them there, and keys and values cannot
-    change sides.
+    change sides. It may have to be the CPU's, all of it: layers that share keys and values.
     """
 
     classes: tuple[UnitClass, ...]
@@ -91,6 +91,8 @@ class Problem:
             places.append(Where.SSD)
         if self.attention == "card" and self.attends(group):
             return tuple(place for place in places if place.on_gpu)
+        if self.attention == "host" and group.kind == "attention":
+            return tuple(place for place in places if not place.on_gpu)
         return tuple(places)
 
 

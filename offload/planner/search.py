@@ -118,11 +118,16 @@ def _search(
 
 
 def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
-    """Keys and values of the first layers on the SSD; what they take of RAM nevertheless."""
+    """Keys and values of the first layers on the SSD, as far as no other layer reads them; what
+    they take of RAM nevertheless.
+    """
     shape, kv_format = request.shape, request.kv_format
+    kept = {layer.reads for layer in shape.kv} | {
+        number for number, layer in enumerate(shape.kv) if layer.reads is not None
+    }
     buffers = kv_buffer_nbytes(shape, kv_format, request.ctx)
     tails = request.sequences * kv_tail_nbytes(shape, kv_format, layers)
-    return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=frozenset(range(layers)))
+    return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=frozenset(range(layers)) - kept)
 
 
 def _prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:

@@ -23,6 +23,8 @@ KERNELS = find_library() is not None
 KINDS = [
     pytest.param("llama", {}, id="default"),
     pytest.param("gemma3", {"format": "f32"}, id="torch"),
+    pytest.param("gemma4", {}, id="shared"),
+    pytest.param("gemma4", {"format": "f32"}, id="shared-torch"),
     pytest.param("qwen2", {"device": "virtual:1GB@1GB/s,10GB/s,1TFLOPS"}, id="virtual"),
 ]
 if KERNELS:

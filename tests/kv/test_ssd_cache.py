@@ -37,7 +37,7 @@ CAPACITY = 1500
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for name in ("qwen2", "gemma3"):
+    for name in ("qwen2", "gemma3", "gemma4"):
         (folder / name).mkdir()
         save_tiny(name, folder / name)
     return folder
@@ -341,3 +341,14 @@ def test_what_comes_while_the_thread_is_closed_is_refused() -> None:
     queue, io._queue = io._queue, Late()  # type: ignore[assignment]
     late = io.start(lambda: None)
     assert isinstance(late.exception(timeout=60), StorageError)
+
+
+def test_layers_that_share_keys_and_values_keep_them_in_ram(pairs: Any) -> None:
+    """Layer 0 of six has a cache that no other layer reads."""
+    pair = pairs("gemma4", on_ssd=(0,))
+    caches = [pair.ram.cache(CAPACITY), pair.ssd.cache(CAPACITY)]
+    for part in (tokens(700), tokens(1, seed=1), tokens(100, seed=2)):
+        one, two = (extend(d, (c, part)) for d, c in zip((pair.ram, pair.ssd), caches, strict=True))
+        assert np.array_equal(one, two)
+    with pytest.raises(OptionError, match="in RAM"):
+        pairs("gemma4")

@@ -13,6 +13,7 @@ import transformers
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
@@ -71,6 +72,17 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 48,
+    "sliding_window": WINDOW,
+    "layer_types": [_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL, _FULL],
+}
+_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 211}
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied-bias": lambda: LlamaConfig(
@@ -105,6 +117,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         query_pre_attn_scalar=24,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
+    ),
+    "gemma4": lambda: Gemma4TextConfig(**_GEMMA4, **_INPUTS, num_kv_shared_layers=3),
+    "gemma4-double-wide": lambda: Gemma4TextConfig(
+        **_GEMMA4,
+        **_INPUTS,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4-keys-as-values": lambda: Gemma4TextConfig(
+        **_GEMMA4,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
     ),
     "phi3": lambda: Phi3Config(**SIZES, sliding_window=None),
     "phi3-window": lambda: Phi3Config(**SIZES, sliding_window=WINDOW),
@@ -170,6 +196,14 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     "granite-moe-shared": lambda: GraniteMoeSharedConfig(
         **SIZES, **_GRANITE, shared_intermediate_size=32
     ),
+    "gemma4-moe": lambda: Gemma4TextConfig(
+        **_GEMMA4,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=32,
+    ),
     "gpt-oss": lambda: GptOssConfig(**SIZES, **_GPT_OSS),
     "gpt-oss-full-first": lambda: GptOssConfig(
         **SIZES,
@@ -206,6 +240,8 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
             if parameter.ndim == 1:
                 parameter.add_(0.5)
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model = model.float().eval()

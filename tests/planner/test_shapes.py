@@ -65,8 +65,10 @@ def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
     assert sum(plain.kv_token_nbytes("int4")) < sum(plain.kv_token_nbytes("int8"))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3"])
-def test_a_config_of_latent_attention_says_what_is_stored(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "gemma4", "gemma4-keys-as-values"]
+)
+def test_a_config_says_what_is_stored(name: str, tmp_path: Path) -> None:
     """Bytes, work and caches, from the config alone and from the weights."""
     save_tiny(name, tmp_path)
     with closing(open_checkpoint(tmp_path)) as checkpoint:

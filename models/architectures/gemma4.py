@@ -1,0 +1,153 @@
+"""Gemma 4 (text): Gemma 3's norms, two head sizes, per-layer embeddings, shared keys and values.
+
+The last layers attend to the keys and values of the last layer before them that is of their kind.
+Full layers have larger heads, of which a part rotates, and may use their projected keys as values.
+Queries, keys and values are normed by head and not scaled. Mixtures run beside a dense MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from localrt.errors import UnsupportedModelError
+from localrt.models.architectures import gemma2
+from localrt.models.config import DecoderConfig, LayerInputs, MixtureSpec
+from localrt.models.raw_config import RawConfig
+from localrt.models.rope import read_rope
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec
+from localrt.quant.ops.protocol import AttentionSpec
+
+__all__ = ["read_config", "read_layer_inputs", "read_sources"]
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Gemma 4's ``text_config`` keys."""
+    layers = raw.integer("num_hidden_layers", 30)
+    windowed = raw.windowed([(layer + 1) % 6 != 0 for layer in range(layers)])
+    windowed[-1] = False  # whatever the config says, as in transformers
+    sliding, full = _read_kinds(raw, windowed)
+    config = gemma2.sandwich_config(
+        raw, "gemma4", full, sliding, windowed, vocab_size=262_144, context_length=131_072
+    )
+    sources = read_sources(raw, windowed)
+    if raw.text("use_bidirectional_attention", "") == "all":
+        raise UnsupportedModelError("attention to later tokens is not supported")
+    return replace(
+        config,
+        attention=tuple(
+            replace(spec, reads=source)
+            for spec, source in zip(config.attention, sources, strict=True)
+        ),
+        qk_norm=True,
+        norm_offset=0.0,
+        layer_scale=True,
+        inner_sizes=_inner_sizes(raw, config.intermediate_size, sources),
+        intermediate_size=max(_inner_sizes(raw, config.intermediate_size, sources)),
+        layer_inputs=read_layer_inputs(raw, config.vocab_size),
+        mixtures=(_read_mixture(raw, config),) * layers if raw.flag("enable_moe_block") else (),
+    )
+
+
+def read_layer_inputs(raw: RawConfig, vocab_size: int) -> LayerInputs | None:
+    """The per-layer embeddings, where a model has them."""
+    width = raw.optional_integer("hidden_size_per_layer_input")
+    if width is None:
+        return None
+    rows = raw.integer("vocab_size_per_layer_input", vocab_size)
+    return LayerInputs(width=width, vocab_size=rows)
+
+
+def read_sources(raw: RawConfig, windowed: Sequence[bool]) -> list[int | None]:
+    """For each layer the one whose keys and values it attends to; None: its own.
+
+    Raises:
+        ValueError: there is no earlier layer of its kind.
+    """
+    layers, shared = len(windowed), raw.optional_integer("num_kv_shared_layers") or 0
+    if shared >= layers:
+        raise ValueError(f"num_kv_shared_layers must be below the {layers} layers, is {shared}")
+    own = range(layers - shared)
+    last = {
+        kind: max((n for n in own if windowed[n] is kind), default=None) for kind in (True, False)
+    }
+    missing = [n for n in range(layers) if n not in own and last[windowed[n]] is None]
+    if missing:
+        raise ValueError(
+            f"layer {missing[0]} shares keys and values (num_kv_shared_layers {shared}) with an "
+            "earlier layer of its kind in layer_types, and there is none"
+        )
+    return [None if n in own else last[windowed[n]] for n in range(layers)]
+
+
+def _read_kinds(raw: RawConfig, windowed: Sequence[bool]) -> tuple[AttentionSpec, AttentionSpec]:
+    """A sliding and a full layer."""
+    heads, size = raw.integer("num_attention_heads", 8), raw.integer("head_dim", 256)
+    sliding = AttentionSpec(
+        heads=heads,
+        kv_heads=raw.integer("num_key_value_heads", 4),
+        head_dim=size,
+        scale=1.0,
+        eps=raw.number("rms_norm_eps", 1e-6),
+        rope=read_rope(
+            raw,
+            size,
+            parameters={
+                "rope_theta": raw.number("rope_local_base_freq", 1e4),
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+        window=raw.integer("sliding_window", 512),
+        value_norm=True,
+    )
+    tied = raw.flag("attention_k_eq_v")
+    full_size, groups = _full_heads(raw, windowed, tied=tied)
+    scaled = {
+        "rope_type": "proportional",
+        "rope_theta": raw.number("rope_theta", 1e6),
+        "partial_rotary_factor": raw.number("partial_rotary_factor", 0.25),
+        **raw.mapping("rope_scaling"),
+    }
+    full = replace(
+        sliding,
+        kv_heads=groups or sliding.kv_heads,
+        head_dim=full_size,
+        rope=read_rope(raw, full_size, parameters=scaled),
+        window=None,
+        keys_as_values=tied,
+    )
+    return sliding, full
+
+
+def _full_heads(raw: RawConfig, windowed: Sequence[bool], *, tied: bool) -> tuple[int, int | None]:
+    """Size and number of a full layer's key/value heads; None: as many as others have.
+
+    Newer configs have them in ``per_layer_config``, the same for each of these layers.
+    """
+    own = raw.mapping("per_layer_config").get(str(windowed.index(False)))
+    if isinstance(own, Mapping):
+        special = raw.nested("per_layer_config", str(windowed.index(False)))
+        size = special.integer("head_dim", raw.integer("head_dim", 256))
+        return size, special.optional_integer("num_key_value_heads")
+    groups = raw.optional_integer("num_global_key_value_heads") if tied else None
+    return raw.integer("global_head_dim", 512), groups
+
+
+def _inner_sizes(raw: RawConfig, size: int, sources: Sequence[int | None]) -> tuple[int, ...]:
+    """Layers without keys and values of their own may have MLPs of twice the width."""
+    listed = raw.sequence("intermediate_sizes")  # as a GGUF file has them
+    if listed is not None:
+        return tuple(listed)
+    wide = raw.flag("use_double_wide_mlp")
+    return tuple(2 * size if wide and source is not None else size for source in sources)
+
+
+def _read_mixture(raw: RawConfig, config: DecoderConfig) -> MixtureSpec:
+    return MixtureSpec(
+        router=RouterSpec(
+            count=raw.integer("num_experts"), used=raw.integer("top_k_experts"), eps=config.norm_eps
+        ),
+        expert=ExpertSpec(activation=config.mlp.activation),
+        inner=raw.integer("moe_intermediate_size"),
+        beside_dense=True,
+    )
