@@ -79,6 +79,8 @@ def model_config(
         _add_deepseek(config, architecture, metadata)
     if architecture == "mistral3":
         _add_temperature(config)
+    if architecture == "granite_swa":
+        _add_bases(config, metadata)
     return config
 
 
@@ -224,6 +226,14 @@ def _add_temperature(config: dict[str, Any]) -> None:
         scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
         if "mscale_all_dim" in scaling:
             scaling["mscale"] = scaling["mscale_all_dim"]
+
+
+def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Which layers have a rotary embedding: Hugging Face gives the others 0 as its base."""
+    key = "granite_swa.attention.rope_pattern"
+    if key in metadata and metadata.is_array(key) and metadata.count(key) <= _MOST_LAYERS:
+        base = config.get("rope_theta")
+        config["layer_rope_theta"] = [base if flag else 0 for flag in metadata[key]]
 
 
 def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:

@@ -72,14 +72,14 @@ def _keys(config: Any, absorbed: bool) -> dict[str, Any]:
         "attention.value_length": config.kv_lora_rank if absorbed else config.v_head_dim,
         "rope.dimension_count": rotary,
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "leading_dense_block_count": config.first_k_dense_replace,
+        "leading_dense_block_count": getattr(config, "first_k_dense_replace", 1),
         "expert_count": config.n_routed_experts,
         "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.moe_intermediate_size,
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": float(config.routed_scaling_factor),
-        "expert_weights_norm": bool(config.norm_topk_prob) and config.model_type == "deepseek_v3",
-        "expert_gating_func": 2 if config.model_type == "deepseek_v3" else 1,
+        "expert_weights_norm": bool(config.norm_topk_prob) and config.model_type != "deepseek_v2",
+        "expert_gating_func": 2 if config.model_type != "deepseek_v2" else 1,
     }
     if absorbed:
         keys["attention.key_length_mla"] = head

@@ -83,7 +83,8 @@ def test_a_tree_mask_gives_each_branch_its_own_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("absorbed", [True, False])
 @pytest.mark.parametrize(
-    "name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3"]
+    "name",
+    ["deepseek-v2", "deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite"],
 )
 def test_gguf_files_new_and_old(name: str, absorbed: bool, tmp_path: Path) -> None:
     theirs = save_tiny(name, tmp_path / "hf")
@@ -93,7 +94,9 @@ def test_gguf_files_new_and_old(name: str, absorbed: bool, tmp_path: Path) -> No
 
 @pytest.mark.llamacpp
 @pytest.mark.parametrize(("absorbed", "groups"), [(True, True), (False, False)])
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite"]
+)
 def test_gguf_files_as_llama_cpp_reads_them(
     name: str, absorbed: bool, groups: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,12 @@ _GLM: dict[str, Any] = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.8,
 }
+_ERNIE: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "moe_k": 3,
+    "moe_num_experts": 8,
+    "moe_num_shared_experts": 2,
+}
 _LATENT = {
     "kv_lora_rank": 32,
     "q_lora_rank": 48,
@@ -130,32 +136,33 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "exaone4-window": lambda: Exaone4Config(
         **_SIZES, sliding_window=_WINDOW, sliding_window_pattern=2, tie_word_embeddings=True
     ),
-    "seed-oss": lambda: SeedOssConfig(**_SIZES, head_dim=32, attention_out_bias=True),
+    "seed-oss": lambda: SeedOssConfig(**_SIZES, head_dim=32),
+    "seed-oss-out-bias": lambda: SeedOssConfig(**_SIZES, head_dim=32, attention_out_bias=True),
     "granite": lambda: GraniteConfig(**_SIZES, **_FACTORS),
     "granite-swa": lambda: GraniteSWAConfig(
-        **_SIZES, **_FACTORS, sliding_window=_WINDOW, layer_rope_theta=[0, 10000.0, 500.0]
+        **_SIZES, **_FACTORS, sliding_window=_WINDOW, layer_rope_theta=[0, 10000.0, 10000.0]
+    ),
+    "granite-swa-bases": lambda: GraniteSWAConfig(
+        **_SIZES, **_FACTORS, sliding_window=_WINDOW, layer_rope_theta=[500.0, 10000.0, 0]
     ),
     "ernie": lambda: Ernie4_5Config(**_SIZES, head_dim=32),
     "qwen3-vl": lambda: _with_text(
         Qwen3VLConfig, {**_SIZES, "head_dim": 16, "rope_parameters": _MROPE}, **_QWEN_VISION
     ),
-    "glm4-moe": lambda: Glm4MoeConfig(
-        **_SIZES, **_GLM, head_dim=32, attention_bias=True, n_group=2, topk_group=1
-    ),
+    "glm4-moe": lambda: Glm4MoeConfig(**_SIZES, **_GLM, head_dim=32, attention_bias=True),
+    "glm4-moe-groups": lambda: Glm4MoeConfig(**_SIZES, **_GLM, n_group=2, topk_group=1),
     "glm4-moe-norms": lambda: Glm4MoeConfig(
         **_SIZES, **_GLM, use_qk_norm=True, norm_topk_prob=False, first_k_dense_replace=2
     ),
     "glm4-moe-lite": lambda: Glm4MoeLiteConfig(
         **{**_SIZES, "num_key_value_heads": 6}, **_GLM, **_LATENT
     ),
-    "ernie-moe": lambda: Ernie4_5_MoeConfig(
-        **{**_SIZES, "num_hidden_layers": 4},
-        moe_intermediate_size=32,
-        moe_k=3,
-        moe_num_experts=8,
-        moe_num_shared_experts=2,
-        moe_layer_start_index=1,
-        moe_layer_end_index=2,
+    "ernie-moe": lambda: Ernie4_5_MoeConfig(**_SIZES, **_ERNIE),
+    "ernie-moe-some": lambda: Ernie4_5_MoeConfig(
+        **{**_SIZES, "num_hidden_layers": 5},
+        **_ERNIE,
+        moe_layer_end_index=3,
+        moe_layer_interval=2,
     ),
 }
 
@@ -178,7 +185,6 @@ FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
-            "mlp_only_layers": [1],
             "tie_word_embeddings": False,
         },
         **_QWEN_VISION,

@@ -1,0 +1,106 @@
+"""Families from GGUF files: transformers and llama.cpp compute the same."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Exaone4Config
+
+from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.shapes import shape_from_checkpoint
+from localrt.offload.store import pack_store
+from localrt.quant.formats.tiled import tile_tensor
+from tests.models.gguf_families import FAMILY_FILES, write_family
+from tests.models.test_architectures import oracle
+from tests.models.test_mixtures import logits_of
+from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILY_FILES))
+def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(GGUF file, transformers' model)."""
+    path = tmp_path_factory.mktemp(request.param)
+    theirs = save_tiny(request.param, path)
+    return write_family(path, path / "m.gguf", request.param), theirs
+
+
+def test_a_gguf_file_is_the_same_model(gguf: Any) -> None:
+    path, theirs = gguf
+    ids = tokens(LENGTH, seed=7)
+    assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < 1e-4
+
+
+@pytest.mark.llamacpp
+def test_llama_cpp_computes_the_same(gguf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = gguf
+    ids = tokens(LENGTH, seed=8)
+    assert relative_error(logits_of(path, ids), llama_cpp_logits(path, ids, monkeypatch)) < 1e-3
+
+
+@pytest.mark.llamacpp
+def test_exaones_windows_as_llama_cpp_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows the model that has them by its layers."""
+    sizes = {**CONFIGS["exaone4"]().to_dict(), "num_hidden_layers": 64, "layer_types": None}
+    sizes |= {"sliding_window": 16, "sliding_window_pattern": 4}
+    monkeypatch.setitem(CONFIGS, "exaone4", lambda: Exaone4Config(**sizes))
+    theirs = save_tiny("exaone4", tmp_path)
+    path = write_family(tmp_path, tmp_path / "m.gguf", "exaone4")
+    ids = tokens(LENGTH)
+    ours = logits_of(path, ids)
+    assert relative_error(ours, oracle(theirs, ids)) < 1e-4
+    assert relative_error(ours, llama_cpp_logits(path, ids, monkeypatch)) < 1e-3
+
+
+@pytest.mark.llamacpp
+def test_a_block_that_predicts_further_tokens_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither read nor packed nor counted."""
+    save_tiny("glm4-moe", tmp_path)
+    paths = [
+        write_family(tmp_path, tmp_path / f"{blocks}.gguf", "glm4-moe", predicting=blocks)
+        for blocks in (0, 1)
+    ]
+    ids = tokens(LENGTH)
+    plain, extended = (logits_of(path, ids) for path in paths)
+    np.testing.assert_array_equal(extended, plain)
+    assert relative_error(extended, llama_cpp_logits(paths[1], ids, monkeypatch)) < 1e-3
+    shapes = []
+    for path in paths:
+        with closing(open_checkpoint(path)) as checkpoint:
+            shapes.append(replace(shape_from_checkpoint(checkpoint), name=""))
+            store = pack_store(checkpoint, path.with_suffix(""), tiler=tile_tensor)
+        assert not [file for file in store.iterdir() if "3" in file.name]
+    assert shapes[0] == shapes[1]
+
+
+def llama_cpp_logits(path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """What llama.cpp computes with a cache in single precision."""
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+    from localrt.engine.llamacpp.engine import LlamaCppEngine
+    from localrt.engine.llamacpp.model import LlamaCppModel
+
+    model = LlamaCppModel.load(path, threads=1)
+    defaults = model.api.llama_context_default_params
+
+    def precise() -> Any:
+        params = defaults()
+        params.type_k = params.type_v = model.api.GGML_TYPE_F32
+        params.flash_attn_type = model.api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return params
+
+    monkeypatch.setattr(model.api, "llama_context_default_params", precise)
+    engine = LlamaCppEngine(model)
+    try:
+        return np.concatenate(list(engine.logits(ids)))
+    finally:
+        engine.close()
