@@ -99,6 +99,8 @@ OPTIONS = {
     "tree_depth": "How far ahead guesses may be, 1 to 64; unset lets it be tuned.",
     "json_schema": 'Answers are JSON of this schema: {"type": "object"}; true is any JSON.',
     "regex": "Answers match this regular expression as a whole.",
+    "thinking": "on, off, or how much: low, medium, high; unset is as the model does.",
+    "thinking_tokens": "The longest thinking, in tokens; the answer then begins. 0 is off.",
     "ignore_eos": "true: go on where the model would end its answer.",
 }
 

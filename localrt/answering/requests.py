@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from localrt.answering.thinking import ThinkingControl
 from localrt.drafts.choice import Drafts
 from localrt.engine.options import Options, read_options
-from localrt.engine.request import MakeConstraint, MakeParser, Request
+from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
 from localrt.errors import (
     CancelledError,
@@ -25,12 +26,11 @@ from localrt.loading.parts import LoadedModel
 from localrt.models.templates.chat_template import encode_messages
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.progress import ProgressCallback
-from localrt.text.harmony import HarmonyParser, harmony_messages, is_harmony
+from localrt.text.content import check_text_only
 from localrt.text.known_syntaxes import TURN_ENDS
-from localrt.text.parser import TextParser
 from localrt.text.structured import Grammars
 from localrt.text.template_syntax import TemplateSyntax
-from localrt.text.thinking import CLOSE
+from localrt.text.thinking import CLOSE, thoughts_apart
 from localrt.text.tools import for_template
 
 __all__ = ["RequestBuilder"]
@@ -39,7 +39,6 @@ __all__ = ["RequestBuilder"]
 _ANSWER_SHARE = 4
 # Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
 _TOLD = 8192
-_LONGEST_MARK = 16  # tokens of what opens a model's thinking
 
 
 class RequestBuilder:
@@ -106,7 +105,8 @@ class RequestBuilder:
             exactness=self._engine.info.exactness,
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
             constraint=constraint,
-            parser=self._parser(ids, tools, constraint is None) if chat else None,
+            parser=self._thinking.parser(ids, tools or ()) if chat else None,
+            thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
             cancel=cancel,
             on_progress=on_progress,
         )
@@ -116,22 +116,31 @@ class RequestBuilder:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         watch: Watch = ignore_count,
+        options: Options | None = None,
     ) -> list[int]:
-        """The conversation's ids, as the chat template writes it before an answer."""
+        """The conversation's ids, as the chat template writes it before an answer.
+
+        Of the ``options``, those of thinking matter.
+        """
         template = self._template
+        options = options or Options()
+        told = self._thinking.variables(options)
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
-        given = harmony_messages(messages) if is_harmony(template.tool_source) else messages
+        given = messages if self._thinking.reads_thoughts else thoughts_apart(messages)
         as_text = _have_calls(messages) and self._syntax.calls.as_text
         shaped = for_template(given, arguments_as_text=as_text)
+        check_text_only(shaped)
+        extra: dict[str, Any] = {"tools": tools, "watch": watch, **told}
         try:
-            return encode_messages(self.tokenizer, template, shaped, tools=tools, watch=watch)
+            ids = encode_messages(self.tokenizer, template, shaped, **extra)
         except TemplateError:
             # Some put arguments together as text, where most want them as values.
             other = for_template(given, arguments_as_text=not as_text)
             if other == shaped:
                 raise
-            return encode_messages(self.tokenizer, template, other, tools=tools, watch=watch)
+            ids = encode_messages(self.tokenizer, template, other, **extra)
+        return ids + self._thinking.begun(ids, options, tools=bool(tools))
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -188,22 +197,9 @@ class RequestBuilder:
             self._grammars = Grammars(self.tokenizer, take_ram)
         return self._grammars.constraint(options)
 
-    def _parser(
-        self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None, free: bool
-    ) -> MakeParser | None:
-        """What finds calls and thinking in an answer to ``ids``; ``free`` if nothing binds it."""
-        source = self._template.tool_source
-        if not source:
-            return None
-        if is_harmony(source):
-            return HarmonyParser
-        syntax = self._syntax
-        end = self.tokenizer.decode(ids[-_LONGEST_MARK:], skip_special=False) if free else ""
-        thinking = syntax.opened(end)
-        if not tools and not thinking and CLOSE not in source and syntax.is_usual:
-            return None
-        calls = syntax.calls if tools else None
-        return lambda: TextParser(calls, tools or (), thinking=thinking, frame=syntax.frame)
+    @cached_property
+    def _thinking(self) -> ThinkingControl:
+        return ThinkingControl(self._template, self._syntax, self.tokenizer)
 
     def _prompt_ids(
         self,
@@ -225,7 +221,8 @@ class RequestBuilder:
                 self._check_length(self.tokenizer.least_tokens(prompt), self._parts.ctx)
                 ids = self.tokenizer.encode(prompt, watch=watch)
             else:
-                ids = self._short_enough([{"role": "user", "content": prompt}], tools, watch)
+                turn: list[Message] = [{"role": "user", "content": prompt}]
+                ids = self._short_enough(turn, tools, watch, options)
         else:
             assert prompt is not None
             if raw:
@@ -242,10 +239,11 @@ class RequestBuilder:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         watch: Watch,
+        options: Options,
     ) -> list[int]:
         """``render``, unless the messages' lengths alone are too much for the context."""
         self._check_length(sum(map(self._least_tokens, messages)), self._parts.ctx)
-        return self.render(messages, tools, watch)
+        return self.render(messages, tools, watch, options)
 
     def _fitted(
         self,
@@ -256,14 +254,14 @@ class RequestBuilder:
     ) -> list[int]:
         """The conversation's ids; oldest turns dropped where the options ask for it."""
         if options.overflow == "error":
-            return self._short_enough(messages, tools, watch)
+            return self._short_enough(messages, tools, watch, options)
         ctx = self._parts.ctx
         room = ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
         start, shown = head, messages
         while True:
             try:
-                ids = self._short_enough(shown, tools, watch)
+                ids = self._short_enough(shown, tools, watch, options)
                 count = f"{len(ids)} tokens"
             except ContextOverflowError:
                 ids, count = None, "too many tokens"

@@ -78,6 +78,7 @@ _DRAFT_HELP = (
     "what guesses the next tokens: a smaller model with the same vocabulary, a trained head, or "
     "repeated text (ngram); auto is the default"
 )
+_THINKING_HELP = "whether the model thinks before it answers, or how much"
 _OVERFLOW_HELP = "what to do when a conversation is longer than the context"
 _SAMPLING: tuple[Flag, ...] = (
     ("--max-tokens", int, "N", "longest answer, in tokens"),
@@ -94,6 +95,8 @@ _SAMPLING: tuple[Flag, ...] = (
     ("--draft", str, "MODEL|DIR|head|ngram|auto|off", _DRAFT_HELP),
     ("--tree-budget", int, "K", "guesses per pass (default: tuned)"),
     ("--overflow", ("error", "drop_oldest"), None, _OVERFLOW_HELP),
+    ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
+    ("--thinking-tokens", int, "N", "end the thinking after so many tokens; 0 is off"),
 )
 _CONSTRAINTS: tuple[Flag, ...] = (
     ("--json-schema", str, "FILE|TEXT", "JSON that follows this schema (true: any JSON)"),

@@ -22,6 +22,7 @@ from localrt.engine.sampling import (
     log_probabilities,
 )
 from localrt.engine.speculation import Guessing
+from localrt.engine.thinking import Thinking
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
@@ -51,6 +52,7 @@ class Answer:
         parser = None if request.parser is None or tokenizer is None else request.parser()
         self._parser = parser
         self._text = _Text(tokenizer, request.stop, parser)
+        self._thinking = Thinking(request.thinking_limit, inside=self._inside)
         self._rng = np.random.default_rng(request.sampling.seed)
         self._constraint = None if request.constraint is None else request.constraint()
 
@@ -65,16 +67,19 @@ class Answer:
         """
         if not np.isfinite(logits.max()):
             raise LocalrtError("the model computes no numbers: its files may be damaged")
-        token, logprob = self._choose(logits)
-        if token in self._request.eos_ids:
+        bound = None if self._thinking.free else self._constraint
+        forced = self._thinking.take()
+        token, logprob = self._choose(logits, bound, forced)
+        if token in self._request.eos_ids and forced is None:
             return None
         self.generated.append(token)
         piece = self._text.push(token)
-        self.meter.token()
+        self._thinking.follow(self._inside, forced=forced is not None)
+        self.meter.token(thinking=self._thinking.tokens)
         stopped = self._text.stopped
-        if self._constraint is not None:
-            self._constraint.accept(token)
-            if self._constraint.done and not stopped:
+        if bound is not None:
+            bound.accept(token)
+            if bound.done and not stopped:
                 piece += self._text.flush()
                 stopped = True
         metrics = self.meter.snapshot(final=stopped)
@@ -90,6 +95,15 @@ class Answer:
         metrics = self.meter.snapshot(final=True)
         return Chunk(rest, (), metrics, self._reason(reason), tool_calls=self._calls)
 
+    def ahead(self, left: int) -> int:
+        """Of ``left`` tokens to come, those that may be guessed and the one after them."""
+        return self._thinking.ahead(left)
+
+    @property
+    def _inside(self) -> bool:
+        """Whether the text so far ends within the model's thinking."""
+        return self._parser is not None and self._parser.thinking
+
     @property
     def _calls(self) -> tuple[ToolCall, ...]:
         return () if self._parser is None else self._parser.calls
@@ -97,16 +111,12 @@ class Answer:
     def _reason(self, reason: FinishReason) -> FinishReason:
         return "tool_calls" if reason == "stop" and self._calls else reason
 
-    def _choose(self, logits: Logits) -> tuple[int, tuple[TokenLogprob, ...]]:
-        request, sampling, tokenizer = self._request, self._request.sampling, self._tokenizer
-        adjusted = adjust_logits(logits, request.prompt, self.generated, sampling)
-        if self._constraint is None:
-            candidates = distribution(adjusted, sampling)
-        else:
-            ids = _allowed_ids(self._constraint, request.eos_ids, adjusted)
-            candidates = constrained(adjusted, ids, sampling)
-        greedy = sampling.greedy
-        token = int(candidates.tokens[0]) if greedy else draw(candidates, self._rng.random())
+    def _choose(
+        self, logits: Logits, bound: Constraint | None, forced: int | None
+    ) -> tuple[int, tuple[TokenLogprob, ...]]:
+        """The next token, ``forced`` if that is one, with its log-probability if wanted."""
+        request, tokenizer = self._request, self._tokenizer
+        token = self._sample(logits, bound) if forced is None else forced
         if request.logprobs is None:
             return token, ()
 
@@ -116,6 +126,20 @@ class Answer:
         value, best = log_probabilities(logits, token, request.logprobs)
         top = tuple((i, spelled(i), p) for i, p in best)
         return token, (TokenLogprob(token, spelled(token), value, top),)
+
+    def _sample(self, logits: Logits, bound: Constraint | None) -> int:
+        request, sampling = self._request, self._request.sampling
+        adjusted = adjust_logits(logits, request.prompt, self.generated, sampling)
+        if bound is None:
+            if self._constraint is not None:  # thoughts do not end an answer that is to come
+                adjusted = adjusted.copy()
+                adjusted[[token for token in request.eos_ids if token < len(adjusted)]] = -np.inf
+            candidates = distribution(adjusted, sampling)
+        else:
+            ids = _allowed_ids(bound, request.eos_ids, adjusted)
+            candidates = constrained(adjusted, ids, sampling)
+        greedy = sampling.greedy
+        return int(candidates.tokens[0]) if greedy else draw(candidates, self._rng.random())
 
 
 class _Text:
@@ -235,10 +259,11 @@ class Meter:
         elapsed = self._session.now() - self._start
         m.prefill_tok_s = (m.prompt_tokens - cached) / elapsed if elapsed > 0 else None
 
-    def token(self) -> None:
-        """One more token has been chosen."""
+    def token(self, *, thinking: int = 0) -> None:
+        """One more token has been chosen; ``thinking`` of them were thoughts."""
         m, now = self._metrics, self._session.now()
         m.completion_tokens += 1
+        m.thinking_tokens = thinking
         if self._first is None:
             self._first, m.ttft_s = now, now - self._start
             self._decoding = self._session.counts()

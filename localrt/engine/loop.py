@@ -66,7 +66,7 @@ def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) 
             (token,) = chunk.token_ids
             del logits  # a row of all that a tree's pass gave: gone before the next pass makes more
             if left > 1 and steps is not None:
-                logits = steps.advance(token, left - 1, check)
+                logits = steps.advance(token, answer.ahead(left - 1), check)
             elif left > 1:
                 logits = session.extend([token], check=check)
     except CancelledError:

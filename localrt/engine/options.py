@@ -9,17 +9,19 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from localrt.engine.sampling import Sampling, check_integer
 from localrt.errors import OptionError
 
-__all__ = ["OPTION_NAMES", "Options", "Overflow", "read_options"]
+__all__ = ["OPTION_NAMES", "Effort", "Options", "Overflow", "read_options"]
 
 Overflow = Literal["error", "drop_oldest"]
+Effort = Literal["low", "medium", "high"]
 
 _BOUNDS = (
     ("max_tokens", 1, 1 << 31),
+    ("thinking_tokens", 0, 1 << 31),
     ("logprobs", 0, 100),
     ("tree_budget", 1, 2048),
     ("tree_depth", 1, 64),
@@ -39,6 +41,10 @@ class Options:
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON) or ``regex`` bind the answer: it
     follows them as a whole, unless ``max_tokens`` or a stop string cuts it short. They need the
     extra ``structured``.
+    ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
+    ``"medium"`` and ``"high"`` say how much, to models that can be told. After
+    ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model
+    whose answer is bound thinks before it only with ``thinking=True``.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -52,6 +58,8 @@ class Options:
     tree_depth: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    thinking: bool | Effort | None = None
+    thinking_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _BOUNDS:
@@ -69,7 +77,26 @@ class Options:
             raise OptionError(f"regex must be a non-empty string, is {self.regex!r}")
         if self.regex is not None and self.json_schema is not None:
             raise OptionError("json_schema and regex exclude one another: give one of them")
+        switched = self.thinking is None or isinstance(self.thinking, bool)
+        if not switched and self.thinking not in get_args(Effort):
+            raise OptionError(
+                f"thinking must be on, off, low, medium or high, is {self.thinking!r}"
+            )
 
+    @property
+    def thinks(self) -> bool | Effort | None:
+        """``thinking``; off with a limit of 0, and where a bound answer does not ask for it."""
+        if self.thinking_tokens == 0 or (self.is_bound and self.thinking is not True):
+            return False
+        return self.thinking
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the answer has to follow a schema or an expression."""
+        return self.json_schema is not None or self.regex is not None
+
+
+_ON_OFF = {"on": True, "off": False}
 
 _SAMPLING_NAMES = frozenset(f.name for f in fields(Sampling))
 _OTHER_NAMES = frozenset(f.name for f in fields(Options)) - {"sampling"}
@@ -95,6 +122,8 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
     rest = {k: v for k, v in merged.items() if k in _OTHER_NAMES}
     if "stop" in rest:
         rest["stop"] = _stop_strings(rest["stop"])
+    if isinstance(rest.get("thinking"), str):
+        rest["thinking"] = _ON_OFF.get(rest["thinking"], rest["thinking"])
     if "json_schema" in rest:
         rest["json_schema"] = _schema_text(rest["json_schema"])
     return Options(sampling=sampling, **rest)

@@ -16,11 +16,19 @@ import numpy.typing as npt
 from localrt.engine.protocol import EngineSession, check_ids
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
+from localrt.engine.thinking import ThinkingLimit
 from localrt.engine.types import ToolCall
 from localrt.errors import ContextOverflowError, OptionError
 from localrt.progress import ProgressCallback
 
-__all__ = ["AnswerParser", "Constraint", "MakeConstraint", "MakeParser", "Request", "Restore"]
+__all__ = [
+    "AnswerParser",
+    "Constraint",
+    "MakeConstraint",
+    "MakeParser",
+    "Request",
+    "Restore",
+]
 
 
 class Constraint(Protocol):
@@ -52,6 +60,10 @@ class AnswerParser(Protocol):
     def markers(self) -> tuple[str, ...]:
         """Control tokens that it reads as text; others stay hidden."""
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends within the model's thinking."""
+
     def push(self, piece: str) -> str:
         """Text to show, now that ``piece`` has come."""
 
@@ -82,6 +94,7 @@ class Request:
     speculation: Speculation | None = None
     constraint: MakeConstraint | None = None  # makes what binds the answer
     parser: MakeParser | None = None  # makes what finds thinking and calls of tools in it
+    thinking_limit: ThinkingLimit | None = None  # needs a parser
     restore: Restore | None = None  # gives the session what is kept of the prompt elsewhere
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None

@@ -57,15 +57,17 @@ class Metrics:
     """What a generation cost so far. Seconds, bytes, tokens; None where a thing was not measured.
 
     ``prompt_tokens`` counts the whole prompt, ``cached_tokens`` the part that a kept KV cache
-    already held. ``prefill_tok_s`` covers the computed part only. ``accepted_per_pass`` is tokens
-    per target pass of decoding, ``accepted_by_source`` the share of them that each draft source
-    guessed, ``speculation`` what was done and why, in one sentence. ``memory`` says, in another,
-    which weights are no longer where they were at load, and why.
+    already held, ``thinking_tokens`` the thoughts among ``completion_tokens``. ``prefill_tok_s``
+    covers the computed part only. ``accepted_per_pass`` is tokens per target pass of decoding,
+    ``accepted_by_source`` the share of them that each draft source guessed, ``speculation`` what
+    was done and why, in one sentence. ``memory`` says, in another, which weights are no longer
+    where they were at load, and why.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    thinking_tokens: int = 0
     ttft_s: float | None = None
     tpot_s: float | None = None
     prefill_tok_s: float | None = None

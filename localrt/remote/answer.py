@@ -154,11 +154,13 @@ class Reader:
         """What is known so far."""
         usage = self._usage or {}
         cached = _mapping(usage.get("prompt_tokens_details")).get("cached_tokens")
+        details = _mapping(usage.get("completion_tokens_details"))
         count = _count(usage.get("completion_tokens"), self._pieces)
         found = Metrics(
             prompt_tokens=_count(usage.get("prompt_tokens"), self.estimate),
             cached_tokens=_count(cached, 0),
             completion_tokens=count,
+            thinking_tokens=_count(details.get("reasoning_tokens"), 0),
         )
         if self._first is not None and self._last is not None:
             found.ttft_s = self._first - self._began

@@ -36,6 +36,8 @@ _SENT = (
     *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
     *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos"),
 )
+# What localrt's server, vLLM and llama.cpp call it.
+_THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 # Of no use elsewhere, and what they are when nobody chose.
 _HERE = {"draft": "auto", "tree_budget": None, "tree_depth": None, "overflow": "error"}
 _HERE |= {"regex": None, "logprobs": None}
@@ -292,12 +294,28 @@ def _body(
         named = {"name": "answer", "schema": schema, "strict": True}
         whole = {"type": "json_schema", "json_schema": named}
         fields["response_format"] = {"type": "json_object"} if schema is True else whole
+    fields |= _thinking(options)
     if tools:
         fields["tools"] = list(tools)
     try:
         return json.dumps(fields, allow_nan=False).encode("ascii")
     except (TypeError, ValueError) as error:
         raise OptionError(f"messages, tools and options must be JSON: {one_line(error)}") from error
+
+
+def _thinking(options: Options) -> dict[str, Any]:
+    """How much to think, as OpenAI, vLLM, llama.cpp and localrt's server are told."""
+    thinking, limit = options.thinking, options.thinking_tokens
+    fields: dict[str, Any] = {}
+    if isinstance(thinking, str):
+        fields["reasoning_effort"] = thinking
+    elif thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": thinking, "thinking": thinking}
+        if not thinking:
+            fields["reasoning_effort"] = "none"
+    if limit is not None:
+        fields |= dict.fromkeys(_THINKING_LIMITS, limit)
+    return fields
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -180,8 +180,6 @@ def _described(error: Any) -> tuple[str, str | None]:
         rest = f"must be {' or '.join(kinds)}"
     elif error.rule == "required":
         rest = rest.replace("must contain", "must have").replace(" properties", "")
-    if where.startswith("messages") and where.endswith("type"):
-        rest += ": the model reads text only"
     return f"{where or 'the body'} {rest}", where or _missing(error)
 
 

@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from localrt.errors import OptionError
 from localrt.serve.errors import invalid
+from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
+from localrt.text.content import check_text_only
 
 __all__ = ["Call", "Forced", "chat_call", "completion_call", "prompts_of"]
 
@@ -67,7 +70,7 @@ def chat_call(fields: Fields) -> Call:
     for name in ("functions", "function_call"):
         if fields.get(name):
             raise invalid(f"{name} is not supported: use tools", name)
-    options = _options(fields)
+    options = _options(fields) | _thinking(fields)
     if fields.get("max_completion_tokens") is not None:
         options["max_tokens"] = fields["max_completion_tokens"]
     if fields.get("logprobs"):
@@ -84,6 +87,10 @@ def chat_call(fields: Fields) -> Call:
             raise invalid("response_format and a tool that must be called exclude one another")
         options["json_schema"] = bound
     messages = [_message(message) for message in fields["messages"]]
+    try:
+        check_text_only(messages)
+    except OptionError as error:
+        raise invalid(str(error), "messages") from error
     return Call(
         prompts=[{"prompt": messages, "tools": tools or None}],
         options=options,
@@ -151,6 +158,24 @@ def _options(fields: Fields) -> dict[str, Any]:
         options["top_k"] = max(0, fields["top_k"])  # elsewhere -1 switches it off
     if fields.get("logit_bias"):
         options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    return options
+
+
+def _thinking(fields: Fields) -> dict[str, Any]:
+    """Whether and how much the model is to think, in the ways of several servers."""
+    options: dict[str, Any] = {}
+    told = fields.get("chat_template_kwargs") or {}
+    efforts = (one for one in (told, fields) if one.get("reasoning_effort") is not None)
+    if (given := next(efforts, None)) is not None:
+        options["thinking"] = EFFORTS[given["reasoning_effort"]]
+    switches = (told.get(name) for name in ("enable_thinking", "thinking"))
+    switch = next((one for one in switches if one is not None), None)
+    if switch is False or (switch and not options.get("thinking")):
+        options["thinking"] = switch
+    limits = (fields.get(name) for name in THINKING_LIMITS)
+    limit = next((one for one in limits if one is not None), -1)
+    if limit >= 0:
+        options["thinking_tokens"] = limit
     return options
 
 

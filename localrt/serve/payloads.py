@@ -54,6 +54,7 @@ def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
         "prompt_tokens": read,
         "completion_tokens": written,
         "total_tokens": read + written,
+        "completion_tokens_details": {"reasoning_tokens": sum(m.thinking_tokens for m in found)},
         "prompt_tokens_details": {"cached_tokens": sum(m.cached_tokens for m in found[::choices])},
     }
 

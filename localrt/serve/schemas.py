@@ -13,11 +13,13 @@ __all__ = [
     "CHAT_RESPONSE",
     "COMPLETION",
     "COMPLETION_RESPONSE",
+    "EFFORTS",
     "EMBEDDINGS",
     "EMBEDDINGS_RESPONSE",
     "ERROR",
     "MODEL",
     "MODELS",
+    "THINKING_LIMITS",
 ]
 
 Schema = dict[str, Any]
@@ -107,12 +109,29 @@ _MESSAGE = _object(
     role={"enum": ["system", "developer", "user", "assistant", "tool"]},
     content={
         "type": ["string", "array", "null"],
-        "items": _whole(type={"enum": ["text"]}, text=_STRING),
+        "items": {
+            **_whole(type=_STRING),
+            "if": {"properties": {"type": {"const": "text"}}},
+            "then": _whole(text=_STRING),
+        },
     },
     name=_TEXT,
     tool_call_id=_TEXT,
     tool_calls=_nullable(_list(_CALL)),
 )
+
+# Of OpenAI and others, and what they are here.
+EFFORTS: dict[str, bool | str] = {
+    "none": False,
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+# localrt's own name, vLLM's and llama.cpp's; -1 is no limit.
+THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 
 _RESPONSE_FORMAT: Schema = {
     **_nullable(
@@ -146,6 +165,11 @@ CHAT = _object(
     tools=_nullable(_list(_whole(type={"enum": ["function"]}, function=_FUNCTION))),
     tool_choice=_TOOL_CHOICE,
     response_format=_RESPONSE_FORMAT,
+    reasoning_effort={"enum": [*EFFORTS, None]},
+    chat_template_kwargs=_nullable(
+        _object(enable_thinking=_FLAG, thinking=_FLAG, reasoning_effort={"enum": [*EFFORTS, None]})
+    ),
+    **dict.fromkeys(THINKING_LIMITS, _integer(-1, _MOST_ID)),
 )
 
 

@@ -49,7 +49,7 @@ def _thinking(written: Written) -> tuple[str, str] | None:
         opening = _opening(before, silent)
         closing = _closing(behind)
         if closing:  # the answer may be a turn of its own
-            closing += _begun_by(written.prompt, behind.partition(closing)[2])
+            closing += _begun_by(written.prompt, behind.partition(closing)[2]).rstrip()
         if opening and opening in written.prompt:  # it begins turns; the prompt may go on
             rest = written.prompt.rpartition(opening)[2].strip()
             opening = rest if rest and closing not in rest else opening

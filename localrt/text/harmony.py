@@ -10,15 +10,13 @@ Thinking comes out as ``<think>...</think>``, calls are taken out. The format is
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from localrt.engine.types import ToolCall
 from localrt.text.call_syntax import call_of
-from localrt.text.thinking import CLOSE, OPEN, overlap, split_thinking
+from localrt.text.thinking import CLOSE, OPEN, overlap
 from localrt.text.tools import make_call
 
-__all__ = ["HarmonyParser", "harmony_messages", "is_harmony"]
+__all__ = ["HarmonyParser", "is_harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _TO = "to="  # a header may begin with the recipient: the prompt ends with the role
@@ -33,15 +31,18 @@ def is_harmony(template: str) -> bool:
 
 
 class HarmonyParser:
-    """See ``localrt.text.parser.TextParser``. An answer begins with the header of a message."""
+    """See ``localrt.text.parser.TextParser``. An answer begins with the header of a message, or
+    within one of ``thinking`` that the prompt has opened.
+    """
 
     markers = _MARKERS
 
-    def __init__(self) -> None:
-        self._header: str | None = ""  # None while a message's own text comes
+    def __init__(self, *, thinking: bool = False) -> None:
+        self._first = f"{OPEN}\n" if thinking else ""
+        self._header: str | None = None if thinking else ""  # None while a message's text comes
         self._text = ""  # of a call, whose header is in _recipient
         self._recipient: str | None = None
-        self._thinking = False
+        self.thinking = thinking
         self._held = ""
         self._unmarked = True  # no mark has come yet
         self.calls: tuple[ToolCall, ...] = ()
@@ -49,7 +50,7 @@ class HarmonyParser:
     def push(self, piece: str) -> str:
         """Text to show."""
         self._held += piece
-        shown = ""
+        shown, self._first = self._first, ""
         while match := _MARK.search(self._held):
             shown += self._take(self._held[: match.start()]) + self._mark(match[0])
             self._held = self._held[match.end() :]
@@ -98,13 +99,13 @@ class HarmonyParser:
         if recipient is not None and recipient[1] not in ("user", "assistant"):
             self._recipient, self._text = recipient[1], ""
             return ""
-        self._thinking = "analysis" in header
-        return f"{OPEN}\n" if self._thinking else ""
+        self.thinking = "analysis" in header
+        return f"{OPEN}\n" if self.thinking else ""
 
     def _end(self) -> str:
         """A message is whole."""
-        if self._thinking:
-            self._thinking = False
+        if self.thinking:
+            self.thinking = False
             return f"\n{CLOSE}\n\n"
         if self._recipient is None:
             return ""
@@ -115,16 +116,3 @@ class HarmonyParser:
             return text
         self.calls += (make_call(call),)
         return ""
-
-
-def harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """``messages`` for a template with channels: what was thought is no part of what was said."""
-    shaped: list[Any] = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, str) and message.get("role") == "assistant":
-            parts = split_thinking(content)
-            if parts.thinking:
-                message = {**message, "content": parts.answer, "thinking": parts.thinking}
-        shaped.append(message)
-    return shaped

@@ -105,6 +105,11 @@ class TextParser:
         self.calls: tuple[ToolCall, ...] = ()
         self.markers = _markers(syntax, frame)
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends within the thinking that an answer begins with."""
+        return bool(self._closing) and not self._begun
+
     def push(self, piece: str) -> str:
         """Text that is certain not to be part of a call."""
         shown, self._first = self._first, ""

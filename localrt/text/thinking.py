@@ -13,9 +13,11 @@ around it. The rule, for a whole text as for one that still grows:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["CLOSE", "OPEN", "Thinking", "overlap", "split_thinking"]
+__all__ = ["CLOSE", "OPEN", "Thinking", "overlap", "split_thinking", "thoughts_apart"]
 
 OPEN, CLOSE = "<think>", "</think>"
 _OPENINGS = (OPEN, "<thinking>", "<reasoning>")
@@ -65,6 +67,24 @@ def split_thinking(text: str) -> Thinking:
 
 def _joined(thoughts: list[str]) -> str:
     return "\n\n".join(thought.strip() for thought in thoughts if thought.strip())
+
+
+def thoughts_apart(messages: Sequence[Any]) -> list[Any]:
+    """``messages`` whose thoughts are in fields of their own, as templates name them.
+
+    For templates that do not read ``<think>`` in a content.
+    """
+    shaped: list[Any] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str) and message.get("role") == "assistant":
+            parts = split_thinking(content)
+            if parts.thinking:
+                message = {**message, "content": parts.answer}
+                for name in ("thinking", "reasoning", "reasoning_content"):
+                    message.setdefault(name, parts.thinking)
+        shaped.append(message)
+    return shaped
 
 
 def overlap(text: str, mark: str) -> int:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from localrt import split_thinking
 from localrt.models.templates.chat_template import ChatTemplate
-from localrt.text.harmony import HarmonyParser, harmony_messages, is_harmony
+from localrt.text.harmony import HarmonyParser, is_harmony
 from localrt.text.parser import TextParser
 from localrt.text.template_syntax import TemplateSyntax
+from localrt.text.thinking import thoughts_apart
 from localrt.text.tools import for_template
 from tests.text.call_templates import ALONE, TEMPLATES, UNWRITABLE, WORDLESS, chat
 
@@ -95,7 +96,7 @@ def answer_of(
     prompt = template.render([_USER], tools=tools)
     given = [_USER, message]
     if is_harmony(template.source):
-        given = harmony_messages(given)
+        given = thoughts_apart(given)
     shaped = for_template(given, arguments_as_text=syntax.calls.as_text)
     whole = template.render(shaped, tools=tools, add_generation_prompt=False)
     assert whole.startswith(prompt)

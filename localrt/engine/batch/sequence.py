@@ -63,6 +63,11 @@ class BatchSequence(Generic[Owner]):
         """The tokens that may still be said."""
         return self._limit - (self.length - len(self.request.prompt))
 
+    @property
+    def ahead(self) -> int:
+        """Of the tokens ``left``, those that may be guessed and the one after them."""
+        return self.left if self._answer is None else self._answer.ahead(self.left)
+
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
         """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
         tokens = self.tokens
@@ -87,7 +92,7 @@ class BatchSequence(Generic[Owner]):
     def step(self, steps: Stepper, check: Check) -> Chunks:
         """What follows from its pending token, and from guesses behind it."""
         (token,) = self.pending
-        return self.accept(steps.advance(token, self.left, check))
+        return self.accept(steps.advance(token, self.ahead, check))
 
     def guesser(self, session: EngineSession) -> Guesser | None:
         """What guesses on ``session`` while others share its passes; None where nothing does."""

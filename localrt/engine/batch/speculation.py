@@ -126,7 +126,7 @@ class BatchSpeculation(Generic[Owner]):
             if guesser is not None:
                 guesser.chosen(seq.pending[0])
                 if looking:
-                    tree = guesser.guess(each, seq.left - 1, self._check)
+                    tree = guesser.guess(each, seq.ahead - 1, self._check)
             trees.append(tree)
         room = self._engine.pass_rows - beside
         rows = running[0][1].tree_rows  # by what the budget leaves, the same for all

@@ -1,0 +1,102 @@
+"""A model's thinking in one request: what its template is told, what the prompt ends with, where
+the thinking ends.
+
+It joins what the template shows of it (``localrt.text.thinking_syntax``) and the options, in
+tokens. It knows no sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from localrt.engine.options import Options
+from localrt.engine.request import MakeParser
+from localrt.engine.thinking import ThinkingLimit
+from localrt.models.templates.chat_template import MessageTemplate
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.text.harmony import HarmonyParser, is_harmony
+from localrt.text.parser import USUAL_FRAME, TextParser
+from localrt.text.template_syntax import TemplateSyntax
+from localrt.text.thinking_syntax import find_syntax
+
+__all__ = ["ThinkingControl"]
+
+_TAIL = 32  # tokens at the end of a prompt that may open the thinking
+
+
+class ThinkingControl:
+    """Of the model with ``template``. ``tools`` says whether a request gives some."""
+
+    def __init__(
+        self, template: MessageTemplate, answers: TemplateSyntax, tokenizer: Tokenizer
+    ) -> None:
+        self._source = template.tool_source
+        self._tokenizer = tokenizer
+        self._calls = answers.calls
+        self._syntax = find_syntax(template, answers.frame)
+        self._frame = self._syntax.framed(answers.frame)
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the template knows ``<think>`` in what an assistant has said."""
+        return self._syntax.reads_thoughts
+
+    def variables(self, options: Options) -> dict[str, Any]:
+        """What the template is told.
+
+        Raises:
+            OptionError: the model is to think, and cannot.
+        """
+        return self._syntax.variables(options.thinks, options.thinking_tokens)
+
+    def begun(self, ids: Sequence[int], options: Options, *, tools: bool) -> list[int]:
+        """What follows a prompt of these ``ids`` where its template could not be told: the opening
+        of the thinking, or its end.
+        """
+        tags = self._syntax.tags
+        if tags is None:
+            return []
+        opened = self._opened(ids)
+        tools = tools and not options.is_bound
+        # Marks that a template drops are no sign that the model writes them by itself.
+        always = not self._syntax.off and (tags.close or not options.is_bound)
+        text = ""
+        if options.thinks is False and opened:
+            text = tags.closes(tools=tools)[0]
+        elif options.thinks is False and always:
+            text = tags.empty(tools=tools)
+        elif options.thinks is True and options.is_bound and not opened:
+            text = tags.opening + tags.lead
+        return self._ids(text)
+
+    def limit(self, options: Options, *, tools: bool) -> ThinkingLimit | None:
+        """What ends a thinking that is too long, or leads from it to a bound answer."""
+        tags = self._syntax.tags
+        if tags is None or (options.thinking_tokens is None and not options.is_bound):
+            return None
+        closes = tags.closes(tools=tools and not options.is_bound)
+        then = closes[-1].partition(tags.closing)[2] if options.is_bound else ""
+        written = tuple(tuple(self._ids(text)) for text in closes)
+        return ThinkingLimit(options.thinking_tokens, written, tuple(self._ids(then)))
+
+    def parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> MakeParser | None:
+        """What finds thinking and calls of ``tools`` in an answer to ``ids``."""
+        source, frame, opened = self._source, self._frame, self._opened(ids)
+        if is_harmony(source):
+            return lambda: HarmonyParser(thinking=bool(opened))
+        if not source or (self._syntax.tags is None and not tools and frame == USUAL_FRAME):
+            return None
+        calls = self._calls if tools else None
+        return lambda: TextParser(calls, tools, thinking=opened, frame=frame)
+
+    def _opened(self, ids: Sequence[int]) -> str:
+        """The mark with which the prompt of these ``ids`` has opened the thinking, or nothing."""
+        if not self._source:
+            return ""
+        end = self._tokenizer.decode(ids[-_TAIL:], skip_special=False).rstrip()
+        return next((mark for mark, _ in self._frame.thinking if end.endswith(mark)), "")
+
+    def _ids(self, text: str) -> list[int]:
+        """The ids of what a template could have written."""
+        return self._tokenizer.encode(text, add_special=False, parse_special=True) if text else []

@@ -1,0 +1,190 @@
+"""Thinking on, off and up to a limit, of a random model that never ends it by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.errors import OptionError
+from tests.conftest import CHATML, write_tiny_model
+from tests.inside import core_of
+
+# As Qwen3.5 has it: the prompt opens the thinking, or closes it at once.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{# <|channel|> #}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+ALWAYS = CHATML + "{# </think> #}"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 60}
+CLOSE = "\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
+    folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
+    with localrt.load(folder, draft="ngram") as model:
+        yield model
+
+
+def loaded(folder: Path, template: str) -> localrt.Model:
+    folder.mkdir(exist_ok=True)
+    return localrt.load(write_tiny_model(folder, template=template), format="f32")
+
+
+def test_the_limit_ends_the_thinking_and_the_answer_follows_as_from_a_text(
+    thinker: localrt.Model,
+) -> None:
+    answer = thinker.generate("hi", thinking_tokens=7, **GREEDY)
+    free = thinker.generate("hi", **GREEDY)
+    close = thinker.tokenize(CLOSE)
+    assert answer.token_ids[:7] == free.token_ids[:7]
+    assert list(answer.token_ids[7 : 7 + len(close)]) == close
+    assert answer.metrics.thinking_tokens == 7
+    assert free.metrics.thinking_tokens == free.metrics.completion_tokens == 60
+    assert not localrt.split_thinking(answer.text).open
+    # What follows is what the same text in the prompt leads to.
+    begun = 7 + len(close)
+    prompt = core_of(thinker).requests.render([{"role": "user", "content": "hi"}])
+    given = thinker.generate(
+        token_ids=[*prompt, *answer.token_ids[:begun]], **{**GREEDY, "max_tokens": 60 - begun}
+    )
+    assert given.token_ids == answer.token_ids[begun:]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 30, 59, 60, 61])
+def test_guesses_change_nothing(thinker: localrt.Model, limit: int) -> None:
+    plain = thinker.generate("hi hi hi", thinking_tokens=limit, draft="off", **GREEDY)
+    for size in ({}, {"draft": "ngram", "tree_budget": 8}):
+        guessed = thinker.generate("hi hi hi", thinking_tokens=limit, **size, **GREEDY)
+        assert guessed.token_ids == plain.token_ids
+        assert guessed.text == plain.text
+        assert guessed.metrics.thinking_tokens == min(limit, 60)
+
+
+def test_batches_and_streams_have_the_same_limit(thinker: localrt.Model) -> None:
+    limits = [3, 9, None]
+    alone = [thinker.generate("hi", thinking_tokens=limit, **GREEDY) for limit in limits]
+    with thinker.live() as live:
+        asked = [live.submit("hi", thinking_tokens=limit, **GREEDY) for limit in limits]
+        together = ["".join(chunk.text for chunk in answer) for answer in asked]
+    assert together == [answer.text for answer in alone]
+    batch = thinker.generate_batch(["hi", "hi"], thinking_tokens=3, **GREEDY)
+    assert [answer.text for answer in batch] == [alone[0].text] * 2
+
+
+def prompt_end(model: localrt.Model, **options: Any) -> str:
+    """How the prompt of such a request ends."""
+    request = core_of(model).requests.make("hi", options)
+    text = model.detokenize(request.prompt, skip_special=False)
+    return text.rpartition("assistant")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({}, "\n<think>\n"),
+        ({"thinking": True}, "\n<think>\n"),
+        ({"thinking": "on"}, "\n<think>\n"),
+        ({"thinking": "high"}, "\n<think>\n"),
+        ({"thinking": False}, "\n<think>\n\n</think>\n\n"),
+        ({"thinking": "off"}, "\n<think>\n\n</think>\n\n"),
+        ({"thinking_tokens": 0}, "\n<think>\n\n</think>\n\n"),
+        ({"json_schema": True}, "\n<think>\n\n</think>\n\n"),
+        ({"json_schema": True, "thinking": True}, "\n<think>\n"),
+    ],
+)
+def test_the_prompt_begins_or_closes_the_thinking(
+    thinker: localrt.Model, options: dict[str, Any], end: str
+) -> None:
+    if "json_schema" in options:
+        pytest.importorskip("llguidance")
+    assert prompt_end(thinker, **options) == end
+
+
+def test_a_template_that_cannot_be_told_gets_an_empty_thinking(tmp_path: Path) -> None:
+    with loaded(tmp_path / "a", ALWAYS) as model:
+        assert prompt_end(model) == prompt_end(model, thinking=True) == "\n"
+        assert prompt_end(model, thinking=False) == "\n<think>\n\n</think>\n\n"
+    with loaded(tmp_path / "b", HARMONY) as model:
+        empty = "<|channel|>analysis<|message|><|end|><|start|>assistant"
+        final = "<|channel|>final<|message|>"
+        assert prompt_end(model, thinking=False) == final
+        asked = core_of(model).requests.make("hi", {"thinking": False}, tools=TOOLS)
+        assert model.detokenize(asked.prompt, skip_special=False).endswith(empty)
+        answer = model.generate("hi", thinking=False, **GREEDY)
+        assert localrt.split_thinking(answer.text).thinking == ""
+
+
+def test_a_model_that_never_thinks(tiny: localrt.Model) -> None:
+    assert prompt_end(tiny, thinking=False) == prompt_end(tiny) == "\n"
+    assert tiny.generate("hi", thinking_tokens=2, max_tokens=8).metrics.thinking_tokens == 0
+    with pytest.raises(OptionError, match="this model does not think"):
+        tiny.generate("hi", thinking=True)
+
+
+@pytest.mark.parametrize("value", [1, "max", 0.5, ["low"]])
+def test_what_thinking_may_be(tiny: localrt.Model, value: Any) -> None:
+    with pytest.raises(OptionError, match="thinking must be on, off, low, medium or high"):
+        tiny.generate("hi", thinking=value)
+    with pytest.raises(OptionError, match="thinking_tokens"):
+        tiny.generate("hi", thinking_tokens=-1)
+
+
+def test_a_bound_answer_may_be_thought_about(thinker: localrt.Model) -> None:
+    pytest.importorskip("llguidance")
+    options = {"regex": "[ab]{3}", "thinking": True, "thinking_tokens": 5, "max_tokens": 60}
+    for seed in range(4):
+        answer = thinker.generate("hi", seed=seed, **options)
+        parts = localrt.split_thinking(answer.text)
+        assert parts.answer.strip("ab") == ""
+        assert len(parts.answer) == 3
+        assert answer.finish_reason == "stop"
+        assert answer.metrics.thinking_tokens == 5
+    without = thinker.generate("hi", regex="[ab]{3}")
+    assert without.text.strip("ab") == ""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image", "path": "cat.png"},
+        {"type": "input_image", "image_url": "https://example.org/cat.png"},
+    ],
+)
+@pytest.mark.parametrize("template", ["strings", "parts"])
+def test_a_picture_is_refused(
+    tiny: localrt.Model, thinker: localrt.Model, tmp_path: Path, part: Any, template: str
+) -> None:
+    messages: Any = [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]},
+    ]
+    model = tiny if template == "strings" else loaded(tmp_path / "parts", WITH_PARTS)
+    with pytest.raises(OptionError, match=r"^message 2 has a picture \(.*text only"):
+        model.generate(messages)
+    with pytest.raises(OptionError, match="a sound"):
+        model.generate([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}])
+    with pytest.raises(OptionError, match="a file"):
+        model.generate([{"role": "user", "content": [{"type": "file", "file": {}}]}])
+
+
+# It would write a mark where a picture is.
+WITH_PARTS = (
+    "{% for m in messages %}<|im_start|>{% for p in m.content %}"
+    "{% if p.type == 'text' %}{{ p.text }}{% else %}<image>{% endif %}{% endfor %}<|im_end|>"
+    "{% endfor %}"
+)
